@@ -1,0 +1,45 @@
+"""What an instruction is and what a step is. Everything else reads these tables; nothing repeats them."""
+
+from .access import Access, Column, Index, Kind
+from .buffers import BUFFERS, Buffer, BufferSpec, Space
+from .dims import DIM_FIELDS, KV_BLOCK, Dims
+from .dtypes import Dtype, from_f32, to_f32
+from .instructions import (
+    BY_NAME,
+    BY_OPCODE,
+    INSTRUCTIONS,
+    Cost,
+    Family,
+    Instruction,
+    attention_cost,
+    itemsize,
+)
+from .step import STEP_FIELDS, StepField, StepTable
+
+__all__ = [
+    "BUFFERS",
+    "BY_NAME",
+    "BY_OPCODE",
+    "DIM_FIELDS",
+    "INSTRUCTIONS",
+    "KV_BLOCK",
+    "STEP_FIELDS",
+    "Access",
+    "Buffer",
+    "BufferSpec",
+    "Column",
+    "Cost",
+    "Dims",
+    "Dtype",
+    "Family",
+    "Index",
+    "Instruction",
+    "Kind",
+    "Space",
+    "StepField",
+    "StepTable",
+    "attention_cost",
+    "from_f32",
+    "itemsize",
+    "to_f32",
+]

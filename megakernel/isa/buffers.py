@@ -1,0 +1,134 @@
+"""Every buffer an instruction can name. Operands hold a buffer's id and a tile, never an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from .dims import Dims
+from .dtypes import Dtype
+
+
+class Space(Enum):
+    """Who owns a buffer's bytes and how long they live."""
+
+    WEIGHT = "weight"  # read-only, from the checkpoint; a backend may repack it
+    ACTIVATION = "activation"  # lives for one launch, in the symmetric heap (same offset on each rank)
+    STATE = "state"  # lives across launches: KV cache and token history
+    OUTPUT = "output"  # read by the host after a launch
+
+
+class Buffer(IntEnum):
+    EMBED = 0
+    INV_FREQ = 1
+    ATTN_NORM = 2
+    W_QKV = 3
+    B_QKV = 4
+    W_O = 5
+    B_O = 6
+    MLP_NORM = 7
+    W_GATE_UP = 8
+    B_GATE_UP = 9
+    W_DOWN = 10
+    B_DOWN = 11
+    FINAL_NORM = 12
+    LM_HEAD = 13
+    ROPE = 14
+    X = 15
+    H = 16
+    Q = 17
+    ATTN = 18
+    ACT = 19
+    Y = 20
+    LOGITS = 21
+    PARTIALS = 22
+    SPLITS = 23
+    K_CACHE = 24
+    V_CACHE = 25
+    HISTORY = 26
+    TOKENS_OUT = 27
+    LOGPROBS_OUT = 28
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """Shape in elements, row-major. `compute` means the program's compute dtype (float32 or bfloat16).
+
+    `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
+    program is bound, so it is an argument of `shape`.
+    """
+
+    buffer: Buffer
+    space: Space
+    dtype: Dtype | None  # None: the compute dtype
+    shape: Callable[[Dims, int], tuple[int, ...]]
+    what: str
+    layered: bool = False
+
+    def resolve_dtype(self, dims: Dims) -> Dtype:
+        return Dtype(dims.dtype) if self.dtype is None else self.dtype
+
+
+def _spec(
+    buffer: Buffer,
+    space: Space,
+    dtype: Dtype | None,
+    shape: Callable[[Dims, int], tuple[int, ...]],
+    what: str,
+    layered: bool = False,
+) -> BufferSpec:
+    return BufferSpec(buffer, space, dtype, shape, what, layered)
+
+
+_W, _A, _S, _O = Space.WEIGHT, Space.ACTIVATION, Space.STATE, Space.OUTPUT
+_F, _I = Dtype.F32, Dtype.I32
+_B = Buffer
+
+# q and k rows of W_QKV and B_QKV are stored so that a RoPE pair is adjacent: row 2i of a head is Hugging Face's
+# row i, row 2i+1 its row i + head_dim/2 (the order GGUF files use). Scores do not depend on the order.
+_SPECS: tuple[BufferSpec, ...] = (
+    # -- weights
+    _spec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),
+    _spec(_B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, scaling applied"),
+    _spec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before attention", True),
+    _spec(_B.W_QKV, _W, None, lambda d, p: (d.qkv_cols, d.hidden), "q heads, k heads, v heads; rows", True),
+    _spec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
+    _spec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.q_cols), "attention output projection", True),
+    _spec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
+    _spec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the MLP", True),
+    _spec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.ffn, d.hidden), "gate, then up projection", True),
+    _spec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.ffn), "bias of W_GATE_UP", True),
+    _spec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.ffn), "down projection", True),
+    _spec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
+    _spec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the LM head"),
+    _spec(_B.LM_HEAD, _W, None, lambda d, p: (d.vocab, d.hidden), "LM head; EMBED itself where tied"),
+    # -- activations
+    _spec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos, sin of each pair, interleaved"),
+    _spec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
+    _spec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
+    _spec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
+    _spec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.q_cols), "attention output by head"),
+    _spec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.ffn), "silu(gate) * up"),
+    _spec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "final norm of the logit rows"),
+    _spec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
+    _spec(
+        _B.PARTIALS,
+        _A,
+        _F,
+        lambda d, p: (d.partials, d.group_size, d.head_dim + 2),
+        "m, l, o of one query row, one KV head, one KV block",
+    ),
+    _spec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
+    # -- state
+    _spec(_B.K_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.head_dim, d.page), "keys, transposed", True),
+    _spec(_B.V_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.page, d.head_dim), "values", True),
+    _spec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
+    # -- outputs
+    _spec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
+    _spec(_B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at that token"),
+)
+
+BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
+if list(BUFFERS) != list(Buffer):
+    raise AssertionError("every Buffer needs exactly one BufferSpec, in order")

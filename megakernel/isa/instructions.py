@@ -1,0 +1,342 @@
+"""The instruction table: the one place that says what each instruction is.
+
+Generated from it: `csrc/common/isa.h` and `docs/instructions.md`. Imported from it: names, colours, regions and
+costs, wherever they are needed. Adding a row means adding a function of the same name to each backend; one
+that lacks it does not compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .access import Access, Column, Index, Kind
+from .buffers import Buffer
+from .dims import Dims
+from .dtypes import Dtype
+from .record import OPERAND_WORD, OPERANDS, Records
+
+Columns = Mapping[str, Column]
+
+
+class Family(Enum):
+    """Instructions of one kind, with the colour they have in every view (Okabe-Ito, readable by the colour-blind)."""
+
+    GATHER = "#999999"
+    NORM = "#F0E442"
+    MATMUL = "#0072B2"
+    ATTENTION = "#D55E00"
+    SAMPLING = "#CC79A7"
+    CONTROL = "#000000"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of each instruction, as float64 columns. FLOPs count a multiply-add as two.
+
+    `memory_bytes` are the bytes that must come from or go to main memory once per step even with perfect
+    caches: weights and KV. Activations stay in caches. Attention's cost depends on the step table and is zero
+    here; `attention_cost` gives it for a context length.
+    """
+
+    matrix_flops: NDArray[np.float64]
+    vector_flops: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+    link_bytes: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One row of the table.
+
+    `accesses(columns, dims)` gives the regions of the instructions whose operand columns are `columns`;
+    `cost(columns, dims)` their work. `layered`: lies in the layer body. `output` names the storage type and the
+    rounding point of what it writes.
+    """
+
+    name: str
+    opcode: int
+    family: Family
+    operands: tuple[str, ...]
+    accesses: Callable[[Columns, Dims], list[Access]]
+    cost: Callable[[Columns, Dims], Cost]
+    semantics: str
+    output: str
+    layered: bool = True
+
+    def columns(self, records: Records) -> dict[str, Column]:
+        """Operand columns of records of this opcode."""
+        return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
+
+
+def itemsize(dims: Dims) -> int:
+    """Bytes of an element in the compute dtype."""
+    return Dtype(dims.dtype).itemsize
+
+
+def _box(buffer: Buffer, kind: Kind, c: Columns, cols: tuple[Column | int, Column | int]) -> Access:
+    """Rows from the `row` and `rows` operands."""
+    row = c["row"]
+    return Access(buffer, kind, row, row + c["rows"], _full(cols[0], row), _full(cols[1], row))
+
+
+def _full(value: Column | int, like: Column) -> Column:
+    return np.full_like(like, value) if isinstance(value, int) else value
+
+
+def _tile(c: Columns) -> tuple[Column, Column]:
+    return c["col"], c["col"] + c["cols"]
+
+
+def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
+    """The part of each column tile inside [start, start + width), relative to start; empty where disjoint."""
+    col, end = _tile(c)
+    low = np.clip(col - start, 0, width)
+    return low, np.maximum(np.clip(end - start, 0, width), low)
+
+
+def _cost(
+    like: Column,
+    matrix: NDArray[Any] | float = 0.0,
+    vector: NDArray[Any] | float = 0.0,
+    memory: NDArray[Any] | float = 0.0,
+) -> Cost:
+    def col(v: NDArray[Any] | float) -> NDArray[np.float64]:
+        return np.broadcast_to(np.asarray(v, dtype=np.float64), like.shape)
+
+    return Cost(col(matrix), col(vector), col(memory), col(0.0))
+
+
+def _matmul_cost(k: Callable[[Dims], int], width: int = 1) -> Callable[[Columns, Dims], Cost]:
+    """A tile of rows x cols outputs, each a dot of length k; `width` weight matrices (gate and up) side by side."""
+
+    def cost(c: Columns, d: Dims) -> Cost:
+        cols = c["cols"].astype(np.float64) * width
+        return _cost(
+            c["row"],
+            matrix=2.0 * c["rows"] * cols * k(d),
+            memory=np.where(c["row"] == 0, cols * k(d) * itemsize(d), 0.0),
+        )
+
+    return cost
+
+
+def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
+    """(FLOPs, KV bytes) of one item: `row_kv_heads` = query rows x KV heads, each over `kv_tokens` tokens.
+
+    FLOPs = 4 x query heads x head_dim x tokens (roofline: 2nP + 4nSLHh). KV bytes count each row's read once.
+    """
+    flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
+    return flops, 2.0 * row_kv_heads * dims.head_dim * kv_tokens * itemsize(dims)
+
+
+def _embed_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [
+        _box(Buffer.X, Kind.WRITE, c, (0, d.hidden)),
+        _box(Buffer.ROPE, Kind.WRITE, c, (0, d.head_dim)),
+    ]
+
+
+def _norm_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [
+        _box(Buffer.X, Kind.READ, c, (0, d.hidden)),
+        _box(Buffer.H, Kind.WRITE, c, (0, d.hidden)),
+    ]
+
+
+def _qkv_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [
+        _box(Buffer.H, Kind.READ, c, (0, d.hidden)),
+        _box(Buffer.ROPE, Kind.READ, c, (0, d.head_dim)),
+        _box(Buffer.Q, Kind.WRITE, c, _overlap(c, 0, d.q_cols)),
+        _box(Buffer.K_CACHE, Kind.WRITE, c, _overlap(c, d.q_cols, d.kv_cols)),
+        _box(Buffer.V_CACHE, Kind.WRITE, c, _overlap(c, d.q_cols + d.kv_cols, d.kv_cols)),
+    ]
+
+
+def _attention_accesses(c: Columns, d: Dims) -> list[Access]:
+    zero = np.zeros_like(c["slot"])
+
+    def rows(buffer: Buffer, kind: Kind, cols: int) -> Access:
+        return Access(buffer, kind, zero, zero + d.tokens, zero, zero + cols, Index.ITEM)
+
+    return [
+        rows(Buffer.Q, Kind.READ, d.q_cols),
+        rows(Buffer.K_CACHE, Kind.READ, d.kv_cols),
+        rows(Buffer.V_CACHE, Kind.READ, d.kv_cols),
+        rows(Buffer.ATTN, Kind.WRITE, d.q_cols),
+    ]
+
+
+def _residual_accesses(source: Buffer, k: Callable[[Dims], int]) -> Callable[[Columns, Dims], list[Access]]:
+    def accesses(c: Columns, d: Dims) -> list[Access]:
+        return [_box(source, Kind.READ, c, (0, k(d))), _box(Buffer.X, Kind.UPDATE, c, _tile(c))]
+
+    return accesses
+
+
+def _gate_up_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [_box(Buffer.H, Kind.READ, c, (0, d.hidden)), _box(Buffer.ACT, Kind.WRITE, c, _tile(c))]
+
+
+def _final_norm_accesses(c: Columns, d: Dims) -> list[Access]:
+    zero = np.zeros_like(c["row"])
+    every = Access(Buffer.X, Kind.READ, zero, zero + d.tokens, zero, zero + d.hidden, Index.LOGIT_ROW)
+    return [every, _box(Buffer.Y, Kind.WRITE, c, (0, d.hidden))]
+
+
+def _lm_head_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [_box(Buffer.Y, Kind.READ, c, (0, d.hidden)), _box(Buffer.LOGITS, Kind.WRITE, c, _tile(c))]
+
+
+def _sample_accesses(c: Columns, d: Dims) -> list[Access]:
+    return [
+        _box(Buffer.LOGITS, Kind.READ, c, (0, d.vocab)),
+        _box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1)),
+        _box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1)),
+    ]
+
+
+_ROWS = ("row", "rows")
+_TILE = ("row", "rows", "col", "cols")
+
+INSTRUCTIONS: tuple[Instruction, ...] = (
+    Instruction(
+        "embed",
+        1,
+        Family.GATHER,
+        _ROWS,
+        _embed_accesses,
+        lambda c, d: _cost(c["row"], memory=c["rows"] * d.hidden * float(itemsize(d))),
+        "X[r] = EMBED[token(r)]; ROPE[r] = cos, sin of position(r) * INV_FREQ (product in float32)",
+        "X, ROPE: float32",
+        layered=False,
+    ),
+    Instruction(
+        "attn_norm",
+        2,
+        Family.NORM,
+        _ROWS,
+        _norm_accesses,
+        lambda c, d: _cost(c["row"], vector=4.0 * c["rows"] * d.hidden),
+        "H[r] = X[r] / sqrt(mean(X[r]^2) + eps) * ATTN_NORM",
+        "H: compute dtype, rounded once after the product with the weight",
+    ),
+    Instruction(
+        "qkv_rope",
+        3,
+        Family.MATMUL,
+        _TILE,
+        _qkv_accesses,
+        _matmul_cost(lambda d: d.hidden),
+        "t = H[r] W_QKV^T + B_QKV; q, k columns rotated pairwise by ROPE[r]; q to Q, k and v to their page",
+        "Q, K_CACHE, V_CACHE: compute dtype, rounded once after the rotation",
+    ),
+    Instruction(
+        "attention",
+        4,
+        Family.ATTENTION,
+        # Groups: the q, k, v of `group_heads` consecutive KV heads share a counter per row block; the wait
+        # word names the grid [row block][group], the signal word the grid [row block].
+        ("slot", "group_heads", "groups"),
+        _attention_accesses,
+        lambda c, d: _cost(c["slot"]),
+        "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks, each block's (m, l, o) "
+        "fresh, merged in ascending order; of a split's items the last to arrive merges; signals rows x KV heads",
+        "ATTN: compute dtype, rounded once after division by l; probabilities and o stay float32",
+    ),
+    Instruction(
+        "o_proj",
+        5,
+        Family.MATMUL,
+        _TILE,
+        _residual_accesses(Buffer.ATTN, lambda d: d.q_cols),
+        _matmul_cost(lambda d: d.q_cols),
+        "X[r] += ATTN[r] W_O^T + B_O",
+        "X: float32, never rounded",
+    ),
+    Instruction(
+        "mlp_norm",
+        6,
+        Family.NORM,
+        _ROWS,
+        _norm_accesses,
+        lambda c, d: _cost(c["row"], vector=4.0 * c["rows"] * d.hidden),
+        "H[r] = X[r] / sqrt(mean(X[r]^2) + eps) * MLP_NORM",
+        "H: compute dtype, rounded once after the product with the weight",
+    ),
+    Instruction(
+        "gate_up_silu",
+        7,
+        Family.MATMUL,
+        _TILE,
+        _gate_up_accesses,
+        _matmul_cost(lambda d: d.hidden, width=2),
+        "ACT[r] = silu(H[r] W_GATE^T + B_GATE) * (H[r] W_UP^T + B_UP)",
+        "ACT: compute dtype, rounded once after the product",
+    ),
+    Instruction(
+        "down_proj",
+        8,
+        Family.MATMUL,
+        _TILE,
+        _residual_accesses(Buffer.ACT, lambda d: d.ffn),
+        _matmul_cost(lambda d: d.ffn),
+        "X[r] += ACT[r] W_DOWN^T + B_DOWN",
+        "X: float32, never rounded",
+    ),
+    Instruction(
+        "final_norm",
+        9,
+        Family.NORM,
+        _ROWS,
+        _final_norm_accesses,
+        lambda c, d: _cost(c["row"], vector=4.0 * c["rows"] * d.hidden),
+        "Y[i] = norm of X[logit_rows[i]] with FINAL_NORM; padding rows give zeros. Waits for each row's block",
+        "Y: compute dtype, rounded once after the product with the weight",
+        layered=False,
+    ),
+    Instruction(
+        "lm_head",
+        10,
+        Family.MATMUL,
+        _TILE,
+        _lm_head_accesses,
+        _matmul_cost(lambda d: d.hidden),
+        "LOGITS[i] = Y[i] LM_HEAD^T",
+        "LOGITS: float32",
+        layered=False,
+    ),
+    Instruction(
+        "sample",
+        11,
+        Family.SAMPLING,
+        _ROWS,
+        _sample_accesses,
+        lambda c, d: _cost(c["row"], vector=8.0 * c["rows"] * d.vocab),
+        "penalties, bias, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties by "
+        "id; or the target token. The token goes to TOKENS_OUT and HISTORY, its raw log-softmax to LOGPROBS_OUT",
+        "TOKENS_OUT: int32; LOGPROBS_OUT: float32",
+        layered=False,
+    ),
+    Instruction(
+        "join",
+        12,
+        Family.CONTROL,
+        (),
+        lambda c, d: [],
+        lambda c, d: Cost(*(np.zeros(0),) * 4),
+        "nothing: turns more waits than one record holds into one counter",
+        "none",
+    ),
+)
+
+BY_NAME: dict[str, Instruction] = {i.name: i for i in INSTRUCTIONS}
+BY_OPCODE: dict[int, Instruction] = {i.opcode: i for i in INSTRUCTIONS}
+if len(BY_OPCODE) != len(INSTRUCTIONS) or any(len(i.operands) > OPERANDS for i in INSTRUCTIONS):
+    raise AssertionError("opcodes must be unique and operands must fit the record")

@@ -1,0 +1,50 @@
+"""The instruction record: 32 int32 words.
+
+word 0        opcode (bits 0-7), layer (8-19), flags (20-31)
+words 1-15    operands, in the order that the instruction declares
+words 16-23   waits, 0 = none
+words 24-31   signals, 0 = none
+
+A wait or signal word names a counter: bits 0-23 counter + 1, bits 24-27 rank (signals only; ALL_RANKS for
+every rank), bit 28 NEXT (the counter lives in the next layer's block), bit 29 INDEXED (the word names the first
+counter of a grid and the step table picks the member; the instruction's declaration says how).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Records = NDArray[np.int32]  # [n, WORDS]
+
+WORDS = 32
+OPERAND_WORD, OPERANDS = 1, 15
+WAIT_WORD, WAITS = 16, 8
+SIGNAL_WORD, SIGNALS = 24, 8
+
+LAYER_SHIFT, LAYER_MASK = 8, 0xFFF
+COUNTER_MASK = 0xFFFFFF
+RANK_SHIFT, RANK_MASK = 24, 0xF
+ALL_RANKS = 0xF
+NEXT = 1 << 28
+INDEXED = 1 << 29
+
+
+def opcode(records: Records) -> NDArray[np.int32]:
+    return records[..., 0] & 0xFF
+
+
+def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, indexed: bool = False) -> int:
+    """Encode a wait or a signal on `counter` (an index into a segment's counter block)."""
+    if not 0 <= counter < COUNTER_MASK:
+        raise ValueError(f"counter {counter} does not fit 24 bits")
+    return (counter + 1) | rank << RANK_SHIFT | (NEXT if next_layer else 0) | (INDEXED if indexed else 0)
+
+
+def word_counter(words: Records) -> NDArray[np.int32]:
+    """Counter of each wait or signal word; -1 where there is none."""
+    return (words & COUNTER_MASK) - 1
+
+
+def word_rank(words: Records) -> NDArray[np.int32]:
+    return (words >> RANK_SHIFT) & RANK_MASK

@@ -1,0 +1,107 @@
+"""The step table: all that varies from one launch to the next, as one int32 array in a fixed layout.
+
+Declared once here: Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold
+float32 bits. A table is valid when it meets the invariants that `megakernel.runtime.step` checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .dims import Dims
+
+
+@dataclass(frozen=True)
+class StepField:
+    """`length` words = product of the Dims named in `of`, plus `plus`."""
+
+    name: str
+    of: tuple[str, ...]
+    what: str
+    is_float: bool = False
+    plus: int = 0
+
+    def length(self, dims: Dims) -> int:
+        factors: list[int] = [getattr(dims, name) for name in self.of]
+        return math.prod(factors) + self.plus
+
+
+_T, _L, _I, _B = ("tokens",), ("logit_rows",), ("items",), ("bias_entries",)
+
+STEP_FIELDS: tuple[StepField, ...] = (
+    # -- token rows; rows at and beyond the live count are padding: sequence -1, token 0, position 0
+    StepField("token_ids", _T, "token id, or -1 - slot: take HISTORY[slot][position]"),
+    StepField("positions", _T, "absolute position of the row in its sequence"),
+    StepField("row_seq", _T, "row of block_tables; -1 for padding (its K and V are not stored)"),
+    StepField("block_tables", ("max_seqs", "pages_per_seq"), "page ids of each sequence"),
+    # -- attention work items: a run of rows of one sequence inside one row block, some KV heads, some KV blocks
+    StepField("slot_items", ("attention_slots",), "slot s has items [slot_items[s], slot_items[s+1])", plus=1),
+    StepField("item_row", _I, "first token row"),
+    StepField("item_rows", _I, "token rows; positions are consecutive"),
+    StepField("item_kv_head", _I, "first KV head"),
+    StepField("item_kv_heads", _I, "KV heads"),
+    StepField("item_seq", _I, "row of block_tables; -1: padding rows, the output is zero"),
+    StepField("item_block", _I, "first KV block (of kv_block tokens)"),
+    StepField("item_blocks", _I, "KV blocks; an unsplit item covers all up to its last row's position"),
+    StepField("item_wait_block", _I, "first row block whose q, k, v the item needs"),
+    StepField("item_wait_blocks", _I, "row blocks it needs, its own included"),
+    StepField("item_split", _I, "index into SPLITS shared by the items of one split; -1: not split"),
+    StepField("item_splits", _I, "items in the split"),
+    StepField(
+        "item_partial",
+        _I,
+        "split: PARTIALS index of KV block 0; (row, head, block) at +((row * kv_heads + head) * span + block)",
+    ),
+    StepField("item_span", _I, "split: KV blocks over all of its items"),
+    # -- logit rows
+    StepField("logit_rows", _L, "token row; -1 for padding"),
+    StepField("sample_slot", _L, "HISTORY slot that the token is written to; -1: nowhere"),
+    StepField("sample_position", _L, "index in HISTORY of the sampled token = tokens before it"),
+    StepField("prompt_length", _L, "prompt tokens in HISTORY; later ones count as output"),
+    StepField("target", _L, "score this token instead of sampling; -1: sample"),
+    StepField("temperature", _L, "0: greedy", True),
+    StepField("top_p", _L, "1: off", True),
+    StepField("min_p", _L, "0: off", True),
+    StepField("top_k", _L, "0: off"),
+    StepField("presence_penalty", _L, "0: off", True),
+    StepField("frequency_penalty", _L, "0: off", True),
+    StepField("repetition_penalty", _L, "1: off", True),
+    StepField("seed_low", _L, "low word of the seed"),
+    StepField("seed_high", _L, "high word of the seed"),
+    StepField("choice", _L, "index of the choice among n"),
+    StepField("bias_begin", _L, "first bias pair of the row"),
+    StepField("bias_end", _L, "one past the last bias pair"),
+    StepField("bias_ids", _B, "token ids"),
+    StepField("bias_values", _B, "added to the logit; -inf forbids", True),
+)
+
+
+class StepTable:
+    """One step's table. Attributes are views into `words` named as in STEP_FIELDS; block_tables is 2-D."""
+
+    def __init__(self, dims: Dims) -> None:
+        lengths = [field.length(dims) for field in STEP_FIELDS]
+        self.dims = dims
+        self.words: NDArray[np.int32] = np.zeros(sum(lengths), dtype=np.int32)
+        self._views: dict[str, NDArray[np.int32] | NDArray[np.float32]] = {}
+        offset = 0
+        for field, length in zip(STEP_FIELDS, lengths, strict=True):
+            view = self.words[offset : offset + length]
+            self._views[field.name] = view.view(np.float32) if field.is_float else view
+            offset += length
+        self._views["block_tables"] = self._views["block_tables"].reshape(dims.max_seqs, dims.pages_per_seq)
+
+    def __getattr__(self, name: str) -> NDArray[np.int32]:
+        try:
+            views: dict[str, NDArray[np.int32]] = self.__dict__["_views"]
+            return views[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def fields(self) -> Iterator[tuple[str, NDArray[np.int32] | NDArray[np.float32]]]:
+        return iter(self._views.items())

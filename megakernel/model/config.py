@@ -1,0 +1,43 @@
+"""The shape of a Llama, independent of the file it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class RopeKind(Enum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. `factor` divides the frequencies (linear) or the low ones (llama3)."""
+
+    theta: float = 10000.0
+    kind: RopeKind = RopeKind.DEFAULT
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    vocab: int
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    rms_eps: float = 1e-5
+    rope: Rope = Rope()
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()

@@ -1,0 +1,146 @@
+"""A compiled program: per rank and worker a stream of instruction records, and the counters that order them.
+
+Stored as three segments: prologue, layer body, epilogue. The body is stored once and runs `dims.layers` times:
+run l uses the layer-l copy of layered buffers and counter block l. A word with the NEXT bit means block l + 1;
+the prologue signals into block 0 with plain words, and the epilogue runs on block `dims.layers`, so what
+a body finds at its start is always in its own block. Every block has `counters` counters.
+
+A counter's total is the number of arrivals it gets per launch. Block 0 gets its cross-layer arrivals from the
+prologue and the last block has no body, so totals are stored for the first, the middle and the last block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import MegakernelError
+from .isa import Dims
+from .isa.record import WORDS, Records
+
+_MAGIC = b"MKPROG\0"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Records of all ranks' workers back to back; stream of (rank, worker) s is records[offsets[s]:offsets[s+1]]."""
+
+    records: Records
+    offsets: NDArray[np.int32]
+
+    def stream(self, index: int) -> Records:
+        return self.records[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Immutable. `machine` is a name, for people; `counters` is the size of one counter block."""
+
+    dims: Dims
+    machine: str
+    ranks: int
+    workers: int
+    counters: int
+    prologue: Segment
+    body: Segment
+    epilogue: Segment
+    totals_first: NDArray[np.int32]
+    totals_middle: NDArray[np.int32]
+    totals_last: NDArray[np.int32]
+
+    @property
+    def instructions(self) -> int:
+        """Instructions of one launch, all ranks, body unrolled."""
+        return len(self.prologue.records) + self.dims.layers * len(self.body.records) + len(self.epilogue.records)
+
+    @property
+    def total_counters(self) -> int:
+        return (self.dims.layers + 1) * self.counters
+
+    def totals(self) -> NDArray[np.int32]:
+        """Totals of all counters, [layers + 1, counters]."""
+        middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.counters))
+        return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
+
+    def _arrays(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        for name in ("prologue", "body", "epilogue"):
+            segment: Segment = getattr(self, name)
+            yield f"{name}.records", segment.records
+            yield f"{name}.offsets", segment.offsets
+        for name in ("totals_first", "totals_middle", "totals_last"):
+            yield name, getattr(self, name)
+
+    def to_bytes(self) -> bytes:
+        header = {
+            "dims": asdict(self.dims),
+            "machine": self.machine,
+            "ranks": self.ranks,
+            "workers": self.workers,
+            "counters": self.counters,
+            "arrays": [[name, len(array)] for name, array in self._arrays()],
+        }
+        text = json.dumps(header, sort_keys=True).encode()
+        payload = len(text).to_bytes(8, "little") + text
+        payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for _, a in self._arrays())
+        return _MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
+
+    def save(self, path: Path) -> None:
+        """Write atomically: a reader never sees half a file."""
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(self.to_bytes())
+            part.replace(path)
+        except OSError as e:
+            part.unlink(missing_ok=True)
+            raise MegakernelError(f"cannot write program {path}: {e.strerror}") from e
+
+    @staticmethod
+    def load(path: Path) -> Program:
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            raise MegakernelError(f"cannot read program {path}: {e.strerror}") from e
+        if data[:7] != _MAGIC:
+            raise MegakernelError(f"{path} is not a megakernel program")
+        if len(data) < 48 or data[7] != VERSION:
+            found = data[7] if len(data) > 7 else "none"
+            raise MegakernelError(f"program {path} has format version {found}, this is {VERSION}: compile it again")
+        if hashlib.sha256(data[40:]).digest() != data[8:40]:
+            raise MegakernelError(f"program {path} is damaged: its checksum does not match")
+        return _parse(data[40:])
+
+
+def _parse(payload: bytes) -> Program:
+    """Decode a payload whose checksum matched."""
+    start = 8 + int.from_bytes(payload[:8], "little")
+    header: dict[str, Any] = json.loads(payload[8:start])
+    arrays: dict[str, NDArray[np.int32]] = {}
+    for name, length in header["arrays"]:
+        words = length * (WORDS if name.endswith(".records") else 1)
+        array = np.frombuffer(payload, "<i4", count=words, offset=start).astype(np.int32, copy=False)
+        arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
+        start += 4 * words
+    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in ("prologue", "body", "epilogue")}
+    return Program(
+        dims=Dims(**header["dims"]),
+        machine=header["machine"],
+        ranks=header["ranks"],
+        workers=header["workers"],
+        counters=header["counters"],
+        totals_first=arrays["totals_first"],
+        totals_middle=arrays["totals_middle"],
+        totals_last=arrays["totals_last"],
+        **segments,
+    )

@@ -1,0 +1,44 @@
+"""The seam between an engine and an executor: weights and state bound once, one launch per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import StepTable
+from ..program import Program
+from ..trace import Trace
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one launch leaves for the host. Arrays are the launch's own until the next one; copy to keep."""
+
+    tokens: NDArray[np.int32]  # [logit_rows]
+    logprobs: NDArray[np.float32]  # [logit_rows]
+    logits: NDArray[np.float32]  # [logit_rows, vocab], raw
+    seconds: float  # wall time of the launch
+    trace: Trace | None
+
+
+class Backend(Protocol):
+    """An executor with one model's weights and one KV pool.
+
+    Made by `megakernel.runtime.create`. Programs of any bucket may be launched in any order; they must agree
+    with the backend in every model dimension, page size and limit.
+    """
+
+    name: str
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step. Ctrl-C aborts it within a second; the next launch works."""
+        ...
+
+    def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
+        """Set HISTORY[slot, start : start + len(tokens)]; for prompts, between launches."""
+        ...
+
+    def close(self) -> None: ...

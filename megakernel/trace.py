@@ -1,0 +1,103 @@
+"""What happened and when: one 32-byte record per interval, the same from every executor.
+
+`megakernel.codegen` writes the C++ struct from FIELDS.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import MegakernelError
+
+
+class Role(IntEnum):
+    """Which part of a worker. A CPU thread is all of them and reports WORKER."""
+
+    WORKER = 0
+    CONTROLLER = 1
+    LOADER = 2
+    CONSUMER = 3
+    STORER = 4
+
+
+class IntervalKind(IntEnum):
+    FETCH = 0
+    PAGE_WAIT = 1
+    COUNTER_WAIT = 2
+    LOAD = 3
+    COMPUTE = 4
+    STORE = 5
+
+
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("begin", "u8", "ticks"),
+    ("end", "u8", "ticks"),
+    ("instruction", "u4", "row in the segment's records; the segment follows from `layer`"),
+    ("launch", "u4", "1 for the first launch after the trace was started"),
+    ("worker", "u2", ""),
+    ("layer", "u2", "layer; PROLOGUE or EPILOGUE outside the layer body"),
+    ("rank", "u1", ""),
+    ("role", "u1", "Role"),
+    ("kind", "u1", "IntervalKind"),
+    ("slot", "u1", "COUNTER_WAIT: which wait word was the last to be met"),
+)
+DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
+PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
+Intervals = NDArray[np.void]
+
+if DTYPE.itemsize != 32:
+    raise AssertionError("a trace record is 32 bytes")
+
+_MAGIC = b"MKTRACE1"
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """`program` is the program's hash; ticks are `tick_s` seconds; `read_s` is the cost of reading the clock.
+
+    `clock_error_s` bounds the offset between ranks after alignment (0 within one clock); `dropped` intervals did
+    not fit. `source` is cpu, cuda, protocol or simulator.
+    """
+
+    program: str
+    source: str
+    tick_s: float
+    read_s: float
+    clock_error_s: float
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    header: TraceHeader
+    intervals: Intervals  # DTYPE, sorted by (rank, worker, begin)
+
+    def save(self, path: Path) -> None:
+        header = json.dumps(asdict(self.header)).encode()
+        try:
+            with path.open("wb") as f:
+                f.write(_MAGIC + len(header).to_bytes(8, "little") + header + self.intervals.tobytes())
+        except OSError as e:
+            raise MegakernelError(f"cannot write trace {path}: {e.strerror}") from e
+
+    @staticmethod
+    def load(path: Path) -> Trace:
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            raise MegakernelError(f"cannot read trace {path}: {e.strerror}") from e
+        if data[:8] != _MAGIC:
+            raise MegakernelError(f"{path} is not a trace file of this version")
+        start = 16 + int.from_bytes(data[8:16], "little")
+        try:
+            header = TraceHeader(**json.loads(data[16:start]))
+            intervals = np.frombuffer(data, DTYPE, offset=start)
+        except (ValueError, TypeError) as e:
+            raise MegakernelError(f"trace file {path} is damaged: {e}") from e
+        return Trace(header, intervals)
