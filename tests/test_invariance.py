@@ -1,0 +1,75 @@
+"""A row's bits depend on its own sequence only: not on its batch, the cut of its prefill, or the workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runner import Piece, Runner
+from tiny_llama import make_llama
+
+from megakernel.isa import Dtype
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def runner(request):
+    _, checkpoint = make_llama(
+        seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
+    )
+    dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
+    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(7).integers(0, 211, 290).tolist()
+
+
+@pytest.fixture(scope="module")
+def alone(runner, tokens):
+    """The whole prompt in one step, then nothing else."""
+    return runner.logits(tokens)
+
+
+@pytest.mark.parametrize("cuts", [[1], [17], [127], [128], [129], [289], [5, 96, 97, 130, 256, 288]])
+def test_cut_anywhere(runner, tokens, alone, cuts):
+    np.testing.assert_array_equal(runner.logits(tokens, cuts, slot=1), alone)
+
+
+def test_padding(runner, tokens, alone):
+    np.testing.assert_array_equal(runner.logits(tokens, [150], slot=2, padding=13), alone)
+
+
+def test_among_strangers(runner, tokens, alone):
+    """Decode rows and prefill pieces of 64 other sequences share every step."""
+    rng = np.random.default_rng(11)
+    strangers = [rng.integers(0, 211, 300).tolist() for _ in range(64)]
+    done = [0] * 64
+    got = []
+    start = 0
+    for size in (40, 1, 1, 60, 1, 130, 57):
+        pieces = []
+        for s, text in enumerate(strangers):
+            count = int(rng.choice([0, 1, 1, 1, 3]))
+            pieces.append(Piece(s + 2, done[s], text[done[s] : done[s] + count]))
+            done[s] += count
+        pieces = [p for p in pieces if p.tokens]
+        at = int(rng.integers(0, len(pieces) + 1))
+        before = sum(len(p.tokens) for p in pieces[:at])
+        pieces.insert(at, Piece(0, start, tokens[start : start + size]))
+        got.append(runner.step(pieces).logits[before : before + size].copy())
+        start += size
+    assert start == len(tokens)
+    np.testing.assert_array_equal(np.concatenate(got), alone)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 132])
+def test_workers(runner, tokens, alone, workers):
+    np.testing.assert_array_equal(runner.logits(tokens, [200, 289], slot=3, workers=workers), alone)
+
+
+def test_sees_a_change(runner, tokens, alone):
+    """The comparison can fail: another first token changes every later row."""
+    other = runner.logits([tokens[0] ^ 1, *tokens[1:]], slot=4)
+    assert (other != alone).any(axis=1).all()

@@ -1,0 +1,113 @@
+"""Logits agree with transformers on random checkpoints, and every planted bug is far outside the tolerance.
+
+Error = max |difference| / standard deviation of the reference's logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from runner import Runner
+from tiny_llama import make_llama
+
+from megakernel.isa import Dtype
+
+TOLERANCE = 1e-4
+LENGTH, CUTS = 150, [60, 147, 148, 149]
+
+SHAPES = {
+    "mha": {"heads": 4, "kv_heads": 4, "head_dim": 16},
+    "gqa 9:3": {"hidden": 72, "heads": 9, "kv_heads": 3, "head_dim": 8},
+    "mqa": {"heads": 8, "kv_heads": 1, "head_dim": 24},
+    "head 128": {"heads": 2, "kv_heads": 1, "head_dim": 128},
+    "head 40": {"heads": 3, "kv_heads": 3, "head_dim": 40, "vocab": 97},
+    "odd ffn": {"ffn": 173, "vocab": 331},
+    "tied": {"tied": True, "vocab": 257},
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"mlp_bias": True, "ffn": 75},
+    "linear rope": {"rope": {"rope_type": "linear", "factor": 4.0}},
+    "llama3 rope": {
+        "rope": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "one layer": {"layers": 1},
+}
+
+
+def error(got, want):
+    return float(np.abs(got - want).max() / want.std())
+
+
+def prompt(vocab):
+    return np.random.default_rng(5).integers(0, vocab, LENGTH).tolist()
+
+
+def reference(model, tokens, **options):
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), **options).logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_f32(name):
+    model, checkpoint = make_llama(seed=1, **SHAPES[name])
+    tokens = prompt(checkpoint.config.vocab)
+    runner = Runner(checkpoint, dtype=Dtype.F32)
+    got = runner.logits(tokens, CUTS)
+    runner.close()
+    assert error(got, reference(model, tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope"])
+def test_bf16(name):
+    """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
+    model, checkpoint = make_llama(seed=2, bf16_weights=True, **SHAPES[name])
+    tokens = prompt(checkpoint.config.vocab)
+    truth = reference(model, tokens)
+    own = error(reference(model.to(torch.bfloat16), tokens), truth)
+    runner = Runner(checkpoint, dtype=Dtype.BF16)
+    got = runner.logits(tokens, CUTS)
+    runner.close()
+    assert error(got, truth) <= 1.5 * own
+
+
+@pytest.fixture(scope="module")
+def good():
+    """A model, a prompt, and what the CPU computes of it."""
+    model, checkpoint = make_llama(seed=1, heads=4, kv_heads=2, head_dim=16)
+    tokens = prompt(checkpoint.config.vocab)
+    runner = Runner(checkpoint, dtype=Dtype.F32)
+    got = runner.logits(tokens, CUTS)
+    runner.close()
+    return model, tokens, got
+
+
+def test_planted_rope_off_by_one(good):
+    model, tokens, got = good
+    positions = torch.arange(LENGTH)[None]
+    positions[0, -1] += 1
+    assert error(got, reference(model, tokens, position_ids=positions)) > 100 * TOLERANCE
+
+
+def test_planted_dropped_kv_row(good):
+    model, tokens, got = good
+    mask = torch.ones(1, LENGTH)
+    mask[0, LENGTH // 2] = 0
+    want = reference(model, tokens, attention_mask=mask, position_ids=torch.arange(LENGTH)[None])
+    assert error(got[LENGTH // 2 + 1 :], want[LENGTH // 2 + 1 :]) > 100 * TOLERANCE
+
+
+def test_planted_swapped_heads(good):
+    model, tokens, got = good
+    weight = model.model.layers[0].self_attn.q_proj.weight.data
+    heads = weight.view(4, 16, -1)
+    heads[[0, 1]] = heads[[1, 0]]
+    try:
+        assert error(got, reference(model, tokens)) > 100 * TOLERANCE
+    finally:
+        heads[[0, 1]] = heads[[1, 0]]
