@@ -16,7 +16,7 @@ from .config import LlamaConfig
 from .rope import inverse_frequencies
 
 # Elements converted at a time: small enough to stay in a cache, and a bound on what a huge tensor needs.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 class TensorFile(Protocol):
@@ -40,12 +40,13 @@ class TensorFile(Protocol):
 class Naming:
     """How a format calls the tensors behind each buffer, in the buffer's row order; `{}` is the layer.
 
-    `interleaved`: q and k rows already have a RoPE pair's rows adjacent. `ignored` suffixes name tensors that
-    hold nothing a config does not already say.
+    `interleaved`: q and k rows already have a RoPE pair's rows adjacent. `biases_optional`: any one bias may be
+    absent, then it is zero. `ignored` suffixes name tensors that hold nothing a config does not already say.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
     interleaved: bool
+    biases_optional: bool
     ignored: tuple[str, ...] = ()
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
@@ -169,12 +170,18 @@ def _check(config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
     for buffer in _expected_buffers(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             expected.update(zip(naming.names(buffer, layer), _part_shapes(config, buffer), strict=True))
-    missing = [name for name in expected if name not in tensors.shapes]
+    optional = {
+        name
+        for buffer in (_BIASES if naming.biases_optional else ())
+        for layer in range(config.layers)
+        for name in naming.names(buffer, layer)
+    }
+    missing = [name for name in expected if name not in tensors.shapes and name not in optional]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MegakernelError(f"{_any_file(tensors)} has no tensor {missing[0]}{more}, which the config asks for")
     for name, shape in expected.items():
-        found = tensors.shapes[name]
+        found = tensors.shapes.get(name, shape)
         if found != shape:
             raise MegakernelError(
                 f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"

@@ -31,6 +31,7 @@ _GGUF_NAMES = Naming(
         Buffer.LM_HEAD: ("output.weight",),
     },
     interleaved=True,
+    biases_optional=True,
     ignored=(_ROPE_FREQS,),
 )
 

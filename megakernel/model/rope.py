@@ -34,10 +34,11 @@ def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     context, factor = rope.original_context, np.float32(rope.factor)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    wavelength = np.float32(2 * math.pi) / frequencies
+    # Torch computes number / tensor as the tensor's reciprocal times the number.
+    wavelength = np.float32(1) / frequencies * np.float32(2 * math.pi)
     long = wavelength > np.float32(context / low)
     medium = ~long & ~(wavelength < np.float32(context / high))
     scaled = np.where(long, frequencies / factor, frequencies)
-    smooth = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
+    smooth = (np.float32(1) / wavelength * np.float32(context) - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1) - smooth) * scaled / factor + smooth * scaled
     return np.where(medium, blended, scaled)

@@ -38,6 +38,7 @@ _HF_NAMES = Naming(
         Buffer.LM_HEAD: ("lm_head.weight",),
     },
     interleaved=False,
+    biases_optional=False,
     ignored=("rotary_emb.inv_freq",),
 )
 
