@@ -40,7 +40,9 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
         }.items():
             got = checkpoint.load(buffer, 0, compute)
             wanted = np.concatenate([values[name] for name in names]).reshape(got.shape)
-            np.testing.assert_array_equal(got, from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute))))
+            np.testing.assert_array_equal(
+                got, from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute)))
+            )
 
 
 def test_shape_from_metadata(tmp_path: Path) -> None:
@@ -175,4 +177,3 @@ def test_the_real_model(smollm2: Path) -> None:
         if spec.space is Space.WEIGHT and not buffer.name.startswith(("B_", "INV", "LM_HEAD"))
     )
     assert total == 134_515_008
-

@@ -113,7 +113,7 @@ def test_cache_serves_when_the_hub_does_not(hub: Hub, monkeypatch: pytest.Monkey
         fetch("org/other", weights=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch(f"org/name@{SHA}", weights=True) == folder
-    with pytest.raises(MegakernelError, match="HF_HUB_OFFLINE is set.*local folder"):
+    with pytest.raises(MegakernelError, match=r"HF_HUB_OFFLINE is set.*local folder"):
         fetch("org/other", weights=True)
 
 

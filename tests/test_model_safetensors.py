@@ -85,7 +85,9 @@ def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) ->
             Buffer.B_DOWN: [layer + "mlp.down_proj.bias"],
         }.items():
             wanted = np.concatenate([state[name] for name in names]).reshape(got[buffer].shape)
-            np.testing.assert_array_equal(got[buffer], from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute))))
+            np.testing.assert_array_equal(
+                got[buffer], from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute)))
+            )
 
 
 def test_interleaved_rows_give_the_same_attention_scores(tmp_path: Path) -> None:

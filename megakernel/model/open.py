@@ -54,6 +54,7 @@ def load_config(spec: str) -> LlamaConfig:
 def load_tokenizer(spec: str) -> Tokenizer | None:
     """The tokenizer that comes with `spec`; None where there is none and only token ids work."""
     if spec.startswith(_RANDOM):
+        _random(spec)
         return None
     path = _resolve(spec, weights=False)
     if path.is_dir():

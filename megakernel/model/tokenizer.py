@@ -60,7 +60,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        except UnicodeEncodeError as e:
+        except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         return ids
 
