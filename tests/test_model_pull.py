@@ -20,7 +20,7 @@ import pytest
 
 from megakernel.errors import MegakernelError
 from megakernel.model import cached, pull
-from megakernel.model.pull import PACKAGES, Package
+from megakernel.model.pypi import PACKAGES, Package
 
 MODEL = np.random.default_rng(5).bytes(600_000)
 MEMBER = "some_model/model.gguf"

@@ -3,7 +3,7 @@
 from .checkpoint import Checkpoint
 from .config import LlamaConfig, Rope, RopeKind
 from .open import load_config, load_tokenizer, open_checkpoint
-from .pull import PACKAGES, Progress, Pulled, cached, pull
+from .pypi import PACKAGES, Progress, Pulled, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 
 __all__ = [

