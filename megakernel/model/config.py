@@ -10,6 +10,7 @@ class RopeKind(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    FACTORS = "factors"  # a divisor for each pair, as GGUF files store Llama 3.1's scaling
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

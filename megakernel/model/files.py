@@ -1,0 +1,212 @@
+"""Weights from files: which tensors make up a buffer, whatever the file format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, from_f32, to_f32
+from .config import LlamaConfig
+from .rope import inverse_frequencies
+
+# Elements converted at a time: small enough to stay in a cache, and a bound on what a huge tensor needs.
+_CHUNK = 1 << 18
+
+
+class TensorFile(Protocol):
+    """Named tensors, read by rows. A row is everything behind the first axis."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def where(self, name: str) -> Path:
+        """The file that holds `name`."""
+        ...
+
+    def is_f32(self, name: str) -> bool: ...
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """Rows [start, end), 2-D (a vector is one column): float32, or bfloat16 bits as uint16."""
+        ...
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How a format calls the tensors behind each buffer, in the buffer's row order; `{}` is the layer.
+
+    `interleaved`: q and k rows already have a RoPE pair's rows adjacent. `biases_optional`: any one bias may be
+    absent, then it is zero. `ignored` suffixes name tensors that hold nothing a config does not already say.
+    """
+
+    parts: Mapping[Buffer, tuple[str, ...]]
+    interleaved: bool
+    biases_optional: bool
+    ignored: tuple[str, ...] = ()
+
+    def names(self, buffer: Buffer, layer: int) -> list[str]:
+        return [part.format(layer) for part in self.parts[buffer]]
+
+
+_BIASES = {
+    Buffer.B_QKV: "attention_bias",
+    Buffer.B_O: "attention_bias",
+    Buffer.B_GATE_UP: "mlp_bias",
+    Buffer.B_DOWN: "mlp_bias",
+}
+
+
+def weight_dims(config: LlamaConfig, dtype: Dtype) -> Dims:
+    """`config` as Dims for the shapes of weight buffers; what a weight's shape cannot depend on is 1."""
+    return Dims(
+        vocab=config.vocab,
+        hidden=config.hidden,
+        ffn=config.ffn,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        attention_bias=int(config.attention_bias),
+        mlp_bias=int(config.mlp_bias),
+        rms_eps=config.rms_eps,
+        dtype=int(dtype),
+        kv_block=KV_BLOCK,
+        page=1,
+        row_block=1,
+        tokens=1,
+        logit_rows=1,
+        max_seqs=1,
+        max_context=1,
+        items=1,
+        attention_slots=1,
+        partials=1,
+        bias_entries=1,
+    )
+
+
+class FileCheckpoint:
+    """A Checkpoint over a TensorFile. Opening checks every name and shape and reads no weights."""
+
+    def __init__(self, name: str, config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
+        self.name = name
+        self.config = config
+        self._tensors = tensors
+        self._naming = naming
+        _check(config, tensors, naming)
+        matrices = (
+            name
+            for buffer in naming.parts
+            if buffer in _expected_buffers(config) and len(_part_shapes(config, buffer)[0]) == 2
+            for name in naming.names(buffer, 0)
+        )
+        self.dtype = Dtype.F32 if all(map(tensors.is_f32, matrices)) else Dtype.BF16
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+        """See Checkpoint."""
+        if buffer is Buffer.INV_FREQ:
+            return inverse_frequencies(self.config.rope, self.config.head_dim)
+        if buffer is Buffer.LM_HEAD and self.config.tied:
+            buffer = Buffer.EMBED
+        spec = BUFFERS[buffer]
+        out_dtype = dtype if spec.dtype is None else spec.dtype
+        out = np.zeros(spec.shape(weight_dims(self.config, dtype), 0), dtype=out_dtype.numpy)
+        shapes = _part_shapes(self.config, buffer)
+        flat = out.reshape(-1, shapes[0][1] if len(shapes[0]) == 2 else 1)
+        start = 0
+        for index, (name, shape) in enumerate(zip(self._naming.names(buffer, layer), shapes, strict=True)):
+            part = flat[start : start + shape[0]]
+            start += shape[0]
+            if name not in self._tensors.shapes:
+                continue  # an absent bias, as _check has seen to
+            self._read(name, part, out_dtype)
+            if buffer in (Buffer.W_QKV, Buffer.B_QKV) and index < 2 and not self._naming.interleaved:
+                part[:] = _interleave(part, self.config.head_dim)
+        return out
+
+    def _read(self, name: str, out: NDArray[np.generic], dtype: Dtype) -> None:
+        step = max(1, _CHUNK // out.shape[1])
+        for start in range(0, len(out), step):
+            rows = self._tensors.rows(name, start, min(start + step, len(out)))
+            if rows.dtype == out.dtype:
+                out[start : start + step] = rows
+            elif dtype is Dtype.F32:
+                out[start : start + step] = to_f32(rows)
+            else:
+                out[start : start + step] = from_f32(to_f32(rows), dtype)
+
+
+def _interleave(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
+    """From Hugging Face's order of a head's rows to adjacent pairs: row 2i is row i, row 2i+1 row i + head_dim/2."""
+    heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
+    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
+
+
+def _part_shapes(config: LlamaConfig, buffer: Buffer) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that make up `buffer`, in order."""
+    shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
+    if buffer in (Buffer.W_QKV, Buffer.B_QKV):
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        return [(rows, *shape[1:]) for rows in (q, kv, kv)]
+    if buffer in (Buffer.W_GATE_UP, Buffer.B_GATE_UP):
+        return [shape[1:]] * 2
+    return [shape]
+
+
+def _expected_buffers(config: LlamaConfig) -> list[Buffer]:
+    absent = {buffer for buffer, flag in _BIASES.items() if not getattr(config, flag)}
+    if config.tied:
+        absent.add(Buffer.LM_HEAD)
+    return [b for b, spec in BUFFERS.items() if spec.space.value == "weight" and b not in absent | {Buffer.INV_FREQ}]
+
+
+def _check(config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
+    """Every tensor the config asks for is there with its shape, and no other one."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for buffer in _expected_buffers(config):
+        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
+            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, buffer), strict=True))
+    optional = {
+        name
+        for buffer in (_BIASES if naming.biases_optional else ())
+        for layer in range(config.layers)
+        for name in naming.names(buffer, layer)
+    }
+    missing = [name for name in expected if name not in tensors.shapes and name not in optional]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MegakernelError(f"{_any_file(tensors)} has no tensor {missing[0]}{more}, which the config asks for")
+    for name, shape in expected.items():
+        found = tensors.shapes.get(name, shape)
+        if found != shape:
+            raise MegakernelError(
+                f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"
+            )
+    for name in tensors.shapes:
+        if name not in expected and not name.endswith(naming.ignored or ("\0",)):
+            raise MegakernelError(
+                f"tensor {name} in {tensors.where(name)} belongs to no part of the model that the config describes"
+            )
+
+
+def _any_file(tensors: TensorFile) -> Path:
+    name = next(iter(tensors.shapes), None)
+    return Path("the checkpoint") if name is None else tensors.where(name)
+
+
+def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
+    """Byte ranges (begin, end, tensor) lie inside [start, end) of `path` and do not overlap."""
+    last, previous = start, ""
+    for begin, stop, name in sorted(ranges):
+        if stop > end:
+            raise MegakernelError(
+                f"{path} is cut short or damaged: tensor {name} ends at byte {stop} of {end}; fetch the file again"
+            )
+        if begin < last:
+            other = f"tensor {previous}" if previous else "the header"
+            raise MegakernelError(f"{path} is damaged: tensor {name} overlaps {other}; fetch the file again")
+        last, previous = stop, name

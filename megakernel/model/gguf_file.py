@@ -1,0 +1,170 @@
+"""The GGUF container, versions 2 and 3: metadata, tensor table, and dequantised rows.
+
+Layout: ggml's `docs/gguf.md`. The `gguf` package's own reader trusts every count and length and keeps an array per
+string; this one checks each against the file's size before it believes it. Dequantisation is the package's.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from .files import check_ranges
+
+_SCALARS: dict[int, str] = {
+    GGUFValueType.UINT8: "<u1",
+    GGUFValueType.INT8: "<i1",
+    GGUFValueType.UINT16: "<u2",
+    GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4",
+    GGUFValueType.INT32: "<i4",
+    GGUFValueType.FLOAT32: "<f4",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "<u8",
+    GGUFValueType.INT64: "<i8",
+    GGUFValueType.FLOAT64: "<f8",
+}
+
+
+class _Tensor(NamedTuple):
+    type: GGMLQuantizationType
+    begin: int  # bytes from the start of the file
+    end: int
+
+
+class _Cursor:
+    """Reads on from `offset`; whatever would pass the end of the file is an error."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self.offset = path, data, 0
+
+    def bytes(self, size: int) -> bytes:
+        begin = self.offset
+        if size > len(self._data) - begin:
+            raise MegakernelError(
+                f"{self._path} is cut short or damaged: {size} bytes are announced at byte {begin} "
+                f"of {len(self._data)}; fetch the file again"
+            )
+        self.offset += size
+        return self._data[begin : begin + size]
+
+    def u32(self) -> int:
+        return int.from_bytes(self.bytes(4), "little")
+
+    def u64(self) -> int:
+        return int.from_bytes(self.bytes(8), "little")
+
+    def string(self) -> str:
+        return self.bytes(self.u64()).decode("utf-8")
+
+    def value(self) -> Any:
+        kind = self.u32()
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind == GGUFValueType.ARRAY:
+            kind, length = self.u32(), self.u64()
+            if kind == GGUFValueType.STRING:
+                return [self.string() for _ in range(length)]
+            return self._numbers(kind, length)
+        return self._numbers(kind, 1)[0]
+
+    def _numbers(self, kind: int, length: int) -> list[Any]:
+        if kind not in _SCALARS:
+            raise MegakernelError(f"{self._path} is damaged: value type {kind} before byte {self.offset} is unknown")
+        dtype = np.dtype(_SCALARS[kind])
+        numbers: list[Any] = np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
+        return numbers
+
+
+class GgufFile:
+    """A TensorFile. `metadata` maps keys to numbers, strings and lists of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, _Tensor] = {}
+        try:
+            with path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as e:
+            raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+        except ValueError as e:
+            raise MegakernelError(f"{path} is empty: fetch the file again") from e
+        self._bytes: NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
+        try:
+            self._parse(_Cursor(path, data))
+        except UnicodeDecodeError as e:
+            raise MegakernelError(
+                f"{path} is damaged: a string in its header is not UTF-8; fetch the file again"
+            ) from e
+
+    def where(self, name: str) -> Path:
+        return self.path
+
+    def is_f32(self, name: str) -> bool:
+        return self._tensors[name].type == GGMLQuantizationType.F32
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """See TensorFile. Quantised types come as float32."""
+        tensor, shape = self._tensors[name], self.shapes[name]
+        columns = math.prod(shape[1:])
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        row_bytes = columns // block * block_bytes
+        stop = tensor.begin + min(end, shape[0]) * row_bytes
+        rows = self._bytes[tensor.begin + start * row_bytes : stop].reshape(-1, row_bytes)
+        if tensor.type == GGMLQuantizationType.BF16:
+            return rows.view("<u2")
+        values: NDArray[np.float32] = dequantize(rows, tensor.type)
+        return values
+
+    def _parse(self, cursor: _Cursor) -> None:
+        if cursor.bytes(4) != b"GGUF":
+            raise MegakernelError(f"{self.path} is no GGUF file")
+        version = cursor.u32()
+        if version not in (2, 3):
+            raise MegakernelError(f"{self.path} has GGUF version {version}; 2 and 3, little-endian, are supported")
+        tensors, entries = cursor.u64(), cursor.u64()
+        for _ in range(entries):
+            key = cursor.string()
+            if key in self.metadata:
+                raise MegakernelError(f"{self.path} is damaged: metadata key {key} appears twice")
+            self.metadata[key] = cursor.value()
+        table = [self._tensor_entry(cursor) for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+            raise MegakernelError(f"{self.path} is damaged: general.alignment is {alignment}")
+        start = -(-cursor.offset // alignment) * alignment
+        for name, type_, offset, size in table:
+            self._tensors[name] = _Tensor(type_, start + offset, start + offset + size)
+        ranges = [(t.begin, t.end, name) for name, t in self._tensors.items()]
+        check_ranges(self.path, ranges, start, len(self._bytes))
+
+    def _tensor_entry(self, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
+        """Name, type, offset and size in bytes. The shape goes to `shapes`, slowest axis first."""
+        name, axes = cursor.string(), cursor.u32()
+        if name in self.shapes or not 1 <= axes <= 4:
+            what = "appears twice" if name in self.shapes else f"has {axes} axes"
+            raise MegakernelError(f"{self.path} is damaged: tensor {name} {what}")
+        sizes = [cursor.u64() for _ in range(axes)]
+        kind, offset = cursor.u32(), cursor.u64()
+        try:
+            type_ = GGMLQuantizationType(kind)
+            block, block_bytes = GGML_QUANT_SIZES[type_]
+            dequantize(np.zeros((1, block_bytes), dtype=np.uint8), type_)
+        except (ValueError, KeyError) as e:
+            raise MegakernelError(f"tensor {name} in {self.path} has type {kind}, unknown to the gguf package") from e
+        except NotImplementedError as e:
+            raise MegakernelError(f"tensor {name} in {self.path} has type {type_.name}, which gguf cannot read") from e
+        if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
+            raise MegakernelError(f"{self.path} is damaged: tensor {name} of type {type_.name} has shape {sizes[::-1]}")
+        self.shapes[name] = tuple(reversed(sizes))
+        return name, type_, offset, math.prod(sizes) // block * block_bytes

@@ -1,0 +1,132 @@
+"""The tokenizer that a GGUF file carries in its metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from ..errors import MegakernelError
+from .chat_template import ChatTemplate
+from .gguf_file import GgufFile
+from .tokenizer import Tokenizer
+
+# Llama 3's published splitting rule.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of ggml's token types
+
+
+def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
+    """Byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre` names, or SentencePiece ("llama").
+
+    Any other kind or rule is refused by name. Raises MegakernelError.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    tokens, types = get("tokens"), get("token_type", [])
+    if not _strings(tokens) or not isinstance(types, list) or len(types) > len(tokens):
+        raise MegakernelError(f"{file.path}: the tokenizer's tokens or their types are missing or malformed")
+    model, pre = get("model"), get("pre")
+    if model == "gpt2":
+        backend = _byte_level(file, tokens, get("merges"), pre)
+    elif model == "llama":
+        backend = _sentencepiece(file, tokens, types, get("scores"), get("add_space_prefix", True))
+    else:
+        raise MegakernelError(
+            f"{file.path}: tokenizer {model!r} is not supported, only 'gpt2' and 'llama': give token ids instead"
+        )
+    for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        add(
+            [
+                AddedToken(tokens[i], normalized=False, special=kind == _CONTROL)
+                for i, t in enumerate(types)
+                if t == kind
+            ]
+        )
+
+    special = {f"{n}_token": tokens[i] for n in ("bos", "eos") if isinstance(i := get(f"{n}_token_id"), int)}
+    # Where the file does not say, these two kinds of vocabulary are used with BOS.
+    bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _LLAMA3) else None
+    eos = special.get("eos_token") if get("add_eos_token", False) else None
+    if bos or eos:
+        template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+        ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    chat = file.metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        eos_ids=eos_ids,
+        template=ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None,
+        special=special,
+    )
+
+
+def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:
+    if not _strings(merges):
+        raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or no strings")
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        pairs.append((left, right))
+    backend = _bpe(file, tokens, pairs, ignore_merges=pre in _LLAMA3)
+    backend.pre_tokenizer = _splitter(file, pre)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
+    if pre == "smollm":
+        # Every digit on its own before GPT-2's rule: the vocabulary was made so, and has no merges across digits.
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if pre == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in _LLAMA3:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    known = ", ".join(("smollm", "gpt-2", *_LLAMA3))
+    raise MegakernelError(f"{file.path}: pre-tokeniser {pre!r} is not supported, only {known}: give token ids instead")
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
+    """SentencePiece's BPE joins the two neighbours whose union has the best score, so scores rank the merges."""
+    if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)):
+        raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
+    known = set(tokens)
+    ranked = sorted((i for i, kind in enumerate(types) if kind == _NORMAL), key=lambda i: -scores[i])
+    pairs = [
+        (token[:cut], token[cut:])
+        for token in map(tokens.__getitem__, ranked)
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    backend = _bpe(file, tokens, pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    prepend = [normalizers.Prepend("▁")] if space_prefix else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _bpe(file: GgufFile, tokens: list[str], pairs: list[tuple[str, str]], **options: Any) -> Backend:
+    try:
+        return Backend(BPE({token: i for i, token in enumerate(tokens)}, pairs, **options))
+    except Exception as e:  # the package raises bare Exception
+        raise MegakernelError(f"{file.path}: the tokenizer's merges do not fit its tokens: {e}") from e
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str)

@@ -1,0 +1,243 @@
+"""Hugging Face's `config.json` of a `LlamaForCausalLM`, old and new spellings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegakernelError
+from .config import LlamaConfig, Rope, RopeKind
+from .limits import check_config
+
+# Read below.
+_READ = {
+    "architectures",
+    "attention_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "partial_rotary_factor",
+    "pretraining_tp",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "vocab_size",
+}
+
+# Known not to change what a forward pass computes: bookkeeping, training, and defaults of text generation.
+_HARMLESS = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "attention_dropout",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "embd_pdrop",
+    "finetuning_task",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "max_length",
+    "mlp_dropout",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "sep_token_id",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+}
+
+_ROPE_KEYS = {
+    RopeKind.DEFAULT: set[str](),
+    RopeKind.LINEAR: {"factor"},
+    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def read_hf_config(folder: Path) -> LlamaConfig:
+    """`folder/config.json`, with the end-of-text ids of `generation_config.json` added where there is one.
+
+    A key that is neither read nor known to be harmless is refused by name unless its value is null or false:
+    it may change the result. Raises MegakernelError.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    config = parse_hf_config(raw, str(path))
+    extra = folder / "generation_config.json"
+    if not extra.exists():
+        return config
+    ids = _ids(read_json(extra).get("eos_token_id"), "eos_token_id", str(extra))
+    merged = tuple(dict.fromkeys(config.eos_ids + ids))
+    return check_config(LlamaConfig(**{**config.__dict__, "eos_ids": merged}), str(extra))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or one clear error."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise MegakernelError(f"{path} does not exist: is {path.parent} a Hugging Face model folder?") from e
+    except OSError as e:
+        raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise MegakernelError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise MegakernelError(f"{path} holds no JSON object")
+    return value
+
+
+def parse_hf_config(raw: dict[str, Any], source: str) -> LlamaConfig:
+    """The shape that `raw` declares. `source` names it in errors."""
+
+    def refuse(what: str) -> MegakernelError:
+        return MegakernelError(f"{source}: {what}")
+
+    architectures = raw.get("architectures")
+    if architectures is not None and architectures != ["LlamaForCausalLM"]:
+        raise refuse(f"architectures is {architectures}; only ['LlamaForCausalLM'] is supported")
+    model_type = raw.get("model_type", "llama" if architectures else None)
+    if model_type != "llama":
+        raise refuse(f"model_type is {model_type!r}; only 'llama' is supported")
+    for key in sorted(set(raw) - _READ - _HARMLESS):
+        if raw[key] is not None and raw[key] is not False:
+            raise refuse(f"{key} = {_short(raw[key])} is not supported and may change the result")
+    for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
+        if raw.get(key) is not None and raw[key] != wanted:
+            raise refuse(f"{key} = {_short(raw[key])} is not supported, only {wanted!r}")
+
+    def count(key: str, default: int | None = None) -> int:
+        value = raw.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise refuse(f"{key} is missing")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise refuse(f"{key} is {_short(value)}, not a whole number")
+        return value
+
+    def flag(key: str) -> bool:
+        value = raw.get(key)
+        if not isinstance(value, bool | None):
+            raise refuse(f"{key} is {_short(value)}, not true or false")
+        return bool(value)
+
+    hidden, heads = count("hidden_size"), count("num_attention_heads")
+    if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
+        raise refuse(f"hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing")
+    bos = _ids(raw.get("bos_token_id"), "bos_token_id", source)
+    config = LlamaConfig(
+        vocab=count("vocab_size"),
+        hidden=hidden,
+        ffn=count("intermediate_size"),
+        layers=count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", hidden // heads if heads > 0 else 0),
+        max_context=count("max_position_embeddings"),
+        rms_eps=_number(raw, "rms_norm_eps", source, 1e-6),
+        rope=_rope(raw, source),
+        tied=flag("tie_word_embeddings"),
+        attention_bias=flag("attention_bias"),
+        mlp_bias=flag("mlp_bias"),
+        bos_id=bos[0] if bos else None,
+        eos_ids=_ids(raw.get("eos_token_id"), "eos_token_id", source),
+    )
+    return check_config(config, source)
+
+
+def _rope(raw: dict[str, Any], source: str) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
+    if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
+        raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
+    key = both[0] if both else "rope_scaling"
+    table = raw.get(key) or {}
+    where = f"{source}: {key}"
+    if not isinstance(table, dict):
+        raise MegakernelError(f"{where} is {_short(table)}, not an object")
+    named = {table[spelling] for spelling in ("rope_type", "type") if isinstance(table.get(spelling), str)}
+    if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
+        raise MegakernelError(f"{where} does not name one rope_type")
+    name = named.pop() if named else "default"
+    kind = next((k for k in _ROPE_KEYS if k.value == name), None)
+    if kind is None:
+        known = ", ".join(k.value for k in _ROPE_KEYS)
+        raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
+    missing = sorted(_ROPE_KEYS[kind] - set(table))
+    if missing:
+        raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
+    if table.get("partial_rotary_factor") not in (None, 1):
+        raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
+    # Another kind's keys have no effect; configs do carry them.
+    known_keys = set().union(*_ROPE_KEYS.values(), {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    for extra in sorted(set(table) - known_keys):
+        if table[extra] is not None and table[extra] is not False:
+            raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
+
+    theta = _number(raw, "rope_theta", source, Rope.theta)
+    if table.get("rope_theta") is not None:
+        inner = _number(table, "rope_theta", where, Rope.theta)
+        if raw.get("rope_theta") is not None and inner != theta:
+            raise MegakernelError(f"{where}: rope_theta is {inner} here and {theta} outside")
+        theta = inner
+    if kind is RopeKind.DEFAULT:
+        return Rope(theta)
+    factor = _number(table, "factor", where, 1.0)
+    if kind is RopeKind.LINEAR:
+        return Rope(theta, kind, factor)
+    return Rope(
+        theta,
+        kind,
+        factor,
+        _number(table, "low_freq_factor", where, 1.0),
+        _number(table, "high_freq_factor", where, 1.0),
+        int(_number(table, "original_max_position_embeddings", where, 1.0)),
+    )
+
+
+def _number(table: dict[str, Any], key: str, source: str, default: float) -> float:
+    value = table.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise MegakernelError(f"{source}: {key} is {_short(value)}, not a finite number")
+    return float(value)
+
+
+def _ids(value: Any, key: str, source: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise MegakernelError(f"{source}: {key} is {_short(value)}, not token ids")
+    return tuple(ids)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

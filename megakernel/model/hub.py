@@ -1,0 +1,96 @@
+"""Models on the Hugging Face hub, through its own client and cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..errors import MegakernelError
+
+_CONFIG = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+
+
+def is_hub_spec(spec: str) -> bool:
+    """Whether `spec` reads as ORG/NAME or ORG/NAME@REVISION."""
+    return _SPEC.fullmatch(spec) is not None and not spec.startswith((".", "/"))
+
+
+def fetch(spec: str, *, weights: bool) -> Path:
+    """The local folder of ORG/NAME[@REV]: configuration and tokenizer, and safetensors if `weights`.
+
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, what the cache holds is used.
+    Each failure is a MegakernelError with its remedy.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise MegakernelError(f"{spec!r} is not of the form ORG/NAME or ORG/NAME@REVISION")
+    repo, revision = match["repo"], match["revision"]
+    patterns = _CONFIG + _WEIGHTS if weights else _CONFIG
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if constants.HF_HUB_OFFLINE:
+        return _from_cache(repo, revision, patterns, weights, "HF_HUB_OFFLINE is set")
+    try:
+        info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        if weights:
+            _check_weights(repo, sizes)
+        return Path(snapshot_download(repo, revision=info.sha, allow_patterns=patterns, endpoint=endpoint))
+    except MegakernelError:
+        raise
+    except GatedRepoError as e:
+        page = f"{endpoint or constants.ENDPOINT}/{repo}"
+        raise MegakernelError(f"{repo} is gated: accept its terms at {page}, then set HF_TOKEN to your token") from e
+    except RepositoryNotFoundError as e:
+        raise MegakernelError(f"{repo} is not on the hub: check the spelling; a private one needs HF_TOKEN") from e
+    except RevisionNotFoundError as e:
+        raise MegakernelError(f"{repo} has no revision {revision!r}: leave out @{revision} for the newest") from e
+    except HFValidationError as e:
+        raise MegakernelError(f"{spec!r} is no valid hub name: {str(e).splitlines()[0]}") from e
+    except Exception as e:
+        # Which HTTP library raises, and what, has changed between the client's versions.
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
+
+
+def _check_weights(repo: str, sizes: dict[str, int]) -> None:
+    """Safetensors exist and fit on the disk of the cache, less what may already lie there."""
+    wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
+    if not wanted:
+        raise MegakernelError(
+            f"{repo} has no model.safetensors: only safetensors are read from the hub; try its GGUF file"
+        )
+    cache = Path(constants.HF_HUB_CACHE)
+    here = cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    have = sum(file.stat().st_size for file in here.glob("*")) if here.exists() else 0
+    need = sum(sizes[name] for name in wanted) - have
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise MegakernelError(
+            f"{repo} needs {need / 1e9:.1f} GB in {cache} and its disk has {free / 1e9:.1f} GB: "
+            "free some, or set HF_HOME to another disk"
+        )
+
+
+def _from_cache(repo: str, revision: str | None, patterns: list[str], weights: bool, why: str) -> Path:
+    remedy = f"{repo} cannot be fetched because {why}, and the cache does not hold it: connect, or give a local folder"
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as e:
+        raise MegakernelError(remedy) from e
+    if not (folder / "config.json").exists() or (weights and not any(folder.glob("model*.safetensors"))):
+        raise MegakernelError(remedy)
+    return folder

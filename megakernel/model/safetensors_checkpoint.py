@@ -1,0 +1,184 @@
+"""Hugging Face folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
+
+The format is an 8-byte little-endian header length, a JSON header of (dtype, shape, data_offsets), and the data
+(huggingface.co/docs/safetensors). It is read here and not by its package because NumPy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import Buffer
+from .config import LlamaConfig
+from .files import FileCheckpoint, Naming, check_ranges
+from .hf_config import read_hf_config, read_json
+
+_LAYER = "model.layers.{}."
+_HF_NAMES = Naming(
+    parts={
+        Buffer.EMBED: ("model.embed_tokens.weight",),
+        Buffer.ATTN_NORM: (_LAYER + "input_layernorm.weight",),
+        Buffer.W_QKV: tuple(f"{_LAYER}self_attn.{p}_proj.weight" for p in "qkv"),
+        Buffer.B_QKV: tuple(f"{_LAYER}self_attn.{p}_proj.bias" for p in "qkv"),
+        Buffer.W_O: (_LAYER + "self_attn.o_proj.weight",),
+        Buffer.B_O: (_LAYER + "self_attn.o_proj.bias",),
+        Buffer.MLP_NORM: (_LAYER + "post_attention_layernorm.weight",),
+        Buffer.W_GATE_UP: (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+        Buffer.B_GATE_UP: (_LAYER + "mlp.gate_proj.bias", _LAYER + "mlp.up_proj.bias"),
+        Buffer.W_DOWN: (_LAYER + "mlp.down_proj.weight",),
+        Buffer.B_DOWN: (_LAYER + "mlp.down_proj.bias",),
+        Buffer.FINAL_NORM: ("model.norm.weight",),
+        Buffer.LM_HEAD: ("lm_head.weight",),
+    },
+    interleaved=False,
+    biases_optional=False,
+    ignored=("rotary_emb.inv_freq",),
+)
+
+# bfloat16 stays bits.
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_HEADER_LIMIT = 100_000_000  # the format's own limit
+
+
+class _Tensor(NamedTuple):
+    path: Path
+    dtype: str
+    begin: int  # bytes from the start of the file
+    end: int
+
+
+class SafetensorsFiles:
+    """A TensorFile over one file or all shards of a folder. Headers are checked when opened; data is mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, _Tensor] = {}
+        self._data: dict[Path, NDArray[np.uint8]] = {}
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        if single.exists():
+            self._open(single)
+        elif index.exists():
+            self._open_shards(folder, index)
+        else:
+            raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
+
+    def where(self, name: str) -> Path:
+        return self._tensors[name].path
+
+    def is_f32(self, name: str) -> bool:
+        return self._tensors[name].dtype == "F32"
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """See TensorFile."""
+        tensor, shape = self._tensors[name], self.shapes[name]
+        dtype = _DTYPES[tensor.dtype]
+        columns = math.prod(shape[1:])
+        row_bytes = columns * dtype.itemsize
+        stop = tensor.begin + min(end, shape[0]) * row_bytes
+        data = self._data[tensor.path][tensor.begin + start * row_bytes : stop]
+        rows: NDArray[np.generic] = data.view(dtype).reshape(-1, columns)
+        return rows.astype(np.float32) if tensor.dtype == "F16" else rows
+
+    def _open_shards(self, folder: Path, index: Path) -> None:
+        placed = read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+            raise MegakernelError(f"{index} has no weight_map from tensors to files")
+        for shard in sorted(set(placed.values())):
+            if Path(shard).name != shard:
+                raise MegakernelError(f"{index}: {shard} is not the name of a file beside it")
+            self._open(folder / shard)
+        for name, shard in placed.items():
+            if name not in self._tensors:
+                raise MegakernelError(f"{index} places tensor {name} in {shard}, which does not hold it")
+
+    def _open(self, path: Path) -> None:
+        try:
+            data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as e:
+            raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+        except ValueError as e:
+            raise MegakernelError(f"{path} is empty: fetch the file again") from e
+        if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
+            raise MegakernelError(f"{path} is cut short or no safetensors file: its header does not fit in it")
+        ranges = []
+        for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
+            if name == "__metadata__":
+                continue
+            if name in self._tensors:
+                raise MegakernelError(f"tensor {name} is both in {self._tensors[name].path} and {path}")
+            shape, tensor = _entry(path, name, entry, 8 + length)
+            self.shapes[name], self._tensors[name] = shape, tensor
+            ranges.append((tensor.begin, tensor.end, name))
+        check_ranges(path, ranges, 8 + length, len(data))
+        self._data[path] = data
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a name appears twice")
+        return table
+
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise MegakernelError(f"{path} is damaged or no safetensors file: its header is not valid ({e})") from e
+    if not isinstance(header, dict):
+        raise MegakernelError(f"{path} is damaged or no safetensors file: its header is no JSON object")
+    return header
+
+
+def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[int, ...], _Tensor]:
+    """One header entry, checked against itself: the byte range has the size that shape and dtype ask for."""
+
+    def whole(values: Any) -> bool:
+        return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+    if not (isinstance(entry, dict) and whole(entry.get("shape")) and whole(entry.get("data_offsets"))):
+        raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} makes no sense")
+    shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
+    if dtype not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise MegakernelError(f"tensor {name} in {path} has type {dtype}, which is not supported, only {known}")
+    size = math.prod(shape) * _DTYPES[dtype].itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
+        raise MegakernelError(
+            f"{path} is damaged: tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, "
+            f"its data_offsets are {offsets}"
+        )
+    return shape, _Tensor(path, dtype, data_start + offsets[0], data_start + offsets[1])
+
+
+def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
+    """A Hugging Face model folder. `name` is how the user called it."""
+    config = read_hf_config(folder)
+    tensors = SafetensorsFiles(folder)
+    _check_tied(config, tensors)
+    return FileCheckpoint(name or folder.name, config, tensors, _HF_NAMES)
+
+
+def _check_tied(config: LlamaConfig, tensors: SafetensorsFiles) -> None:
+    """A tied config may come with a redundant copy of the embedding as LM head, not with another LM head.
+
+    Readers disagree about which of the two to believe, so neither is.
+    """
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    if not config.tied or head not in tensors.shapes:
+        return
+    same = tensors.shapes[head] == tensors.shapes.get(embed) and all(
+        np.array_equal(tensors.rows(head, row, row + 4096), tensors.rows(embed, row, row + 4096))
+        for row in range(0, tensors.shapes[head][0], 4096)
+    )
+    if not same:
+        raise MegakernelError(
+            f"{tensors.where(head)}: {head} differs from {embed}, but config.json says tie_word_embeddings"
+        )
+    del tensors.shapes[head]

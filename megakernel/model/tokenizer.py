@@ -1,0 +1,172 @@
+"""Text to token ids and back, without ever cutting a character in half."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import MegakernelError
+from .chat_template import ChatTemplate
+from .hf_config import read_json
+
+
+class Tokenizer:
+    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` counts added tokens too."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        template: ChatTemplate | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> None:
+        """`special` maps names that a template may use (bos_token, eos_token) to their text."""
+        self._backend = backend
+        self._template = template
+        self._special = dict(special or {})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        named = (backend.token_to_id(text) for name, text in self._special.items() if name == "eos_token")
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
+        self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        self._piece, self._strip = _decoder(backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`. Special tokens written in it count as such, and BOS is added where the model asks for it."""
+        return list(self._encode(text, True))
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        stream = self.stream(skip_special=skip_special)
+        return "".join(map(stream.add, ids)) + stream.finish()
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`."""
+        if self._template is None:
+            raise MegakernelError("the model has no chat template: give a plain prompt instead")
+        return list(self._encode(self._template.render(messages, self._special), False))
+
+    def stream(self, *, skip_special: bool = True) -> TextStream:
+        """A decoder for ids that come one at a time."""
+        return TextStream(lambda token: self._bytes(token, skip_special), self._strip)
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
+            raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
+        return ids
+
+    def _bytes(self, token: int, skip_special: bool) -> bytes:
+        if (added := self._added.get(token)) is not None:
+            return b"" if skip_special and added.special else added.content.encode()
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""  # models pad their vocabularies; such an id has no text
+        return self._piece(piece)
+
+
+class TextStream:
+    """Text of tokens as they come. An incomplete character is held back until its last byte arrives."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], strip: bool) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = strip
+
+    def add(self, token: int) -> str:
+        """The characters that `token` completes, maybe none."""
+        text = self._utf8.decode(self._token_bytes(token))
+        if self._strip and text:
+            text, self._strip = text.removeprefix(" "), False
+        return text
+
+    def finish(self) -> str:
+        """What a text cut inside a character leaves: U+FFFD, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
+    """The folder's `tokenizer.json`, or None without one. `eos_ids` come from the model's configuration."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the package raises bare Exception
+        raise MegakernelError(f"cannot read {path}: {e}") from e
+    backend.no_truncation()
+    backend.no_padding()
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    special = {name: text for name in ("bos_token", "eos_token") if (text := _token_text(config.get(name)))}
+    return Tokenizer(backend, eos_ids=eos_ids, template=_hf_template(folder, config), special=special)
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+        except (OSError, UnicodeDecodeError) as e:
+            raise MegakernelError(f"cannot read {file}: {e}") from e
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
+    return ChatTemplate(source, str(folder / "tokenizer_config.json")) if isinstance(source, str) else None
+
+
+def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """From a piece of the vocabulary to its bytes, and whether a text's first space is dropped.
+
+    Llamas have one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
+    "▁" is a space and "<0x0A>" a byte.
+    """
+    declared = json.loads(backend.to_str()).get("decoder") or {}
+    steps = declared.get("decoders", [declared])
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return _byte_level, False
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        strips = "Strip" in kinds or any(step.get("prepend_scheme") in ("always", "first") for step in steps)
+        return _sentencepiece, strips
+    raise MegakernelError(f"tokenizer.json has a decoder of type {declared.get('type')!r}, which is not supported")
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of each byte (Radford et al. 2019, `bytes_to_unicode`), inverted.
+
+    Printable Latin-1 stands for itself; the other bytes, in order, for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def _byte_level(piece: str) -> bytes:
+    alphabet = byte_alphabet()
+    if all(character in alphabet for character in piece):
+        return bytes(alphabet[character] for character in piece)
+    return piece.encode()
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _sentencepiece(piece: str) -> bytes:
+    if match := _BYTE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    return piece.replace("▁", " ").encode()

@@ -1,0 +1,86 @@
+"""Small models in files, for the tests of the model room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 70,
+    "max_position_embeddings": 128,
+}
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(HfConfig(**{**SHAPE, "tie_word_embeddings": False, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model.to(dtype)
+
+
+def tiny_gguf(
+    path: Path,
+    *,
+    tensors: dict[str, NDArray[Any]] | None = None,
+    quantise: gguf.GGMLQuantizationType | None = None,
+    **metadata: Any,
+) -> dict[str, NDArray[np.float32]]:
+    """Write a one-layer llama GGUF; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`."""
+    rng = np.random.default_rng(2)
+    hidden, heads, kv_heads, head_dim, ffn, vocab = 256, 4, 2, 64, 512, 70
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (vocab, hidden),
+        "output_norm.weight": (hidden,),
+        "output.weight": (vocab, hidden),
+        "blk.0.attn_norm.weight": (hidden,),
+        "blk.0.attn_q.weight": (heads * head_dim, hidden),
+        "blk.0.attn_k.weight": (kv_heads * head_dim, hidden),
+        "blk.0.attn_v.weight": (kv_heads * head_dim, hidden),
+        "blk.0.attn_output.weight": (hidden, heads * head_dim),
+        "blk.0.ffn_norm.weight": (hidden,),
+        "blk.0.ffn_gate.weight": (ffn, hidden),
+        "blk.0.ffn_up.weight": (ffn, hidden),
+        "blk.0.ffn_down.weight": (hidden, ffn),
+    }
+    values = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    values.update(tensors or {})
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, _gguf_type(value))
+    for name, value in values.items():
+        if quantise is not None and value.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(value, quantise), raw_dtype=quantise)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def _gguf_type(value: Any) -> gguf.GGUFValueType:
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    return gguf.GGUFValueType[kinds[type(value)]]

@@ -1,0 +1,179 @@
+"""GGUF files: values are the gguf package's, damaged files give one clear error quickly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from model_helpers import tiny_gguf
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, Buffer, Dtype, Space, from_f32
+from megakernel.model import Rope, RopeKind, load_config, open_checkpoint
+from megakernel.model.files import weight_dims
+from megakernel.model.rope import inverse_frequencies
+
+
+@pytest.mark.parametrize("quantise", [None, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])
+def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
+    path = tmp_path / "m.gguf"
+    values = tiny_gguf(path, quantise=quantise)
+    if quantise is not None:
+        for name, value in values.items():
+            if value.ndim == 2:
+                values[name] = gguf.quants.dequantize(gguf.quants.quantize(value, quantise), quantise)
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.dtype is (Dtype.F32 if quantise is None else Dtype.BF16)
+    for compute in (Dtype.F32, Dtype.BF16):
+        for buffer, names in {
+            Buffer.EMBED: ["token_embd.weight"],
+            Buffer.LM_HEAD: ["output.weight"],
+            Buffer.FINAL_NORM: ["output_norm.weight"],
+            Buffer.W_QKV: [f"blk.0.attn_{p}.weight" for p in "qkv"],
+            Buffer.W_O: ["blk.0.attn_output.weight"],
+            Buffer.W_GATE_UP: ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"],
+            Buffer.W_DOWN: ["blk.0.ffn_down.weight"],
+        }.items():
+            got = checkpoint.load(buffer, 0, compute)
+            wanted = np.concatenate([values[name] for name in names]).reshape(got.shape)
+            np.testing.assert_array_equal(
+                got, from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute)))
+            )
+
+
+def test_shape_from_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    bias = {"blk.0.attn_q.bias": np.ones(256, np.float32)}
+    tiny_gguf(path, tensors=bias, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=3)
+    config = load_config(str(path))
+    assert (config.hidden, config.ffn, config.layers, config.heads, config.kv_heads) == (256, 512, 1, 4, 2)
+    assert (config.vocab, config.max_context, config.head_dim) == (70, 128, 64)
+    assert (config.tied, config.attention_bias, config.mlp_bias, config.eos_ids) == (False, True, False, (2, 3))
+    biases = open_checkpoint(str(path)).load(Buffer.B_QKV, 0, Dtype.F32)
+    np.testing.assert_array_equal(biases, np.r_[np.ones(256), np.zeros(256)])
+
+
+def test_rope_scaling(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    factors = np.linspace(1, 8, 32, dtype=np.float32)
+    tiny_gguf(path, tensors={"rope_freqs.weight": factors}, llama__rope__freq_base=5e5)
+    got = open_checkpoint(str(path)).load(Buffer.INV_FREQ, 0, Dtype.BF16)
+    np.testing.assert_array_equal(got, inverse_frequencies(Rope(5e5), 64) / factors)
+    tiny_gguf(path, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
+    assert load_config(str(path)).rope == Rope(1e4, RopeKind.LINEAR, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("named", "metadata"),
+    [
+        ("rope.scaling.type 'yarn'", {"llama__rope__scaling__type": "yarn"}),
+        ("rope.dimension_count", {"llama__rope__dimension_count": 32}),
+        ("attention.value_length", {"llama__attention__value_length": 32}),
+        ("expert_count", {"llama__expert_count": 8}),
+        ("attention.sliding_window", {"llama__attention__sliding_window": 4096}),
+        ("logit_scale", {"llama__logit_scale": 2.0}),
+        ("vocab_size", {"llama__vocab_size": "many"}),
+        ("freq_base", {"llama__rope__freq_base": float("nan")}),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -> None:
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path, **metadata)
+    with pytest.raises(MegakernelError, match=named):
+        open_checkpoint(str(path))
+
+
+def test_other_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(MegakernelError, match="'qwen2' is not supported"):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.0.attn_q.weight": np.ones((128, 256), np.float32)}, r"attn_q.*\[128, 256\].*\[256, 256\]"),
+        ({"blk.0.attn_rot_embd.weight": np.ones(4, np.float32)}, "attn_rot_embd.* belongs to no part"),
+        ({"output_norm.weight": np.ones(256, np.int32)}, "output_norm.weight .*I32"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path: Path, tensors: dict[str, Any], message: str) -> None:
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path, tensors=tensors)
+    with pytest.raises(MegakernelError, match=message):
+        open_checkpoint(str(path))
+
+
+def test_cut_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path)
+    data = path.read_bytes()
+    for keep in [*range(0, 1200, 7), len(data) // 2, len(data) - 40, len(data) - 1]:
+        path.write_bytes(data[:keep])
+        with pytest.raises(MegakernelError, match=r"cut short|is empty|overlaps"):
+            open_checkpoint(str(path))
+
+
+def test_lying_lengths(tmp_path: Path) -> None:
+    """Any eight header bytes replaced by a huge number: an error of ours or a harmless change, never a crash."""
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
+    data = path.read_bytes()
+    refused = 0
+    for position in range(4, 1200, 4):
+        for lie in (2**64 - 1, 2**62, 2**31):
+            _overwrite(path, position, lie.to_bytes(8, "little"))
+            try:
+                open_checkpoint(str(path)).load(Buffer.FINAL_NORM, 0, Dtype.F32)
+            except MegakernelError:
+                refused += 1
+            _overwrite(path, position, data[position : position + 8])
+    assert refused > 700
+
+
+def _overwrite(path: Path, position: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+
+
+def test_not_a_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK" + bytes(100))
+    with pytest.raises(MegakernelError, match="no GGUF file"):
+        open_checkpoint(str(path))
+    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
+    with pytest.raises(MegakernelError, match="version 1"):
+        open_checkpoint(str(path))
+
+
+def test_the_real_model(smollm2: Path) -> None:
+    checkpoint = open_checkpoint("smollm2-135m")
+    config = checkpoint.config
+    assert (config.vocab, config.hidden, config.ffn, config.layers) == (49152, 576, 1536, 30)
+    assert (config.heads, config.kv_heads, config.head_dim, config.tied) == (9, 3, 64, True)
+    assert (config.rope, config.bos_id, config.eos_ids, checkpoint.dtype) == (Rope(1e5), 1, (2,), Dtype.BF16)
+    stored = {t.name: t for t in gguf.GGUFReader(smollm2).tensors}
+    for buffer, layer, names in (
+        (Buffer.W_QKV, 29, [f"blk.29.attn_{p}.weight" for p in "qkv"]),
+        (Buffer.W_GATE_UP, 3, ["blk.3.ffn_gate.weight", "blk.3.ffn_up.weight"]),
+        (Buffer.W_DOWN, 0, ["blk.0.ffn_down.weight"]),
+        (Buffer.MLP_NORM, 7, ["blk.7.ffn_norm.weight"]),
+    ):
+        got = checkpoint.load(buffer, layer, Dtype.F32)
+        wanted = [gguf.quants.dequantize(stored[name].data, stored[name].tensor_type).ravel() for name in names]
+        np.testing.assert_array_equal(got.ravel(), np.concatenate(wanted))
+    total = sum(
+        int(np.prod(spec.shape(weight_dims(config, Dtype.F32), 0))) * (config.layers if spec.layered else 1)
+        for buffer, spec in BUFFERS.items()
+        if spec.space is Space.WEIGHT and not buffer.name.startswith(("B_", "INV", "LM_HEAD"))
+    )
+    assert total == 134_515_008

@@ -1,0 +1,151 @@
+"""The hub's client against a stand-in hub on loopback: files arrive, and each failure names its remedy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from huggingface_hub import constants
+from model_helpers import tiny_llama
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Buffer, Dtype
+from megakernel.model import load_config, open_checkpoint
+from megakernel.model.hub import fetch, is_hub_spec
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """One repository, org/name, with `files`; `refusal` is the error code of every answer, if any."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.refusal: tuple[int, str] | None = None
+        self.served: list[str] = []
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            if hub.refusal:
+                self._send(hub.refusal[0], b"", {"X-Error-Code": hub.refusal[1]})
+            elif path.startswith(f"/org/name/resolve/{SHA}/"):
+                name = path.rpartition("/")[2]
+                etag = hashlib.sha256(hub.files[name]).hexdigest()
+                if self.command == "GET":
+                    hub.served.append(name)
+                self._send(200, hub.files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": SHA})
+            elif path.startswith("/api/models/org/name/tree/"):
+                self._json(
+                    [
+                        {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                        for n, c in hub.files.items()
+                    ]
+                )
+            elif path.startswith("/api/models/org/name"):
+                siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
+                self._json({"id": "org/name", "sha": SHA, "siblings": siblings})
+            else:
+                self._send(404, b"", {})
+
+        def _json(self, value: Any) -> None:
+            self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    tiny_llama().save_pretrained(tmp_path / "source")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
+    hub = Hub({**files, "pytorch_model.bin": b"not wanted"})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_names() -> None:
+    assert is_hub_spec("meta-llama/Llama-3.2-1B") and is_hub_spec("org/name@v1.0")
+    assert not any(map(is_hub_spec, ("name", "./org/name", "/org", "a/b/c", "org/name@", "org/na me")))
+
+
+def test_config_then_weights(hub: Hub) -> None:
+    assert load_config("org/name").hidden == 48
+    assert not any("safetensors" in name for name in hub.served)
+    checkpoint = open_checkpoint("org/name@main")
+    assert checkpoint.load(Buffer.FINAL_NORM, 0, Dtype.F32).shape == (48,)
+    assert "model.safetensors" in hub.served and "pytorch_model.bin" not in hub.served
+
+
+def test_cache_serves_when_the_hub_does_not(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch("org/name", weights=True)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch(f"org/name@{SHA}", weights=True) == folder
+    with pytest.raises(MegakernelError, match="org/other cannot be fetched because the hub failed"):
+        fetch("org/other", weights=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(f"org/name@{SHA}", weights=True) == folder
+    with pytest.raises(MegakernelError, match=r"HF_HUB_OFFLINE is set.*local folder"):
+        fetch("org/other", weights=True)
+
+
+def test_config_alone_in_the_cache_is_no_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch("org/name", weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(MegakernelError, match="the cache does not hold it"):
+        fetch(f"org/name@{SHA}", weights=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "GatedRepo", "org/name is gated: accept its terms .*HF_TOKEN"),
+        (404, "RepoNotFound", "org/name is not on the hub: check the spelling"),
+        (404, "RevisionNotFound", "no revision 'v9': leave out @v9"),
+    ],
+)
+def test_refusals_name_the_remedy(hub: Hub, status: int, code: str, message: str) -> None:
+    hub.refusal = (status, code)
+    with pytest.raises(MegakernelError, match=message):
+        fetch("org/name@v9", weights=True)
+
+
+def test_repository_without_safetensors(hub: Hub) -> None:
+    del hub.files["model.safetensors"]
+    with pytest.raises(MegakernelError, match=r"no model\.safetensors"):
+        fetch("org/name", weights=True)
+
+
+def test_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(MegakernelError, match="set HF_HOME to another disk"):
+        fetch("org/name", weights=True)
+    assert hub.served == []

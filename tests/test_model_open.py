@@ -1,0 +1,94 @@
+"""What may be typed after --model, and random checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, Buffer, Dtype, Space, to_f32
+from megakernel.model import KNOWN_SHAPES, LlamaConfig, RandomCheckpoint, load_config, load_tokenizer, open_checkpoint
+from megakernel.model.files import weight_dims
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "head_dim"),
+    [
+        ("llama-3.2-1b", 1236, 64),
+        ("llama-3.2-3b", 3213, 128),
+        ("llama-3.1-8b", 8030, 128),
+        ("llama-3.1-70b", 70554, 128),
+        ("smollm2-135m", 135, 64),
+    ],
+)
+def test_known_shapes_have_the_published_size(name: str, millions: int, head_dim: int) -> None:
+    config = load_config(f"random:{name}")
+    dims = weight_dims(config, Dtype.BF16)
+    absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
+    total = sum(
+        int(np.prod(spec.shape(dims, 0))) * (config.layers if spec.layered else 1)
+        for buffer, spec in BUFFERS.items()
+        if spec.space is Space.WEIGHT and buffer not in absent and not buffer.name.startswith("B_")
+    )
+    assert round(total / 1e6) == millions
+    assert config.head_dim == head_dim
+
+
+def test_random_weights_are_a_function_of_the_seed() -> None:
+    one, same, other = (open_checkpoint(f"random:smollm2-135m:{seed}") for seed in (1, 1, 2))
+    a = one.load(Buffer.W_QKV, 3, Dtype.BF16)
+    one.load(Buffer.EMBED, 0, Dtype.BF16)
+    np.testing.assert_array_equal(a, same.load(Buffer.W_QKV, 3, Dtype.BF16))
+    np.testing.assert_array_equal(to_f32(a), same.load(Buffer.W_QKV, 3, Dtype.F32))
+    assert (a != other.load(Buffer.W_QKV, 3, Dtype.BF16)).mean() > 0.9
+    assert (a != same.load(Buffer.W_QKV, 4, Dtype.BF16)).mean() > 0.9
+    values = to_f32(a)
+    assert abs(values.mean()) < 1e-3 and 0.015 < values.std() < 0.025
+
+
+def test_random_checkpoint_of_any_shape() -> None:
+    config = LlamaConfig(101, 24, 37, 1, 2, 1, 8, 64, attention_bias=True)
+    checkpoint = RandomCheckpoint("odd", config)
+    for buffer, spec in BUFFERS.items():
+        if spec.space is Space.WEIGHT:
+            array = checkpoint.load(buffer, 0, Dtype.F32)
+            assert array.shape == spec.shape(weight_dims(config, Dtype.F32), 0)
+            assert array.dtype == np.float32
+            assert array.any() != (buffer in (Buffer.B_GATE_UP, Buffer.B_DOWN))
+    assert (checkpoint.load(Buffer.EMBED, 0, Dtype.F32) != checkpoint.load(Buffer.LM_HEAD, 0, Dtype.F32)).any()
+
+
+def test_tied_random_checkpoint() -> None:
+    checkpoint = open_checkpoint("random:smollm2-135m")
+    np.testing.assert_array_equal(*(checkpoint.load(b, 0, Dtype.BF16) for b in (Buffer.EMBED, Buffer.LM_HEAD)))
+    assert load_tokenizer("random:smollm2-135m") is None
+    assert checkpoint.config is KNOWN_SHAPES["smollm2-135m"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("random:gpt-2", "known are random:llama-3.2-1b"),
+        ("random:smollm2-135m:x", "seed"),
+        ("nothing", "no model 'nothing': give a known name"),
+        ("missing.gguf", "missing.gguf does not exist"),
+        ("./org/name", "no model './org/name'"),
+    ],
+)
+def test_bad_names(spec: str, message: str) -> None:
+    for opener in (open_checkpoint, load_config, load_tokenizer):
+        with pytest.raises(MegakernelError, match=message):
+            opener(spec)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(MegakernelError, match=r"neither a folder nor a \.gguf file"):
+        open_checkpoint(str(tmp_path / "model.bin"))
+    with pytest.raises(MegakernelError, match=r"config\.json does not exist"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(MegakernelError, match=r"config\.json does not exist"):
+        load_config(str(tmp_path / "folder.gguf"))

@@ -1,0 +1,239 @@
+"""Safetensors folders: exact values in the instruction set's layout; damaged files give one clear error."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_helpers import SHAPE, tiny_llama
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, Buffer, Dtype, Space, from_f32, to_f32
+from megakernel.model import Checkpoint, open_checkpoint
+from megakernel.model.files import weight_dims
+
+HEADS, KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+
+
+def saved(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any) -> Checkpoint:
+    tiny_llama(dtype, **changes).save_pretrained(folder, max_shard_size=shard)
+    return open_checkpoint(str(folder))
+
+
+def tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.float().numpy() for file in files for name, tensor in load_file(file).items()}
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of model.safetensors (names with `__` for `.`); None removes one."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    for key, tensor in changes.items():
+        name = key.replace("__", ".")
+        state.pop(name, None)
+        if tensor is not None:
+            state[name] = tensor
+    save_file(state, path)
+
+
+def rotate_half_rows(rows: NDArray[Any]) -> NDArray[Any]:
+    """Undo the interleaving of one projection's rows."""
+    heads = rows.reshape(-1, HEAD_DIM, *rows.shape[1:])
+    return np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) -> None:
+    checkpoint = saved(tmp_path, dtype, shard, attention_bias=True, mlp_bias=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shard == "20KB"
+    assert checkpoint.dtype is (Dtype.F32 if dtype == torch.float32 else Dtype.BF16)
+    state = tensors(tmp_path)
+    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    for compute in (Dtype.F32, Dtype.BF16):
+        got = {b: checkpoint.load(b, 1, compute) for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT}
+        for buffer, array in got.items():
+            assert array.shape == BUFFERS[buffer].shape(weight_dims(checkpoint.config, compute), 0)
+            assert array.dtype == (BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute))).numpy
+        layer = "model.layers.1."
+        for weight, bias in ((Buffer.W_QKV, "weight"), (Buffer.B_QKV, "bias")):
+            array = got[weight]
+            expected = [state[f"{layer}self_attn.{p}_proj.{bias}"] for p in "qkv"]
+            parts = [rotate_half_rows(array[:q]), rotate_half_rows(array[q : q + kv]), array[q + kv :]]
+            for part, wanted in zip(parts, expected, strict=True):
+                np.testing.assert_array_equal(part, wanted if bias == "bias" else from_f32(wanted, compute))
+        for buffer, names in {
+            Buffer.EMBED: ["model.embed_tokens.weight"],
+            Buffer.LM_HEAD: ["lm_head.weight"],
+            Buffer.FINAL_NORM: ["model.norm.weight"],
+            Buffer.ATTN_NORM: [layer + "input_layernorm.weight"],
+            Buffer.MLP_NORM: [layer + "post_attention_layernorm.weight"],
+            Buffer.W_O: [layer + "self_attn.o_proj.weight"],
+            Buffer.B_O: [layer + "self_attn.o_proj.bias"],
+            Buffer.W_GATE_UP: [layer + "mlp.gate_proj.weight", layer + "mlp.up_proj.weight"],
+            Buffer.B_GATE_UP: [layer + "mlp.gate_proj.bias", layer + "mlp.up_proj.bias"],
+            Buffer.W_DOWN: [layer + "mlp.down_proj.weight"],
+            Buffer.B_DOWN: [layer + "mlp.down_proj.bias"],
+        }.items():
+            wanted = np.concatenate([state[name] for name in names]).reshape(got[buffer].shape)
+            np.testing.assert_array_equal(
+                got[buffer], from_f32(wanted, BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute)))
+            )
+
+
+def test_interleaved_rows_give_the_same_attention_scores(tmp_path: Path) -> None:
+    """Rotating adjacent pairs of our rows equals rotating halves of theirs, for every head and position."""
+    checkpoint = saved(tmp_path)
+    model = tiny_llama()
+    rng = np.random.default_rng(3)
+    positions = np.array([0, 1, 5, 100])
+    x = rng.standard_normal((4, SHAPE["hidden_size"]), dtype=np.float32)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        hidden = torch.from_numpy(x)[None]
+        cos, sin = model.model.rotary_emb(hidden, torch.from_numpy(positions)[None])
+        q = attention.q_proj(hidden).view(1, 4, HEADS, HEAD_DIM).transpose(1, 2)
+        k = attention.k_proj(hidden).view(1, 4, KV_HEADS, HEAD_DIM).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        expected = (q.reshape(KV_HEADS, -1, HEAD_DIM) @ k[0].transpose(1, 2)).numpy()
+
+    rows = x @ to_f32(checkpoint.load(Buffer.W_QKV, 0, Dtype.F32)).T
+    angles = positions[:, None].astype(np.float32) * to_f32(checkpoint.load(Buffer.INV_FREQ, 0, Dtype.F32))
+    turn = np.exp(1j * angles)[:, None]
+    pairs = rows[:, : (HEADS + KV_HEADS) * HEAD_DIM].reshape(4, HEADS + KV_HEADS, HEAD_DIM // 2, 2)
+    rotated = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    ours_q = rotated[:, :HEADS].transpose(1, 0, 2).reshape(KV_HEADS, -1, HEAD_DIM // 2)
+    scores = (ours_q @ rotated[:, HEADS:].transpose(1, 2, 0).conj()).real
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_tied_embedding_and_absent_biases(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, tie_word_embeddings=True)
+    assert checkpoint.config.tied
+    head, embed = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.LM_HEAD, Buffer.EMBED))
+    np.testing.assert_array_equal(head, embed)
+    assert not checkpoint.load(Buffer.B_QKV, 0, Dtype.BF16).any()
+
+
+def test_redundant_head_of_a_tied_model(tmp_path: Path) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    embed = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tmp_path, lm_head__weight=embed.clone())
+    assert open_checkpoint(str(tmp_path)).config.tied
+    rewrite(tmp_path, lm_head__weight=embed + 1)
+    with pytest.raises(MegakernelError, match=r"lm_head\.weight differs"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(12))
+    open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__norm__weight": torch.ones(49)}, r"model\.norm\.weight in .*model\.safetensors .*\[49\].*\[48\]"),
+        ({"model__norm__weight": None}, r"model\.safetensors has no tensor model\.norm\.weight"),
+        ({"model__surprise": torch.ones(1)}, r"model\.surprise .* belongs to no part"),
+        ({"model__norm__weight": torch.ones(48, dtype=torch.int64)}, r"model\.norm\.weight .* type I64"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(144)}, r"q_proj\.bias .* belongs to no part"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(MegakernelError, match=message):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, -1, -1000])
+def test_cut_short(tmp_path: Path, keep: int) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(MegakernelError, match=r"model\.safetensors is (cut short|empty)"):
+        open_checkpoint(str(tmp_path))
+
+
+def edit_header(folder: Path, name: str, **entry: Any) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header[name].update(entry)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"shape": [4, 4]}, "needs 64 bytes"),
+        ({"data_offsets": [0, 2**60]}, "data_offsets"),
+        ({"data_offsets": [2**60, 2**60 + 192]}, "cut short"),
+        ({"data_offsets": [0, 192]}, "overlaps"),
+        ({"data_offsets": [-192, 0]}, "makes no sense"),
+        ({"data_offsets": [160]}, "data_offsets"),
+        ({"shape": [2**40, 2**40]}, "needs"),
+        ({"shape": "40"}, "makes no sense"),
+        ({"dtype": "F128"}, "type F128"),
+        ({"dtype": None}, "type None"),
+    ],
+)
+def test_lying_header(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    saved(tmp_path)
+    edit_header(tmp_path, "model.norm.weight", **entry)
+    with pytest.raises(MegakernelError, match=f"model.norm.weight.*{message}|{message}.*model.norm.weight"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    good = path.read_bytes()
+    (length,) = struct.unpack("<Q", good[:8])
+    rng = np.random.default_rng(4)
+    refused = 0
+    for position in rng.integers(0, 8 + length, 300):
+        bad = bytearray(good)
+        bad[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(bad)
+        try:
+            open_checkpoint(str(tmp_path)).load(Buffer.FINAL_NORM, 0, Dtype.F32)
+        except MegakernelError:
+            refused += 1
+    assert refused > 200
+
+
+def test_index_errors(tmp_path: Path) -> None:
+    saved(tmp_path, shard="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    name, shard = next(iter(table["weight_map"].items()))
+    for change, message in (
+        ({**table, "weight_map": 3}, "weight_map"),
+        ({**table, "weight_map": {name: "../elsewhere.safetensors"}}, "beside it"),
+        ({**table, "weight_map": {**table["weight_map"], "extra": shard}}, "extra"),
+        ({**table, "weight_map": {name: "gone.safetensors"}}, r"cannot read .*gone"),
+    ):
+        index.write_text(json.dumps(change))
+        with pytest.raises(MegakernelError, match=message):
+            open_checkpoint(str(tmp_path))
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(MegakernelError, match="only safetensors"):
+        open_checkpoint(str(tmp_path))
