@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BY_NAME, Dims, Dtype
+from ..isa import BY_NAME, Dtype
 from ..isa.record import COUNTER_MASK, LAYER_MASK, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WAIT_WORD, WAITS, WORDS, Records
 from ..machine import Machine
 from ..model.config import LlamaConfig
@@ -14,7 +14,7 @@ from ..program import Program, Segment
 from .derive import derive
 from .lower import Phase, Tasks, lower, program_dims
 from .place import Placed, place
-from .sync import Join, Sync, Words, synchronise
+from .sync import Join, Words, synchronise
 
 
 def compile_program(

@@ -161,24 +161,21 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
             hull = [int(low[0]), int(high[1]), int(low[2]), int(high[3])]
             hulls.setdefault((t.buffer, layer), []).append((node, t.writes, hull))
     for touched in hulls.values():
-        node = np.array([n for n, _, _ in touched])
+        nodes = np.array([n for n, _, _ in touched])
         writes = np.array([w for _, w, _ in touched])
-        hull = np.array([h for _, _, h in touched], dtype=np.int32)
-        i, j = np.nonzero(overlap(hull, hull) & (writes[:, None] | writes[None, :]))
-        out[node[i], node[j]] = True
+        around = np.array([h for _, _, h in touched], dtype=np.int32)
+        i, j = np.nonzero(overlap(around, around) & (writes[:, None] | writes[None, :]))
+        out[nodes[i], nodes[j]] = True
     phase = np.array([groups[g].phase for g in node_group])
     copy = np.array(node_copy)
-    earlier = (copy[:, None] < copy) | ((copy[:, None] == copy) & (phase[:, None] < phase))
-    return out & earlier
+    out &= (copy[:, None] < copy) | ((copy[:, None] == copy) & (phase[:, None] < phase))
+    return out
 
 
 def _whole(conflicts: NDArray[np.bool_], producer: Group, consumer: Group) -> bool:
     """Whether the edge holds between all members. A virtual group is one: it is complete when all of it is."""
-    if producer.virtual:
-        conflicts = conflicts.any(axis=0, keepdims=True)
-    if consumer.virtual:
-        conflicts = conflicts.any(axis=1, keepdims=True)
-    return bool(conflicts.all())
+    members: tuple[int, ...] = (0,) * producer.virtual + (1,) * consumer.virtual
+    return bool(np.any(conflicts, axis=members).all())
 
 
 def _cut(conflicts: NDArray[np.bool_], producer: Group, consumer: Group) -> Cut:

@@ -10,7 +10,7 @@ from ..isa import BY_NAME, KV_BLOCK, Column, Dims, Dtype, Index, Instruction, Ki
 from ..isa.record import SIGNALS
 from ..machine import Machine
 from ..model.config import LlamaConfig
-from .cost import seconds
+from .cost import panel_blocks, seconds
 from .regions import boxes, head_group_boxes, nonempty, overlap
 
 # Step-table room for attention: items per slot beyond one per row, so that few rows can be cut by KV head and KV
@@ -149,7 +149,8 @@ def _column_tiles(instruction: Instruction, rows: int, blocks: int, cols: int, d
     """How many column tiles make the phase shortest: waves of tiles over the workers x seconds of the widest tile.
 
     A tile holds at most tile_rows x tile_cols outputs, so short row blocks may have wide tiles: then a phase is
-    about one tile per worker. Tiles are cut narrower only to fill the workers or to even out the last wave.
+    about one tile per worker. Tiles are cut narrower only to fill the workers or to even out the last wave; with
+    several panels the next phase fills the last wave, so a part of a wave counts as that.
     """
     units = -(-cols // machine.col_unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows * machine.col_unit))
@@ -159,7 +160,10 @@ def _column_tiles(instruction: Instruction, rows: int, blocks: int, cols: int, d
     width = np.minimum(-(-units // counts) * machine.col_unit, cols).astype(np.int32)
     zero = np.zeros_like(width)
     tile = seconds(instruction, {"row": zero, "rows": zero + rows, "col": zero, "cols": width}, dims, machine)
-    return int(counts[np.argmin(-(-counts * blocks // machine.workers) * tile)])
+    waves = np.maximum(1.0, counts * blocks / machine.workers)
+    if blocks <= panel_blocks(dims, machine):
+        waves = np.ceil(waves)
+    return int(counts[np.argmin(waves * tile)])
 
 
 def _attention(qkv: Phase, dims: Dims) -> Phase:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Dims, Family, itemsize
+from ..isa import Dims, Family
 from ..machine import Machine
-from .cost import seconds
+from .cost import panel_blocks, seconds
 from .lower import Phase
 
 
@@ -30,8 +29,8 @@ def place(phases: list[Phase], dims: Dims, machine: Machine) -> list[Placed]:
     two stages, a norm or sampling, is ordered halfway between the panel's own two stages: its inputs are then
     long complete and its consumers far away, so neither side waits.
     """
-    panel_blocks = _panel_blocks(dims, machine)
-    panels = [phase.block // panel_blocks for phase in phases]
+    blocks = panel_blocks(dims, machine)
+    panels = [phase.block // blocks for phase in phases]
     count = max(int(panel.max()) + 1 for panel in panels)
     keys = _keys(phases, panels, count)
     worker = _workers(phases, panels, dims, machine, pipelined=count > 1)
@@ -42,15 +41,6 @@ def place(phases: list[Phase], dims: Dims, machine: Machine) -> list[Placed]:
     order = np.empty(len(phase_of), dtype=np.int64)
     order[np.lexsort((rows, cols, phase_of, np.concatenate(keys)))] = np.arange(len(order))
     return [Placed(w, order[sizes[i] : sizes[i + 1]]) for i, w in enumerate(worker)]
-
-
-def _panel_blocks(dims: Dims, machine: Machine) -> int:
-    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory.
-
-    R rows of a matmul take 2 R F^-1 seconds per weight, its bytes b B^-1, so R >= b F / 2 B.
-    """
-    rows = itemsize(dims) * machine.matrix_flops / (2 * machine.memory_bytes_per_s)
-    return max(1, math.ceil(rows / dims.row_block))
 
 
 def _keys(phases: list[Phase], panels: list[NDArray[np.int32]], count: int) -> list[NDArray[np.float64]]:
@@ -84,9 +74,10 @@ def _workers(
             load[:] = 0.0
         cost = seconds(phase.instruction, phase.columns, dims, machine)
         worker = np.empty(len(phase), dtype=np.int64)
-        col = phase.columns.get("col", np.zeros_like(phase.block))
-        worker[np.lexsort((phase.columns["row"], col, panel))] = _first_free(len(phase), float(cost.mean()), load)
-        load += np.bincount(worker, weights=cost, minlength=machine.workers)
+        order = np.lexsort((phase.columns["row"], phase.columns.get("col", phase.block), panel))
+        for tasks in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
+            worker[tasks] = _first_free(len(tasks), float(cost[tasks].mean()), load)
+            load += np.bincount(worker[tasks], weights=cost[tasks], minlength=machine.workers)
         out.append(worker)
     return out
 
