@@ -27,11 +27,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from ..program import Program
-
 from .verify_data import check_data, coverage
 from .verify_form import NAMES, Part, check_layout, check_records
 from .verify_order import Events, Unrolled
@@ -56,15 +56,9 @@ class Report:
 def verify(program: Program) -> Report:
     """Prove `program` right for every valid step table, or list violations of the first stage that has any."""
     start = time.perf_counter()
-    violations: list[str] = []
-    more = 0
-    for violation in _violations(program):
-        if len(violations) < _MOST:
-            violations.append(violation)
-        else:
-            more += 1
-    if more:
-        violations.append(f"and {more} more")
+    violations = list(islice(_violations(program), _MOST + 1))
+    if len(violations) > _MOST:
+        violations[_MOST:] = ["and more"]
     return Report(program.instructions, time.perf_counter() - start, violations)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, INSTRUCTIONS, Access, Buffer, Dims, Index, Kind
-
 from .verify_form import Ints, extent, home
 from .verify_order import Events, Unrolled
 

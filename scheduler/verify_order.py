@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ..isa import BY_NAME
 from ..isa import record as bits
 from ..program import Program
-
 from .verify_form import Ints, Part
 
 

@@ -12,7 +12,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, Index, Kind, record
+from megakernel.isa import (
+    BUFFERS,
+    BY_NAME,
+    BY_OPCODE,
+    INSTRUCTIONS,
+    Access,
+    Buffer,
+    Dims,
+    Dtype,
+    Index,
+    Kind,
+    Space,
+    record,
+)
 from megakernel.program import Program, Segment
 
 
@@ -155,7 +168,9 @@ class _State:
         key = (buffer, layer if BUFFERS[buffer].layered else 0)
         return self.cells.setdefault(key, np.zeros(shape if len(shape) == 2 else (*shape, 1), dtype=np.int64))
 
-    def touch(self, expected: dict[Buffer, tuple[int, int]], buffer: Buffer, kind: Kind, layer: int, box: tuple) -> None:
+    def touch(
+        self, expected: dict[Buffer, tuple[int, int]], buffer: Buffer, kind: Kind, layer: int, box: tuple
+    ) -> None:
         r0, r1, c0, c1 = (int(v) for v in box)
         cells = self.cell(buffer, layer)[r0:r1, c0:c1]
         before, after = expected[buffer]
@@ -306,7 +321,7 @@ def run_once(program: Program, seed: int) -> str | None:
         return "a counter did not end at its total"
     for opcode, layer in versions:
         for a in BY_OPCODE[opcode].accesses({k: np.ones(1, dtype=np.int32) for k in BY_OPCODE[opcode].operands}, d):
-            if a.kind is Kind.WRITE and a.buffer in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS):
-                if (state.cell(a.buffer, layer) != versions[opcode, layer][a.buffer][1]).any():
-                    return f"{a.buffer.name} is not all written"
+            written = state.cell(a.buffer, layer) == versions[opcode, layer][a.buffer][1]
+            if BUFFERS[a.buffer].space is Space.OUTPUT and a.kind is Kind.WRITE and not written.all():
+                return f"{a.buffer.name} is not all written"
     return None
