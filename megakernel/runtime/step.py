@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from ..errors import MegakernelError
+from ..isa import Dims, StepTable
+from .attention_items import deal_items
+from .step_check import check_step
+
+__all__ = ["Chunk", "SampleRow", "build_step", "check_step"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +53,74 @@ class Chunk:
     tokens: Sequence[int]
     pages: Sequence[int]
     samples: Sequence[SampleRow] = ()
+
+
+def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
+    """The step table that runs `chunks`, each in its own slot; `check_step` says what holds of it.
+
+    Chunks take token rows, and their samples logit rows, in order; the rest is padding. Raises MegakernelError
+    naming the capacity (a field of Dims) that a chunk or all of them together exceed.
+    """
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    if not all(lengths):
+        raise MegakernelError("a chunk has no tokens")
+    _fits("tokens", sum(lengths), dims.tokens)
+    count = np.array(lengths, np.int32)
+    slot = np.array([chunk.slot for chunk in chunks], np.int32)
+    start = np.array([chunk.start for chunk in chunks], np.int32)
+    first_row = np.cumsum(count) - count
+    if len(chunks):
+        _fits("max_seqs", int(slot.max()) + 1, dims.max_seqs)
+        _fits("max_context", int((start + count).max()), dims.max_context)
+    if len(np.unique(slot)) != len(slot):
+        raise MegakernelError("two chunks of a step have the same slot: join them into one")
+
+    table = StepTable(dims)
+    rows = int(count.sum())
+    row_slot = np.repeat(slot, count)
+    tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, rows)
+    table.token_ids[:rows] = np.where(tokens < 0, -1 - row_slot, tokens)
+    table.positions[:rows] = np.arange(rows) + np.repeat(start - first_row, count)
+    table.row_seq[:rows] = row_slot
+    table.row_seq[rows:] = -1
+    for chunk, length in zip(chunks, lengths, strict=True):
+        needed = -(-(chunk.start + length) // dims.page)
+        if len(chunk.pages) < needed:
+            raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
+        table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
+    deal_items(table, slot, start, count)
+    _fill_samples(table, chunks, first_row.tolist())
+    return table
+
+
+def _fits(capacity: str, wanted: int, limit: int) -> None:
+    if wanted > limit:
+        raise MegakernelError(f"step needs {capacity} = {wanted}, the program was compiled for {limit}")
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[int]) -> None:
+    table.logit_rows[:] = table.sample_slot[:] = table.target[:] = -1
+    table.top_p[:] = table.repetition_penalty[:] = 1.0
+    samples = [(chunk, row, s) for chunk, row in zip(chunks, first_rows, strict=True) for s in chunk.samples]
+    n = len(samples)
+    _fits("logit_rows", n, table.dims.logit_rows)
+    if not n:
+        return
+    pairs = np.cumsum([0] + [len(s.bias) for _, _, s in samples])
+    _fits("bias_entries", int(pairs[-1]), table.dims.bias_entries)
+
+    table.logit_rows[:n] = [row + s.index for _, row, s in samples]
+    table.sample_slot[:n] = [chunk.slot if s.store else -1 for chunk, _, s in samples]
+    table.sample_position[:n] = [chunk.start + s.index + 1 for chunk, _, s in samples]
+    for name in ("prompt_length", "target", "temperature", "top_p", "min_p", "top_k", "choice"):
+        getattr(table, name)[:n] = [getattr(s, name) for _, _, s in samples]
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        getattr(table, name)[:n] = [getattr(s, name) for _, _, s in samples]
+    table.seed_low[:n] = np.array([s.seed & _WORD for _, _, s in samples], np.uint32).view(np.int32)
+    table.seed_high[:n] = np.array([s.seed >> 32 & _WORD for _, _, s in samples], np.uint32).view(np.int32)
+    table.bias_begin[:n], table.bias_end[:n] = pairs[:-1], pairs[1:]
+    table.bias_ids[: pairs[-1]] = list(chain.from_iterable(s.bias for _, _, s in samples))
+    table.bias_values[: pairs[-1]] = list(chain.from_iterable(s.bias.values() for _, _, s in samples))

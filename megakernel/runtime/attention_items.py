@@ -1,0 +1,182 @@
+"""Attention work items: a step's (rows x KV heads x KV tokens) cut into equal shares, one for each attention slot.
+
+Rows are first grouped into query tiles. All work then lies on one line: tile after tile, within a tile KV head after
+KV head. Slot s gets the s-th of equal lengths of it. Where a share ends inside a tile the tile is cut: between two
+heads, or inside one head's part, between rows or (a split) between KV blocks. So there are at most three items a
+slot more than tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import Dims, StepTable
+
+Ints = NDArray[np.signedinteger]
+
+# Rows of a query tile. Its rows share each read of K and V: from 32 rows on, a loaded element feeds enough
+# multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's first-level cache.
+QUERY_TILE = 32
+# KV blocks of the smallest piece of a split: below, its merge and hand-off cost more than it saves.
+SPLIT_GRAIN = 2
+# A cut this near to a head's border, in shares, moves there: less balance, but no split and fewer items.
+SLACK = 1 / 8
+
+
+class _Cut(Enum):
+    """How finely a tile may be cut."""
+
+    INSIDE_HEADS = 0
+    BETWEEN_HEADS = 1
+    BETWEEN_TILES = 2
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Runs of rows of one chunk, or of padding (`seq` -1), inside one row block; one array element a tile."""
+
+    row: Ints
+    rows: Ints
+    seq: Ints
+    position: Ints  # of the first row; 0 for padding
+    chunk_row: Ints  # first row of the chunk
+    blocks: Ints  # KV blocks up to the last row's position; 0 for padding
+
+
+def deal_items(table: StepTable, seq: Ints, start: Ints, count: Ints) -> None:
+    """Fill slot_items and item_* for chunks of `count` rows of sequence `seq` from position `start`, in row order.
+
+    Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises MegakernelError where not
+    even one item for each chunk in each row block fits.
+    """
+    dims = table.dims
+    for tile_rows in (QUERY_TILE, dims.row_block):
+        tiles = _tile(dims, seq, start, count, tile_rows)
+        for cut in _Cut:
+            items, slots = _cut(dims, tiles, cut)
+            if len(slots) <= dims.items:
+                for name, column in items.items():
+                    getattr(table, name)[: len(column)] = column
+                table.item_split[len(slots) :] = -1
+                table.slot_items[:] = np.searchsorted(slots, np.arange(dims.attention_slots + 1))
+                return
+    raise MegakernelError(f"step needs items = {len(tiles.row)}, the program was compiled for {dims.items}")
+
+
+def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _Tiles:
+    live = int(count.sum())
+    # Padding is one more chunk at the end.
+    chunk_row = np.append(np.cumsum(count) - count, live)
+    seq, start = np.append(seq, -1), np.append(start, 0)
+    run = np.union1d(chunk_row, np.arange(0, dims.tokens, dims.row_block))
+    run = run[run < dims.tokens]
+    run_end = np.append(run[1:], dims.tokens)
+    pieces = np.where(run < live, -(-(run_end - run) // tile_rows), 1)
+    of = np.repeat(np.arange(len(run)), pieces)
+    row = run[of] + tile_rows * (np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of])
+    rows = np.where(run < live, tile_rows, dims.row_block)[of]
+    rows = np.minimum(rows, run_end[of] - row)
+    chunk = np.searchsorted(chunk_row, row, side="right") - 1
+    position = np.where(row < live, start[chunk] + row - chunk_row[chunk], 0)
+    blocks = np.where(row < live, _blocks_to(dims, position + rows), 0)
+    return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], blocks)
+
+
+def _blocks_to(dims: Dims, position: Ints) -> Ints:
+    """KV blocks that hold the tokens before `position`."""
+    return -(-position // dims.kv_block)
+
+
+def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
+    """Items by step-table field, and the slot of each, ascending.
+
+    A head's part of a tile is `grains` long on the line: rows, or SPLIT_GRAIN KV blocks (`by_blocks`).
+    """
+    heads = dims.kv_heads
+    cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)  # of one head: rows x KV tokens
+    share = heads * int(cost.sum()) / dims.attention_slots
+    by_blocks = (tiles.rows == 1) | (cost > share * tiles.rows)
+    grains = np.where(by_blocks, np.maximum(-(-tiles.blocks // SPLIT_GRAIN), 1), tiles.rows)
+    if cut is not _Cut.INSIDE_HEADS:
+        grains = np.ones_like(grains)
+    line = np.append(0, np.cumsum(heads * grains))
+
+    # Where each share ends: which tile, which head of it, how far into the head's part.
+    cost_end = np.cumsum(heads * cost)
+    at = share * np.arange(1, dims.attention_slots)
+    tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
+    progress = (at - (cost_end[tile] - heads * cost[tile])) / cost[tile]
+    if cut is _Cut.BETWEEN_TILES:
+        progress = heads * np.rint(progress / heads)
+    head = np.clip(progress, 0, heads - 1).astype(np.int64)
+    rest = progress - head
+    border = np.rint(rest)
+    near = np.abs(rest - border) * cost[tile] <= SLACK * share
+    grain = np.where(near, border, np.rint(rest * grains[tile])).astype(np.int64)
+
+    # Splits take partials, first come first served; the others' cuts move to the head's border.
+    part = tile * heads + head
+    inside = (grain > 0) & (grain < grains[tile])
+    split = np.unique(part[inside & by_blocks[tile]])
+    too_many = split[np.cumsum((tiles.rows * tiles.blocks)[split // heads]) > dims.partials]
+    unsplit = np.isin(part, too_many)
+    grain = np.where(unsplit, border.astype(np.int64) * grains[tile], grain)
+    inside &= ~unsplit
+
+    # Items lie between cuts, tile borders, and the borders of a head's part that is cut inside.
+    part_start = line[tile] + head * grains[tile]
+    ends = part_start + grain
+    begin = np.unique(np.concatenate([line[:-1], ends, part_start[inside], (part_start + grains[tile])[inside]]))
+    begin = begin[begin < line[-1]]
+    slots = np.searchsorted(ends, begin, side="right")
+    of = np.searchsorted(line, begin, side="right") - 1
+    length = np.append(begin[1:], line[-1]) - begin
+    head, grain = np.divmod(begin - line[of], grains[of])
+    partly = length % grains[of] != 0
+
+    by_rows = partly & ~by_blocks[of]
+    row = tiles.row[of] + np.where(by_rows, grain, 0)
+    rows = np.where(by_rows, length, tiles.rows[of])
+    live = tiles.seq[of] >= 0
+    position = tiles.position[of] + row - tiles.row[of]
+    block_end = np.where(live, _blocks_to(dims, position + rows), 0)
+    is_split = partly & by_blocks[of]
+    block = np.where(is_split, grain * SPLIT_GRAIN, 0)
+    block_end = np.where(is_split, np.minimum((grain + length) * SPLIT_GRAIN, block_end), block_end)
+
+    own = row // dims.row_block
+    step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
+    needed = tiles.chunk_row[of] + np.maximum(block * dims.kv_block - step_start, 0)
+    reads_step = live & (block_end * dims.kv_block > step_start)
+    wait = np.where(reads_step, np.minimum(needed // dims.row_block, own), own)
+
+    items = {
+        "item_row": row,
+        "item_rows": rows,
+        "item_kv_head": head,
+        "item_kv_heads": np.where(partly, 1, length // grains[of]),
+        "item_seq": tiles.seq[of],
+        "item_block": block,
+        "item_blocks": block_end - block,
+        "item_wait_block": wait,
+        "item_wait_blocks": own - wait + 1,
+        "item_split": np.full_like(row, -1),
+        "item_splits": np.zeros_like(row),
+        "item_partial": np.zeros_like(row),
+        "item_span": np.zeros_like(row),
+    }
+    _, first, index, pieces = np.unique(
+        (of * heads + head)[is_split], return_index=True, return_inverse=True, return_counts=True
+    )
+    span = tiles.blocks[of][is_split][first]
+    partials = rows[is_split][first] * span
+    items["item_split"][is_split] = index
+    items["item_splits"][is_split] = pieces[index]
+    items["item_partial"][is_split] = (np.cumsum(partials) - partials)[index]
+    items["item_span"][is_split] = span[index]
+    return items, slots

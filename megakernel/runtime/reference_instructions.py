@@ -1,0 +1,268 @@
+"""The meaning of the instruction set: one short NumPy function per instruction, slow and obviously right.
+
+All arithmetic is float32; a result is rounded once, where it is stored. Dot products are BLAS's, so unlike in the
+other backends the last bits of a row may depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import INSTRUCTIONS, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
+
+
+@dataclass(frozen=True)
+class Context:
+    """What one instruction sees: the sizes, the step, and its layer's copy of each buffer (a view)."""
+
+    dims: Dims
+    table: StepTable
+    buffer: Callable[[Buffer], NDArray[Any]]
+
+    def read(self, buffer: Buffer, index: Any = ...) -> F32:
+        values: NDArray[Any] = self.buffer(buffer)[index]
+        f32: F32 = to_f32(values)
+        return f32
+
+    def write(self, buffer: Buffer, index: Any, values: F32) -> None:
+        """Store float values in the buffer's own type: the only rounding there is."""
+        array = self.buffer(buffer)
+        array[index] = from_f32(values, Dtype.BF16 if array.dtype == np.uint16 else Dtype.F32)
+
+
+def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+
+
+def embed(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    tokens, positions = c.table.token_ids[r], c.table.positions[r]
+    last = c.buffer(Buffer.HISTORY)
+    ids = [t if t >= 0 else last[-1 - t, p] for t, p in zip(tokens, positions, strict=True)]
+    c.write(Buffer.X, r, c.read(Buffer.EMBED, ids))
+    angle = positions.astype(np.float32)[:, None] * c.read(Buffer.INV_FREQ)
+    c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
+
+
+def attn_norm(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
+
+
+def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    d = c.dims
+    r = slice(row, row + rows)
+    t = c.read(Buffer.H, r) @ c.read(Buffer.W_QKV, slice(col, col + cols)).T
+    if d.attention_bias:
+        t += c.read(Buffer.B_QKV, slice(col, col + cols))
+    column = np.arange(col, col + cols)
+    rotated = int(np.count_nonzero(column < d.q_cols + d.kv_cols))
+    even = column[:rotated:2] % d.head_dim
+    rope = c.read(Buffer.ROPE, r)
+    cos, sin = rope[:, even], rope[:, even + 1]
+    a, b = t[:, :rotated:2].copy(), t[:, 1:rotated:2].copy()
+    t[:, :rotated:2] = a * cos - b * sin
+    t[:, 1:rotated:2] = b * cos + a * sin
+
+    q = column < d.q_cols
+    c.write(Buffer.Q, (r, column[q]), t[:, q])
+    live = np.flatnonzero(c.table.row_seq[r] >= 0)
+    page, offset = _slots(c, c.table.row_seq[r][live], c.table.positions[r][live])
+    page, offset = page[:, None], offset[:, None]
+    for buffer, first in ((Buffer.K_CACHE, d.q_cols), (Buffer.V_CACHE, d.q_cols + d.kv_cols)):
+        mine = (column >= first) & (column < first + d.kv_cols)
+        head, element = np.divmod(column[mine] - first, d.head_dim)
+        index = (page, head, element, offset) if buffer is Buffer.K_CACHE else (page, head, offset, element)
+        c.write(buffer, index, t[np.ix_(live, mine)])
+
+
+def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """(page, offset) of token positions of a sequence, or of one sequence each."""
+    return c.table.block_tables[sequence, position // c.dims.page], position % c.dims.page
+
+
+def attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
+    for item in range(*c.table.slot_items[slot : slot + 2]):
+        attend(c, item)
+
+
+def attend(c: Context, item: int) -> bool:
+    """Run one work item; True when its rows of ATTN are final (a split's are so after its last item)."""
+    d, t = c.dims, c.table
+    rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
+    heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
+    if t.item_seq[item] < 0:
+        for head in heads:
+            c.write(Buffer.ATTN, (slice(rows.start, rows.stop), _query_columns(d, head)), np.zeros((), np.float32))
+        return True
+    found = {}
+    for head in heads:
+        for block in range(t.item_block[item], t.item_block[item] + t.item_blocks[item]):
+            keys, values = _keys_values(c, t.item_seq[item], head, block, t.positions[rows[-1]] + 1)
+            for row in rows:
+                n = t.positions[row] + 1 - block * d.kv_block
+                if n > 0:
+                    found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
+    if t.item_split[item] >= 0:
+        for (row, head, block), partial in found.items():
+            c.buffer(Buffer.PARTIALS)[_partial_index(t, item, row, head, block)] = partial
+        arrivals = c.buffer(Buffer.SPLITS)
+        arrivals[t.item_split[item]] += 1
+        if arrivals[t.item_split[item]] < t.item_splits[item]:
+            return False
+        arrivals[t.item_split[item]] = 0
+    for row in rows:
+        blocks = range(t.positions[row] // d.kv_block + 1)
+        for head in heads:
+            if t.item_split[item] >= 0:
+                partials = [c.read(Buffer.PARTIALS, _partial_index(t, item, row, head, b)) for b in blocks]
+            else:
+                partials = [found[row, head, b] for b in blocks]
+            c.write(Buffer.ATTN, (row, _query_columns(d, head)), _merge(partials).reshape(-1))
+    return True
+
+
+def _query_columns(d: Dims, head: int) -> slice:
+    """Columns of Q and ATTN of the query heads that share a KV head."""
+    width = d.group_size * d.head_dim
+    return slice(head * width, (head + 1) * width)
+
+
+def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
+    """K and V of a KV block's tokens before `end`, [tokens, head_dim] each."""
+    position = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
+    page, offset = _slots(c, sequence, position)
+    return c.read(Buffer.K_CACHE, (page, head, slice(None), offset)), c.read(Buffer.V_CACHE, (page, head, offset))
+
+
+def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
+    """(m, l, o) of one row's query heads over some tokens, [group_size, 2 + head_dim]; o is not yet divided by l."""
+    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(c.dims.group_size, c.dims.head_dim)
+    scores = q @ keys.T * np.float32(c.dims.head_dim**-0.5)
+    m = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - m)
+    return np.concatenate([m, p.sum(axis=1, keepdims=True), p @ values], axis=1)
+
+
+def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
+    line = (row - t.item_row[item]) * t.item_kv_heads[item] + head - t.item_kv_head[item]
+    return int(t.item_partial[item] + line * t.item_span[item] + block)
+
+
+def _merge(partials: list[F32]) -> F32:
+    """Softmax-weighted values of all blocks, [group_size, head_dim]: rescale to the common maximum, add, divide."""
+    total = partials[0]
+    for partial in partials[1:]:
+        m = np.maximum(total[:, :1], partial[:, :1])
+        rest = total[:, 1:] * np.exp(total[:, :1] - m) + partial[:, 1:] * np.exp(partial[:, :1] - m)
+        total = np.concatenate([m, rest], axis=1)
+    return total[:, 2:] / total[:, 1:2]
+
+
+def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_to_residual(c, Buffer.ATTN, Buffer.W_O, Buffer.B_O if c.dims.attention_bias else None, row, rows, col, cols)
+
+
+def mlp_norm(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
+
+
+def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    h = c.read(Buffer.H, r)
+    gate, up = (h @ c.read(Buffer.W_GATE_UP, (i, columns)).T for i in (0, 1))
+    if c.dims.mlp_bias:
+        gate, up = (t + c.read(Buffer.B_GATE_UP, (i, columns)) for i, t in enumerate((gate, up)))
+    with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
+        c.write(Buffer.ACT, (r, columns), gate / (1 + np.exp(-gate)) * up)
+
+
+def down_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_to_residual(c, Buffer.ACT, Buffer.W_DOWN, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
+
+
+def _add_to_residual(
+    c: Context, source: Buffer, weight: Buffer, bias: Buffer | None, row: int, rows: int, col: int, cols: int
+) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    t = c.read(source, r) @ c.read(weight, columns).T
+    if bias is not None:
+        t += c.read(bias, columns)
+    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
+
+
+def final_norm(c: Context, row: int, rows: int) -> None:
+    for i in range(row, row + rows):
+        source = c.table.logit_rows[i]
+        x = c.read(Buffer.X, source) if source >= 0 else np.zeros(c.dims.hidden, np.float32)
+        c.write(Buffer.Y, i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
+
+
+def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    c.write(Buffer.LOGITS, (r, columns), c.read(Buffer.Y, r) @ c.read(Buffer.LM_HEAD, columns).T)
+
+
+def sample(c: Context, row: int, rows: int) -> None:
+    t = c.table
+    for i in range(row, row + rows):
+        token, logprob = 0, np.float32(0.0)
+        if t.logit_rows[i] >= 0:
+            z = c.read(Buffer.LOGITS, i)
+            token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
+            logprob = z[token] - log_sum_exp(z)
+        c.buffer(Buffer.TOKENS_OUT)[i] = token
+        c.buffer(Buffer.LOGPROBS_OUT)[i] = logprob
+        if t.sample_slot[i] >= 0:
+            c.buffer(Buffer.HISTORY)[t.sample_slot[i], t.sample_position[i]] = token
+
+
+def _choose(c: Context, i: int, z: F32) -> int:
+    """Sample logit row i: penalties, bias, temperature, min-p, top-k, top-p, one draw."""
+    t = c.table
+    if t.sample_slot[i] >= 0:
+        seen = c.buffer(Buffer.HISTORY)[t.sample_slot[i], : t.sample_position[i]]
+        penalties = {"repetition": t.repetition_penalty, "presence": t.presence_penalty}
+        penalties["frequency"] = t.frequency_penalty
+        values = {name: float(column[i]) for name, column in penalties.items()}
+        z = penalised(z, seen, seen[t.prompt_length[i] :], **values)
+    bias = slice(t.bias_begin[i], t.bias_end[i])
+    z = z.copy()
+    np.add.at(z, t.bias_ids[bias], t.bias_values[bias])
+    if t.temperature[i] == 0 or z.max() == -np.inf:
+        return int(z.argmax())
+    z = z / t.temperature[i]
+    ids = kept(z, min_p=float(t.min_p[i]), top_k=int(t.top_k[i]), top_p=float(t.top_p[i]))
+    return draw(z, ids, uniform(int(t.seed_low[i]), int(t.seed_high[i]), int(t.sample_position[i]), int(t.choice[i])))
+
+
+def join(c: Context) -> None:
+    pass
+
+
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    embed,
+    attn_norm,
+    qkv_rope,
+    attention,
+    o_proj,
+    mlp_norm,
+    gate_up_silu,
+    down_proj,
+    final_norm,
+    lm_head,
+    sample,
+    join,
+)
+EXECUTE: dict[int, Callable[..., None]] = {
+    i.opcode: f for i in INSTRUCTIONS for f in _FUNCTIONS if f.__name__ == i.name
+}
+if len(EXECUTE) != len(INSTRUCTIONS):
+    raise AssertionError(f"no function for {[i.name for i in INSTRUCTIONS if i.opcode not in EXECUTE]}")

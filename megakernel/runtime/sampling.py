@@ -1,0 +1,76 @@
+"""From one row of logits to one token: what the `sample` instruction means, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+Four = tuple[int, int, int, int]
+
+# Constants of Philox4x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: Four, key: tuple[int, int]) -> Four:
+    """Philox4x32-10: four random 32-bit words for a counter of four words and a key of two."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        a, b = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & _WORD, (a >> 32) ^ c3 ^ k1, a & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
+    """The draw in [0, 1) of one choice at one position, a multiple of 2^-24. Words may come as signed int32."""
+    first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
+    return float(first >> 8) * 2.0**-24
+
+
+def log_sum_exp(z: F32) -> np.float32:
+    top = z.max()
+    return np.float32(top + np.log(np.exp(z - top).sum(dtype=np.float32)))
+
+
+def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: float, frequency: float) -> F32:
+    """Logits after penalties.
+
+    Tokens in `seen` (prompt and output) have positive logits divided and others multiplied by `repetition`;
+    then tokens in `output` lose `frequency` per occurrence and `presence` once.
+    """
+    z = z.copy()
+    ids = np.unique(seen)
+    z[ids] = np.where(z[ids] > 0, z[ids] / np.float32(repetition), z[ids] * np.float32(repetition))
+    ids, counts = np.unique(output, return_counts=True)
+    z[ids] -= np.float32(frequency) * counts.astype(np.float32) + np.float32(presence)
+    return z
+
+
+def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
+    """Ids that survive min-p, then top-k, then top-p, most probable first and equals by id.
+
+    z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix whose
+    share of what the other two left is at least top_p, and one token at the least.
+    """
+    order: NDArray[np.intp] = np.argsort(-z, kind="stable")
+    p = np.exp(z[order] - z[order[0]])
+    order = order[p >= np.float32(min_p)]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1.0:
+        mass = np.cumsum(p[: len(order)], dtype=np.float64)
+        order = order[: int(np.searchsorted(mass, np.float32(top_p) * mass[-1])) + 1]
+    return order
+
+
+def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
+    """The id among `ids` where the cumulative softmax of z, in id order, first exceeds u."""
+    ids = np.sort(ids)
+    mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
+    return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])

@@ -1,0 +1,207 @@
+"""What makes a step table valid: the invariants that programs, verifier and backends rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import Dims, StepTable
+
+
+def check_step(table: StepTable) -> None:
+    """Raise MegakernelError naming the first invariant that the table breaks.
+
+    Rows
+    - Live rows (row_seq >= 0) come first; padding rows have sequence -1, token 0, position 0.
+    - row_seq < max_seqs, 0 <= position < max_context, token < vocab, slots of deferred tokens < max_seqs.
+    - The rows of a sequence are one run with consecutive positions, so no two rows share a (page, offset).
+    - Page ids are >= 0, and no page that one sequence writes is used by another.
+
+    Attention items
+    - slot_items ascends from 0 to at most `items`; only the items below its last entry count.
+    - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
+    - The (rows x KV heads) of the items, a split counted once, partition tokens x kv_heads.
+    - A padding item has no KV blocks. Unsplit items cover KV block 0 to that of the last row's position.
+    - The items of a split agree in rows, heads, sequence, partial and span, are item_splits in number, and cover
+      the blocks 0 .. span that an unsplit item would, each once. Split indices are < items. The PARTIALS
+      ranges of different splits are disjoint and inside `partials`.
+    - An item waits for its own row block, and for those of all rows of this step that its KV blocks hold.
+
+    Logit rows
+    - logit_rows are live rows, or -1; bias ranges lie inside bias_entries and their ids in the vocabulary.
+    - Sampling values are finite and in range: temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0,
+      repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
+    - Sampled tokens go to distinct places of HISTORY, or nowhere, and none that this step reads: not that of a
+      deferred token, and not one before the sample position of a row that samples with penalties of that slot.
+      Penalties of a row that samples need a slot.
+    """
+    _check_rows(table)
+    _check_items(table)
+    _check_logit_rows(table)
+
+
+def _require(holds: Any, what: str) -> None:
+    if not np.all(holds):
+        raise MegakernelError(f"invalid step table: {what}")
+
+
+def _check_rows(t: StepTable) -> None:
+    d = t.dims
+    live = t.row_seq >= 0
+    rows = int(live.sum())
+    _require(live[:rows], "live rows do not come first")
+    _require(t.row_seq[rows:] == -1, "a padding row's sequence is not -1")
+    _require((t.token_ids[rows:] == 0) & (t.positions[rows:] == 0), "a padding row's token or position is not 0")
+    _require(t.row_seq < d.max_seqs, "a row's sequence is outside max_seqs")
+    _require((t.positions >= 0) & (t.positions < d.max_context), "a position is outside max_context")
+    _require((t.token_ids >= -d.max_seqs) & (t.token_ids < d.vocab), "a token is outside the vocabulary")
+    _require(t.block_tables >= 0, "a page id is negative")
+
+    seq, position = t.row_seq[:rows], t.positions[:rows]
+    new = np.append(True, seq[1:] != seq[:-1])[:rows]
+    _require(len(np.unique(seq)) == new.sum(), "a sequence's rows are not one run")
+    _require(new[1:] | (np.diff(position) == 1), "a sequence's positions are not consecutive")
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], rows) - 1
+    _check_pages(t, seq[first], position[first], position[last])
+
+
+def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
+    """Sequences `seq` write positions `start` to `last` and read all before."""
+    index = np.arange(t.dims.pages_per_seq)
+    tables = t.block_tables[seq]
+    used = index <= (last // t.dims.page)[:, None]
+    written = used & (index >= (start // t.dims.page)[:, None])
+    owner = np.broadcast_to(np.arange(len(seq))[:, None], tables.shape)
+    pages = tables[written]
+    order = np.argsort(pages, kind="stable")
+    pages, owners = pages[order], owner[written][order]
+    _require(np.diff(pages) != 0, "a page is written twice")
+    if len(pages):
+        at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
+        foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
+        _require(~foreign, "a page that one sequence writes is used by another")
+        # The same sequence must not meet a written page again among its older ones.
+        older = used & ~written
+        at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
+        _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
+
+
+def _check_items(t: StepTable) -> None:
+    d = t.dims
+    n = int(t.slot_items[-1])
+    _require(t.slot_items[0] == 0 and n <= d.items and np.all(np.diff(t.slot_items) >= 0), "slot_items does not ascend")
+    row, rows, head, heads = (x[:n] for x in (t.item_row, t.item_rows, t.item_kv_head, t.item_kv_heads))
+    seq, block, blocks = t.item_seq[:n], t.item_block[:n], t.item_blocks[:n]
+    _require((row >= 0) & (rows > 0) & (row + rows <= d.tokens), "an item's rows are outside tokens")
+    _require((head >= 0) & (heads > 0) & (head + heads <= d.kv_heads), "an item's heads are outside kv_heads")
+    last = row + rows - 1
+    _require(row // d.row_block == last // d.row_block, "an item's rows cross a row block")
+    _require((t.row_seq[row] == seq) & (t.row_seq[last] == seq), "an item's rows are not of its sequence")
+
+    live, split = seq >= 0, t.item_split[:n]
+    whole = np.where(live, t.positions[last] // d.kv_block + 1, 0)
+    unsplit = split < 0
+    _require(split >= -1, "a split index is below -1")
+    _require((block[unsplit] == 0) & (blocks[unsplit] == whole[unsplit]), "an unsplit item does not cover its KV")
+    once = _check_splits(t, n, whole)
+
+    cover = np.zeros((d.tokens + 1, d.kv_heads + 1), np.int32)
+    r, e, h, f = row[once], (row + rows)[once], head[once], (head + heads)[once]
+    for at, sign in (((r, h), 1), ((r, f), -1), ((e, h), -1), ((e, f), 1)):
+        np.add.at(cover, at, sign)
+    cover = cover.cumsum(axis=0).cumsum(axis=1)
+    _require(cover[:-1, :-1] == 1, "the items do not partition rows x KV heads")
+
+    wait, wait_end = t.item_wait_block[:n], t.item_wait_block[:n] + t.item_wait_blocks[:n]
+    own = row // d.row_block
+    _require((wait >= 0) & (wait <= own) & (own < wait_end), "an item does not wait for its own row block")
+    _require(wait_end <= d.row_blocks, "an item waits for a row block that is not there")
+    runs, first = np.unique(t.row_seq, return_index=True)
+    chunk_row = first[np.searchsorted(runs, seq)]
+    start = t.positions[chunk_row]
+    low = chunk_row + np.maximum(block * d.kv_block - start, 0)
+    high = np.minimum(chunk_row + (block + blocks) * d.kv_block - start - 1, last)
+    reads = live & (high >= chunk_row)
+    covered = (wait <= low // d.row_block) & (high // d.row_block < wait_end)
+    _require(covered | ~reads, "an item does not wait for the rows whose KV it reads")
+
+
+def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
+    """Check split items; a mask of the items that count in the partition: unsplit ones and each split's first."""
+    d = t.dims
+    once = np.ones(n, bool)
+    taken = np.zeros(d.partials, bool)
+    for index in np.unique(t.item_split[:n][t.item_split[:n] >= 0]):
+        pieces = np.flatnonzero(t.item_split[:n] == index)
+        one = pieces[0]
+        once[pieces[1:]] = False
+        _require(index < d.items, "a split index is outside items")
+        _require(t.item_splits[pieces] == len(pieces), "a split's items are not item_splits in number")
+        for name in ("row", "rows", "kv_head", "kv_heads", "seq", "partial", "span"):
+            column = getattr(t, f"item_{name}")[pieces]
+            _require(column == column[0], f"a split's items differ in {name}")
+        _require(t.item_span[one] == whole[one] and t.item_seq[one] >= 0, "a split's span is not that of its rows")
+        order = pieces[np.argsort(t.item_block[pieces])]
+        ends = t.item_block[order] + t.item_blocks[order]
+        starts = np.append(0, ends[:-1])
+        _require((t.item_blocks[pieces] > 0), "a split has an empty item")
+        _require(
+            (t.item_block[order] == starts) & (ends[-1] == whole[one]), "a split does not cover its KV blocks once"
+        )
+        begin = int(t.item_partial[one])
+        end = begin + int(t.item_rows[one] * t.item_kv_heads[one] * t.item_span[one])
+        _require(begin >= 0 and end <= d.partials, "a split's partials are outside PARTIALS")
+        _require(~taken[begin:end], "two splits share partials")
+        taken[begin:end] = True
+    return once
+
+
+def _check_logit_rows(t: StepTable) -> None:
+    d = t.dims
+    live = int((t.row_seq >= 0).sum())
+    _require((t.logit_rows >= -1) & (t.logit_rows < live), "a logit row is not a live row")
+    _require((t.sample_slot >= -1) & (t.sample_slot < d.max_seqs), "a sample slot is outside max_seqs")
+    stored = t.sample_slot >= 0
+    _require(~stored | (t.logit_rows >= 0), "a padding logit row is stored")
+    _require(
+        ~stored | ((t.sample_position >= 0) & (t.sample_position <= d.max_context)),
+        "a sample is stored outside HISTORY",
+    )
+    _require((t.target >= -1) & (t.target < d.vocab), "a target is outside the vocabulary")
+    _require((t.prompt_length >= 0) & (t.top_k >= 0) & (t.choice >= 0), "a prompt length, top_k or choice is negative")
+    ranges = {
+        "temperature": (t.temperature >= 0) & np.isfinite(t.temperature),
+        "top_p": (t.top_p > 0) & (t.top_p <= 1),
+        "min_p": (t.min_p >= 0) & (t.min_p <= 1),
+        "presence_penalty": np.isfinite(t.presence_penalty),
+        "frequency_penalty": np.isfinite(t.frequency_penalty),
+        "repetition_penalty": (t.repetition_penalty > 0) & np.isfinite(t.repetition_penalty),
+    }
+    for name, holds in ranges.items():
+        _require(holds, f"{name} is out of range")
+    _require(
+        (t.bias_begin >= 0) & (t.bias_begin <= t.bias_end) & (t.bias_end <= d.bias_entries), "a bias range is wrong"
+    )
+    _require((t.bias_ids >= 0) & (t.bias_ids < d.vocab), "a bias token is outside the vocabulary")
+    _require(t.bias_values < np.inf, "a bias is NaN or +inf")
+    _check_history(t, d, stored)
+
+
+def _check_history(t: StepTable, d: Dims, stored: NDArray[Any]) -> None:
+    width = d.max_context + 1
+    places = np.sort(t.sample_slot[stored].astype(np.int64) * width + t.sample_position[stored])
+    _require(np.diff(places) != 0, "two samples are stored in one place")
+    deferred = t.token_ids < 0
+    read = (-1 - t.token_ids[deferred]).astype(np.int64) * width + t.positions[deferred]
+    _require(~np.isin(read, places), "a deferred token is sampled in the same step")
+    penalised = (t.repetition_penalty != 1) | (t.presence_penalty != 0) | (t.frequency_penalty != 0)
+    penalised &= (t.logit_rows >= 0) & (t.target < 0)
+    _require(~penalised | stored, "a row with penalties has no slot")
+    first = t.sample_slot[penalised].astype(np.int64) * width
+    last = first + t.sample_position[penalised]
+    inside = np.searchsorted(places, last) - np.searchsorted(places, first)
+    _require(inside == 0, "a penalised row reads a token that is sampled in the same step")
