@@ -1,5 +1,5 @@
-// The C interface that megakernel/runtime/native.py loads. Functions give 0 or a handle on success; on failure -1 or
-// null, and mk_error() says why.
+// The C interface that megakernel/runtime/native.py loads. Functions give 0 or a handle on success; on
+// failure -1 or null, and mk_error() says why.
 #include <string.h>
 
 #include <stdexcept>
@@ -146,10 +146,12 @@ MK_API double mk_clock_cost() {
 
 MK_API double mk_probe_read(const char* simd, int32_t threads, int64_t bytes, double seconds) {
   return guarded(
-      [&] { return mk::probe_read(mk::choose_kernels(simd, mk::Dtype::F32), threads, bytes, seconds); }, -1.0);
+      [&] { return mk::probe_read(mk::choose_kernels(simd, mk::Dtype::F32), threads, bytes, seconds); },
+      -1.0);
 }
 
 MK_API double mk_probe_fma(const char* simd, int32_t threads, double seconds) {
   return guarded(
-      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::F32), threads, seconds); }, -1.0);
+      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::F32), threads, seconds); },
+      -1.0);
 }

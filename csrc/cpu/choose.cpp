@@ -42,7 +42,8 @@ const Kernels& choose_kernels(const char* simd, Dtype dtype) {
 #endif
   if (wanted.empty() || wanted == "portable") return *portable_kernels(dtype);
   if (wanted == "avx2" || wanted == "avx512")
-    throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted + ": this processor lacks it; unset it or use portable");
+    throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
+                             ": this processor lacks it; unset it or use portable");
   throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted + " is unknown: use portable, avx2 or avx512");
 }
 

@@ -28,8 +28,8 @@ double total(const std::vector<uint64_t>& keys) {
   return sum;
 }
 
-// Moves the fewest smallest keys whose share reaches top_p to the front, in order; gives their number. Sorts only as
-// many as it takes: a few, in a trained model's distribution.
+// Moves the fewest smallest keys whose share reaches top_p to the front, in order; gives their number. Sorts
+// only as many as it takes: a few, in a trained model's distribution.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
   const double wanted = top_p * total(keys);
   double sum = 0.0;

@@ -1,7 +1,8 @@
 // Tiles of C = A W^T on packed weights (packing.h), accumulated in float32.
 //
-// Every output has one accumulator that adds its products in ascending k, one fused multiply-add each where the
-// processor has it, whatever the number of rows, the tile or the register block: a row's bits depend on nothing else.
+// Every output has one accumulator that adds its products in ascending k, one fused multiply-add each where
+// the processor has it, whatever the number of rows, the tile or the register block: a row's bits depend on
+// nothing else.
 #pragma once
 #include "simd.h"
 
@@ -42,10 +43,11 @@ MK_INLINE void load_pair(const float* p, int v, F32& even, F32& odd) {
   odd = load(p + kPanel + v * kLanes);
 }
 
-// C[R][P panels] (+)= A W^T over k steps (even). A: rows kChunkStride apart within a chunk, chunks chunk_stride apart.
+// C[R][P panels] (+)= A W^T over k steps (even). A: rows kChunkStride apart within a chunk, chunks
+// chunk_stride apart.
 template <int R, int P, class T>
-void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_stride, int k, float* c, int64_t ldc,
-           bool resume) {
+void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_stride, int k, float* c,
+           int64_t ldc, bool resume) {
   F32 acc[R][P][kPanelVectors];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int p = 0; p < P; ++p) {
@@ -162,8 +164,8 @@ inline void gemm(const Call& call, const T* a, int k, const T* w, int row, int r
           const T* block_w = w + (p + q) * panel_stride + int64_t{begin} * kPanel;
           for (int i = 0; i < tile_rows; i += block_rows) {
             const int n = tile_rows - i < block_rows ? tile_rows - i : block_rows;
-            kMicro<T>.entry[n][log2](x + int64_t{i} * kChunkStride, chunk_stride, block_w, panel_stride, steps,
-                                     c + i * ldc + q * kPanel, ldc, begin > 0);
+            kMicro<T>.entry[n][log2](x + int64_t{i} * kChunkStride, chunk_stride, block_w, panel_stride,
+                                     steps, c + i * ldc + q * kPanel, ldc, begin > 0);
           }
         }
       }
@@ -174,12 +176,13 @@ inline void gemm(const Call& call, const T* a, int k, const T* w, int row, int r
 
 // The common case: a tile of plain columns; epilogue(row, first column, columns, row of c).
 template <class T, class Epilogue>
-inline void gemm_columns(const Call& call, const T* a, int k, const T* w, int row, int rows, int col, int cols,
-                         const Epilogue& epilogue) {
+inline void gemm_columns(const Call& call, const T* a, int k, const T* w, int row, int rows, int col,
+                         int cols, const Epilogue& epilogue) {
   gemm(call, a, k, w, row, rows, col / kPanel, (cols + kPanel - 1) / kPanel,
        [&](int r, int tile_rows, int p, int tile_panels, float* c, int64_t ldc) {
          const int first = p * kPanel;
-         const int end = first + tile_panels * kPanel < col + cols ? first + tile_panels * kPanel : col + cols;
+         const int end =
+             first + tile_panels * kPanel < col + cols ? first + tile_panels * kPanel : col + cols;
          for (int i = 0; i < tile_rows; ++i) epilogue(r + i, first, end - first, c + i * ldc);
        });
 }

@@ -160,8 +160,9 @@ Status Interpreter::wait(std::chrono::milliseconds limit) {
 
 // On the last thread of a launch.
 void Interpreter::finish() {
-  failed_ = abort_.load(std::memory_order_relaxed) != 0 &&
-            std::any_of(cursors_.begin(), cursors_.end(), [](const Cursor& c) { return c.segment < kSegments; });
+  failed_ =
+      abort_.load(std::memory_order_relaxed) != 0 &&
+      std::any_of(cursors_.begin(), cursors_.end(), [](const Cursor& c) { return c.segment < kSegments; });
   if (!failed_) return;
   error_ = describe_block();
   program_->reset_counters();
@@ -183,10 +184,11 @@ std::string Interpreter::describe_block() {
     const int32_t block = program_->block(c.segment, c.layer), counter = word_counter(word);
     const uint32_t expected = program_->launches * static_cast<uint32_t>(program_->total(block, counter));
     return "worker " + std::to_string(w) + " waits in " + kSegmentNames[c.segment] + " record " +
-           std::to_string(c.next) + " (" + names[record_opcode(record)] + ", layer " + std::to_string(c.layer) +
-           ") for " + (word & kIndexed ? "the grid at " : "") + "counter " + std::to_string(counter) + " of block " +
-           std::to_string(block) + ": value " + std::to_string(program_->counter(block, counter).load()) +
-           ", expected " + std::to_string(static_cast<int32_t>(expected));
+           std::to_string(c.next) + " (" + names[record_opcode(record)] + ", layer " +
+           std::to_string(c.layer) + ") for " + (word & kIndexed ? "the grid at " : "") + "counter " +
+           std::to_string(counter) + " of block " + std::to_string(block) + ": value " +
+           std::to_string(program_->counter(block, counter).load()) + ", expected " +
+           std::to_string(static_cast<int32_t>(expected));
   }
   return "no worker was blocked";
 }
@@ -234,7 +236,8 @@ bool Interpreter::settle(Cursor& c, int worker) const {
   while (c.segment < kSegments && c.next == program_->end(c.segment, worker)) {
     if (c.segment == kBody && ++c.layer < program_->dims.layers) {
       c.next = program_->begin(kBody, worker);
-      if (c.next == program_->end(kBody, worker)) c.layer = program_->dims.layers - 1;  // empty: skip all layers
+      if (c.next == program_->end(kBody, worker))
+        c.layer = program_->dims.layers - 1;  // empty: skip all layers
       continue;
     }
     ++c.segment;
@@ -323,8 +326,13 @@ bool Interpreter::step(Cursor& c, int worker, int thread) {
     c.wait_begin = c.load_begin = 0;
     stall<kTrace>(c);
   }
-  Call call{&program_->dims, &view_, buffers_.data(), &memory_[thread].scratch,
-            reinterpret_cast<const int32_t*>(&abort_), c.layer, 0};
+  Call call{&program_->dims,
+            &view_,
+            buffers_.data(),
+            &memory_[thread].scratch,
+            reinterpret_cast<const int32_t*>(&abort_),
+            c.layer,
+            0};
   if (record_opcode(record) == static_cast<int32_t>(Opcode::attention)) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;
@@ -367,7 +375,8 @@ void Interpreter::signal(const Cursor& c, const int32_t* record) {
   for (int i = 0; i < kSignals; ++i) {
     const int32_t word = record[kSignalWord + i];
     if (word == 0 || (word & kIndexed)) continue;
-    program_->counter(block + (word & kNext ? 1 : 0), word_counter(word)).fetch_add(1, std::memory_order_release);
+    program_->counter(block + (word & kNext ? 1 : 0), word_counter(word))
+        .fetch_add(1, std::memory_order_release);
   }
 }
 
@@ -443,7 +452,8 @@ void Interpreter::execute(const Dims& dims, const int32_t* step_words, const int
     return;
   }
   const int32_t slot = operands<Attention>(record).slot;
-  for (call.item = view.slot_items[slot]; call.item < view.slot_items[slot + 1]; ++call.item) run_item(call, record);
+  for (call.item = view.slot_items[slot]; call.item < view.slot_items[slot + 1]; ++call.item)
+    run_item(call, record);
 }
 
 }  // namespace mk

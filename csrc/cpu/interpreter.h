@@ -1,7 +1,7 @@
 // Runs launches of programs on a pool of threads.
 //
-// A thread owns every T-th worker's stream and executes any head whose waits hold, so a program for 132 workers runs
-// on two cores. Within a stream order is fixed. A signal is a release, a met wait an acquire.
+// A thread owns every T-th worker's stream and executes any head whose waits hold, so a program for 132
+// workers runs on two cores. Within a stream order is fixed. A signal is a release, a met wait an acquire.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -71,7 +71,9 @@ class Interpreter {
     std::unique_ptr<void, void (*)(void*)> block{nullptr, nullptr};
   };
 
-  int64_t index(Buffer buffer, int layer) const { return int64_t{static_cast<int32_t>(buffer)} * layers_ + layer; }
+  int64_t index(Buffer buffer, int layer) const {
+    return int64_t{static_cast<int32_t>(buffer)} * layers_ + layer;
+  }
   template <bool kTrace>
   void run(int thread);
   template <bool kTrace>
@@ -90,7 +92,8 @@ class Interpreter {
   std::string describe_block();
   template <bool kTrace>
   void stall(const Cursor& cursor) const;
-  void record_interval(Cursor& cursor, int worker, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
+  void record_interval(Cursor& cursor, int worker, IntervalKind kind, uint64_t begin, uint64_t end,
+                       int slot) const;
   int64_t interval_bound(int worker) const;
 
   const int layers_;

@@ -1,4 +1,5 @@
-// The seam between the interpreter and the arithmetic: one function per instruction, one table per SIMD width.
+// The seam between the interpreter and the arithmetic: one function per instruction, one table per SIMD
+// width.
 #pragma once
 #include "../common/isa.h"
 
@@ -14,12 +15,13 @@ struct Bf16 {
 constexpr int kPanel = 16;
 
 // Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
-constexpr int kTileRows = 96;     // token rows of one pass over a weight tile
-constexpr int kTilePanels = 32;   // weight panels of one pass
+constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
+constexpr int kTilePanels = 32;    // weight panels of one pass
 constexpr int kMaxMicroRows = 12;  // rows of the register block
-constexpr int kChunk = 256;       // k steps between two visits of the tile's accumulators
-constexpr int kChunkStride = kChunk + 16;  // floats; not a power of two, so rows fall into different cache sets
-constexpr int kQueryRows = 64;    // (row, query head) pairs that share one pass over a KV block
+constexpr int kChunk = 256;        // k steps between two visits of the tile's accumulators
+constexpr int kChunkStride =
+    kChunk + 16;                // floats; not a power of two, so rows fall into different cache sets
+constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
 // One thread's working memory, made when the engine is created.
 struct Scratch {
@@ -59,7 +61,7 @@ using Op = void (*)(const Call& call, const int32_t* record);
 struct Kernels {
   const char* name;
   Op ops[kOpcodes];
-  Op attention_merge;  // after all items of call.item's split: PARTIALS to ATTN
+  Op attention_merge;                               // after all items of call.item's split: PARTIALS to ATTN
   double (*read)(const void* data, int64_t bytes);  // reads every byte, returns a sum so that it must
   double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that fill the FMA units
 };

@@ -68,9 +68,11 @@ void pack(const PackedShape& shape, int32_t itemsize, const void* source, void* 
     for (int64_t p = begin; p < end; ++p) {
       char* out = static_cast<char*>(packed) + p * shape.panel_bytes;
       if (itemsize == 2)
-        pack_panel<uint16_t, 2>(shape, static_cast<const uint16_t*>(source), p, reinterpret_cast<uint16_t*>(out));
+        pack_panel<uint16_t, 2>(shape, static_cast<const uint16_t*>(source), p,
+                                reinterpret_cast<uint16_t*>(out));
       else
-        pack_panel<uint32_t, 1>(shape, static_cast<const uint32_t*>(source), p, reinterpret_cast<uint32_t*>(out));
+        pack_panel<uint32_t, 1>(shape, static_cast<const uint32_t*>(source), p,
+                                reinterpret_cast<uint32_t*>(out));
     }
   };
   std::vector<std::thread> pool;

@@ -1,8 +1,8 @@
 // The layout of weight matrices that the kernels read.
 //
-// [N, K] becomes panels of kPanel columns (rows of the matrix), N filled up with zeros and K to an even number.
-// float32: [N / 16][K][16]. bfloat16: [N / 16][K / 2][16][2]; the two k steps of a column share a 32-bit word.
-// W_GATE_UP [2, F, K] alternates panels: gate 0, up 0, gate 1, up 1, ...
+// [N, K] becomes panels of kPanel columns (rows of the matrix), N filled up with zeros and K to an even
+// number. float32: [N / 16][K][16]. bfloat16: [N / 16][K / 2][16][2]; the two k steps of a column share a
+// 32-bit word. W_GATE_UP [2, F, K] alternates panels: gate 0, up 0, gate 1, up 1, ...
 #pragma once
 #include <stdint.h>
 
@@ -32,7 +32,8 @@ struct WeightSpan {
 };
 WeightSpan weight_span(const Dims& dims, const int32_t* record);
 
-// Page-aligned zeroed memory, in huge pages where the system grants them. Throws std::bad_alloc. Release with free().
+// Page-aligned zeroed memory, in huge pages where the system grants them. Throws std::bad_alloc. Release with
+// free().
 void* allocate(int64_t bytes);
 
 }  // namespace mk

@@ -58,7 +58,8 @@ double probe_read(const Kernels& kernels, int threads, int64_t bytes, double sec
   const std::unique_ptr<void, void (*)(void*)> data{allocate(share * threads), free};
   std::atomic<double> sink{0.0};
   const double best = best_round(threads, seconds, [&](int t) {
-    sink.store(kernels.read(static_cast<const char*>(data.get()) + t * share, share), std::memory_order_relaxed);
+    sink.store(kernels.read(static_cast<const char*>(data.get()) + t * share, share),
+               std::memory_order_relaxed);
   });
   return static_cast<double>(share * threads) / best;
 }

@@ -9,7 +9,8 @@ namespace mk {
 
 Program::Program(const ProgramSource& source)
     : dims(*source.dims), workers(source.workers), counters_(source.counters) {
-  if (source.ranks != 1) throw std::runtime_error("the cpu backend runs programs of one rank; compile with tp=1");
+  if (source.ranks != 1)
+    throw std::runtime_error("the cpu backend runs programs of one rank; compile with tp=1");
   for (int s = 0; s < kSegments; ++s) {
     const int32_t* offsets = source.offsets[s];
     offsets_[s].assign(offsets, offsets + workers + 1);
@@ -32,7 +33,8 @@ void Program::check(int segment) const {
   for (int64_t i = 0; i < n; ++i) {
     const int32_t* r = record(segment, static_cast<int32_t>(i));
     const auto fail = [&](const std::string& what) {
-      throw std::runtime_error("record " + std::to_string(i) + " of segment " + std::to_string(segment) + what);
+      throw std::runtime_error("record " + std::to_string(i) + " of segment " + std::to_string(segment) +
+                               what);
     };
     bool known = false;
 #define MK_KNOWN(name, Name, opcode) known |= record_opcode(r) == opcode;

@@ -32,11 +32,14 @@ class Program {
   const Dims dims;
   const int32_t workers;
 
-  const int32_t* record(int segment, int32_t index) const { return records_[segment].data() + int64_t{index} * kWords; }
+  const int32_t* record(int segment, int32_t index) const {
+    return records_[segment].data() + int64_t{index} * kWords;
+  }
   int32_t begin(int segment, int worker) const { return offsets_[segment][worker]; }
   int32_t end(int segment, int worker) const { return offsets_[segment][worker + 1]; }
 
-  // Counter block of a record: the prologue shares the first, the epilogue has the one after the last layer's.
+  // Counter block of a record: the prologue shares the first, the epilogue has the one after the last
+  // layer's.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : dims.layers;
   }

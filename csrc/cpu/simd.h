@@ -1,5 +1,6 @@
-// Vectors of MK_LANES floats in the compiler's own vector extension, so that one source serves every processor.
-// Everything lies in namespace MK_SIMD: copies compiled for different processors must not be merged by the linker.
+// Vectors of MK_LANES floats in the compiler's own vector extension, so that one source serves every
+// processor. Everything lies in namespace MK_SIMD: copies compiled for different processors must not be
+// merged by the linker.
 #pragma once
 #include <string.h>
 
@@ -50,8 +51,8 @@ MK_INLINE void store(Bf16* p, F32 v) {
   memcpy(p, &half, sizeof half);
 }
 
-// The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a value's
-// bits do not depend on where a tile ends.
+// The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a
+// value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
   if (n >= kLanes) return load(p);
@@ -90,10 +91,11 @@ MK_INLINE float max(F32 v) {
   return best;
 }
 
-// e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation 5e-9), then the
-// exponent field. Zero below -87.3 (no subnormal results), 2.4e38 above 88.3; NaN stays NaN.
+// e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation
+// 5e-9), then the exponent field. Zero below -87.3 (no subnormal results), 2.4e38 above 88.3; NaN stays NaN.
 MK_INLINE F32 exp(F32 x) {
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  constexpr float kMagic =
+      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   const F32 high = splat(88.3f), low = splat(-87.3f);
   const I32 tiny = x < low;
   x = select(x > high, high, x);

@@ -1,9 +1,10 @@
 // Attention of one work item: rows of one sequence, some KV heads, some KV blocks.
 //
-// For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s - m),
-// o = sum e^(s - m) v; blocks merge in ascending order. K and V of a block are widened to float32 once and serve up to
-// kQueryRows (row, head) pairs. Everything a pair does depends on its own position alone: scores add over elements in
-// order, l over lanes in a fixed tree, o over tokens in order up to its own position.
+// For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s -
+// m), o = sum e^(s - m) v; blocks merge in ascending order. K and V of a block are widened to float32 once
+// and serve up to kQueryRows (row, head) pairs. Everything a pair does depends on its own position alone:
+// scores add over elements in order, l over lanes in a fixed tree, o over tokens in order up to its own
+// position.
 #pragma once
 #include <math.h>
 
@@ -22,7 +23,8 @@ constexpr int kDenseRows = 6, kDenseVectors = 2;
 
 // C[R][V vectors] (+)= A B for k rows of B.
 template <int R, int V>
-void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc, bool resume) {
+void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc,
+                 bool resume) {
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
@@ -41,8 +43,8 @@ void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k
 }
 
 template <int R, int V>
-inline void dense_vectors(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c,
-                          int64_t ldc, bool resume) {
+inline void dense_vectors(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k,
+                          float* c, int64_t ldc, bool resume) {
   for (; vectors >= V; vectors -= V, b += V * kLanes, c += V * kLanes)
     dense_block<R, V>(a, lda, b, ldb, k, c, ldc, resume);
   if constexpr (V > 1) dense_vectors<R, V / 2>(vectors, a, lda, b, ldb, k, c, ldc, resume);
@@ -50,8 +52,8 @@ inline void dense_vectors(int vectors, const float* a, int64_t lda, const float*
 
 // The same for any number of rows and vectors; an output's bits do not depend on either.
 template <int R = kDenseRows>
-inline void dense(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c,
-                  int64_t ldc, bool resume) {
+inline void dense(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k,
+                  float* c, int64_t ldc, bool resume) {
   for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
     dense_vectors<R, kDenseVectors>(vectors, a, lda, b, ldb, k, c, ldc, resume);
   if constexpr (R > 1) dense<R - 1>(rows, vectors, a, lda, b, ldb, k, c, ldc, resume);
@@ -77,11 +79,13 @@ inline void write_output(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// Tokens [0, tokens) of a KV block as float32: keys [element][kv_block] (whole pages), values [token][padded].
+// Tokens [0, tokens) of a KV block as float32: keys [element][kv_block] (whole pages), values
+// [token][padded].
 template <class T>
 inline void load_block(const Call& call, int32_t seq, int head, int block, int tokens, int padded) {
   const Dims& d = *call.dims;
-  const int32_t* table = call.step->block_tables + int64_t{seq} * d.pages_per_seq() + block * (d.kv_block / d.page);
+  const int32_t* table =
+      call.step->block_tables + int64_t{seq} * d.pages_per_seq() + block * (d.kv_block / d.page);
   const T* k_cache = call.at<T>(Buffer::K_CACHE);
   const T* v_cache = call.at<T>(Buffer::V_CACHE);
   for (int begin = 0; begin < tokens; begin += d.page) {
@@ -156,12 +160,12 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     const int from = skip * group;
     float* scores = scratch.scores + int64_t{from} * d.kv_block;
     float* out = scratch.block_out + int64_t{from} * padded;
-    dense(pairs - from, (tokens + kLanes - 1) / kLanes, scratch.queries + int64_t{from} * d.head_dim, d.head_dim,
-          scratch.keys, d.kv_block, d.head_dim, scores, d.kv_block, false);
+    dense(pairs - from, (tokens + kLanes - 1) / kLanes, scratch.queries + int64_t{from} * d.head_dim,
+          d.head_dim, scratch.keys, d.kv_block, d.head_dim, scores, d.kv_block, false);
     for (int i = skip; i < rows; ++i) {
       for (int j = i * group; j < (i + 1) * group; ++j) {
-        softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible(d, positions[i], block), scale, block_m[j],
-                    block_l[j]);
+        softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible(d, positions[i], block), scale,
+                    block_m[j], block_l[j]);
       }
     }
     // All rows together up to the first row's end, then each to its own: positions ascend by one.
@@ -171,8 +175,8 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
       const int own = visible(d, positions[i], block) - common;
       if (own == 0) continue;
       dense(group, vectors, scratch.scores + int64_t{i} * group * d.kv_block + common, d.kv_block,
-            scratch.values + int64_t{common} * padded, padded, own, scratch.block_out + int64_t{i} * group * padded,
-            padded, true);
+            scratch.values + int64_t{common} * padded, padded, own,
+            scratch.block_out + int64_t{i} * group * padded, padded, true);
     }
     for (int j = from; j < pairs; ++j) {
       const float* o = scratch.block_out + int64_t{j} * padded;
@@ -187,15 +191,16 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
         l[j] = block_l[j];
         memcpy(scratch.merged_out + int64_t{j} * padded, o, d.head_dim * sizeof(float));
       } else {
-        merge_block(m[j], l[j], scratch.merged_out + int64_t{j} * padded, block_m[j], block_l[j], o, d.head_dim);
+        merge_block(m[j], l[j], scratch.merged_out + int64_t{j} * padded, block_m[j], block_l[j], o,
+                    d.head_dim);
       }
     }
   }
   if (s.item_split[item] >= 0) return;
   for (int j = 0; j < pairs; ++j) {
     T* out = call.at<T>(Buffer::ATTN) + int64_t{row + j / group} * d.q_cols();
-    write_output(out + (int64_t{head} * group + j % group) * d.head_dim, scratch.merged_out + int64_t{j} * padded, l[j],
-                 d.head_dim);
+    write_output(out + (int64_t{head} * group + j % group) * d.head_dim,
+                 scratch.merged_out + int64_t{j} * padded, l[j], d.head_dim);
   }
 }
 
@@ -208,7 +213,8 @@ void attention(const Call& call, const Attention&) {
   if (s.item_seq[item] < 0) {
     const int64_t width = int64_t{d.group_size()} * d.head_dim;
     for (int r = 0; r < rows; ++r) {
-      T* out = call.at<T>(Buffer::ATTN) + int64_t{s.item_row[item] + r} * d.q_cols() + s.item_kv_head[item] * width;
+      T* out = call.at<T>(Buffer::ATTN) + int64_t{s.item_row[item] + r} * d.q_cols() +
+               s.item_kv_head[item] * width;
       memset(out, 0, heads * width * sizeof(T));
     }
     return;
@@ -240,7 +246,8 @@ void attention_merge(const Call& call, const int32_t*) {
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }
         T* out = call.at<T>(Buffer::ATTN) + int64_t{row} * d.q_cols();
-        write_output(out + ((int64_t{s.item_kv_head[item]} + head) * group + g) * d.head_dim, o, l, d.head_dim);
+        write_output(out + ((int64_t{s.item_kv_head[item]} + head) * group + g) * d.head_dim, o, l,
+                     d.head_dim);
       }
     }
   }

@@ -5,8 +5,8 @@
 
 namespace mk::MK_SIMD {
 
-// X[r] = EMBED[token(r)]; ROPE[r] = cos, sin of position(r) * INV_FREQ. EMBED is packed like LM_HEAD (packing.h), so
-// that a tied one is stored once.
+// X[r] = EMBED[token(r)]; ROPE[r] = cos, sin of position(r) * INV_FREQ. EMBED is packed like LM_HEAD
+// (packing.h), so that a tied one is stored once.
 template <class T>
 void embed(const Call& call, const Embed& op) {
   const Dims& d = *call.dims;

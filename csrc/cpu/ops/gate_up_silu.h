@@ -8,8 +8,8 @@ template <class T>
 void gate_up_silu(const Call& call, const GateUpSilu& op) {
   const Dims& d = *call.dims;
   const float* bias = d.mlp_bias ? call.at<float>(Buffer::B_GATE_UP) : nullptr;
-  gemm(call, call.at<T>(Buffer::H), d.hidden, call.at<T>(Buffer::W_GATE_UP), op.row, op.rows, op.col / kPanel * 2,
-       (op.cols + kPanel - 1) / kPanel * 2,
+  gemm(call, call.at<T>(Buffer::H), d.hidden, call.at<T>(Buffer::W_GATE_UP), op.row, op.rows,
+       op.col / kPanel * 2, (op.cols + kPanel - 1) / kPanel * 2,
        [&](int row, int rows, int panel, int panels, const float* c, int64_t ldc) {
          for (int r = 0; r < rows; ++r, c += ldc) {
            T* out = call.at<T>(Buffer::ACT) + int64_t{row + r} * d.ffn;

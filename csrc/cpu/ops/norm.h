@@ -25,7 +25,8 @@ inline void norm_rows(const Call& call, Buffer weight, int row, int rows) {
   const Dims& d = *call.dims;
   for (int r = row; r < row + rows; ++r) {
     const int64_t at = int64_t{r} * d.hidden;
-    rms_norm(call.at<float>(Buffer::X) + at, call.at<float>(weight), d.hidden, d.rms_eps, call.at<T>(Buffer::H) + at);
+    rms_norm(call.at<float>(Buffer::X) + at, call.at<float>(weight), d.hidden, d.rms_eps,
+             call.at<T>(Buffer::H) + at);
   }
 }
 
@@ -48,8 +49,8 @@ void final_norm(const Call& call, const FinalNorm& op) {
     if (r < 0) {
       memset(y, 0, d.hidden * sizeof(T));
     } else {
-      rms_norm(call.at<float>(Buffer::X) + int64_t{r} * d.hidden, call.at<float>(Buffer::FINAL_NORM), d.hidden,
-               d.rms_eps, y);
+      rms_norm(call.at<float>(Buffer::X) + int64_t{r} * d.hidden, call.at<float>(Buffer::FINAL_NORM),
+               d.hidden, d.rms_eps, y);
     }
   }
 }

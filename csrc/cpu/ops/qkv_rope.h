@@ -35,40 +35,42 @@ void qkv_rope(const Call& call, const QkvRope& op) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;
   const float* bias = d.attention_bias ? call.at<float>(Buffer::B_QKV) : nullptr;
-  gemm_columns(
-      call, call.at<T>(Buffer::H), d.hidden, call.at<T>(Buffer::W_QKV), op.row, op.rows, op.col, op.cols,
-      [&](int r, int first, int n, float* t) {
-        if (bias) {
-          for (int i = 0; i < n; ++i) t[i] += bias[first + i];
-        }
-        const float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
-        const int32_t seq = s.row_seq[r];
-        const int32_t position = s.positions[r];
-        const int32_t page = seq < 0 ? 0 : s.block_tables[int64_t{seq} * d.pages_per_seq() + position / d.page];
-        for (int i = 0, width; i < n; i += width) {
-          const int col = first + i;
-          const int element = col % d.head_dim;
-          width = d.head_dim - element < n - i ? d.head_dim - element : n - i;
-          if (col < d.q_cols()) {
-            rotate(t + i, rope + element, width, call.at<T>(Buffer::Q) + int64_t{r} * d.q_cols() + col);
-          } else if (seq < 0) {
-            continue;
-          } else if (col < d.q_cols() + d.kv_cols()) {
-            const int head = (col - d.q_cols()) / d.head_dim;
-            T* k = call.at<T>(Buffer::K_CACHE) + k_index(d, page, head, element) + position % d.page;
-            T rotated[kPanel];
-            for (int j = 0; j < width; j += kPanel) {
-              const int m = width - j < kPanel ? width - j : kPanel;
-              rotate(t + i + j, rope + element + j, m, rotated);
-              for (int e = 0; e < m; ++e) k[int64_t{j + e} * d.page] = rotated[e];
-            }
-          } else {
-            const int head = (col - d.q_cols() - d.kv_cols()) / d.head_dim;
-            T* v = call.at<T>(Buffer::V_CACHE) + v_index(d, page, head, position % d.page) + element;
-            for (int j = 0; j < width; j += kLanes) store(v + j, load(t + i + j, width - j), width - j);
-          }
-        }
-      });
+  gemm_columns(call, call.at<T>(Buffer::H), d.hidden, call.at<T>(Buffer::W_QKV), op.row, op.rows, op.col,
+               op.cols, [&](int r, int first, int n, float* t) {
+                 if (bias) {
+                   for (int i = 0; i < n; ++i) t[i] += bias[first + i];
+                 }
+                 const float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
+                 const int32_t seq = s.row_seq[r];
+                 const int32_t position = s.positions[r];
+                 const int32_t page =
+                     seq < 0 ? 0 : s.block_tables[int64_t{seq} * d.pages_per_seq() + position / d.page];
+                 for (int i = 0, width; i < n; i += width) {
+                   const int col = first + i;
+                   const int element = col % d.head_dim;
+                   width = d.head_dim - element < n - i ? d.head_dim - element : n - i;
+                   if (col < d.q_cols()) {
+                     rotate(t + i, rope + element, width,
+                            call.at<T>(Buffer::Q) + int64_t{r} * d.q_cols() + col);
+                   } else if (seq < 0) {
+                     continue;
+                   } else if (col < d.q_cols() + d.kv_cols()) {
+                     const int head = (col - d.q_cols()) / d.head_dim;
+                     T* k = call.at<T>(Buffer::K_CACHE) + k_index(d, page, head, element) + position % d.page;
+                     T rotated[kPanel];
+                     for (int j = 0; j < width; j += kPanel) {
+                       const int m = width - j < kPanel ? width - j : kPanel;
+                       rotate(t + i + j, rope + element + j, m, rotated);
+                       for (int e = 0; e < m; ++e) k[int64_t{j + e} * d.page] = rotated[e];
+                     }
+                   } else {
+                     const int head = (col - d.q_cols() - d.kv_cols()) / d.head_dim;
+                     T* v = call.at<T>(Buffer::V_CACHE) + v_index(d, page, head, position % d.page) + element;
+                     for (int j = 0; j < width; j += kLanes)
+                       store(v + j, load(t + i + j, width - j), width - j);
+                   }
+                 }
+               });
 }
 
 }  // namespace mk::MK_SIMD

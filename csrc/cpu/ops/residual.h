@@ -6,8 +6,8 @@ namespace mk::MK_SIMD {
 
 // X[r] += a[r] w^T + bias on a tile; bias may be null.
 template <class T>
-inline void add_projection(const Call& call, const T* a, int k, const T* w, const float* bias, int row, int rows,
-                           int col, int cols) {
+inline void add_projection(const Call& call, const T* a, int k, const T* w, const float* bias, int row,
+                           int rows, int col, int cols) {
   const int hidden = call.dims->hidden;
   gemm_columns(call, a, k, w, row, rows, col, cols, [&](int r, int first, int n, const float* t) {
     float* x = call.at<float>(Buffer::X) + int64_t{r} * hidden + first;
