@@ -1,5 +1,84 @@
-"""Build of the native core; everything else is in pyproject.toml."""
+"""Build of the native core; everything else is in pyproject.toml.
 
-from setuptools import setup
+The core is a plain shared library with a C interface that ctypes loads, so it needs no Python headers. `kernels.cpp`
+is compiled once per SIMD width and the width is chosen at run time. Set CXX for another compiler, and
+MEGAKERNEL_WERROR=1 to make warnings errors.
+"""
 
-setup()
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+# Contraction to fused multiply-adds is part of the numerics: each product is rounded once, with its sum.
+KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+SIMD = {"portable": (4, [])}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    SIMD["avx2"] = (8, ["-mavx2", "-mfma", "-mf16c"])
+    SIMD["avx512"] = (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"])
+
+
+def compiler() -> str:
+    """The C++ compiler's command."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        if shutil.which(name.split()[0]):
+            return name
+    remedy = "xcode-select --install" if sys.platform == "darwin" else "apt install g++"
+    what = f"CXX={wanted} is not found" if wanted else "megakernel needs a C++ compiler and found none"
+    raise SystemExit(f"{what}: run `{remedy}`, then install again")
+
+
+class BuildNative(build_ext):
+    """Compiles the sources in parallel and links them; no Python module is made."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        cxx = compiler().split()
+        flags = FLAGS + (["-Werror"] if os.environ.get("MEGAKERNEL_WERROR") == "1" else [])
+        target = Path(self.get_ext_fullpath(ext.name))
+        objects = Path(self.build_temp)
+        objects.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        jobs: list[tuple[str, list[str], Path]] = []
+        for source in ext.sources:
+            if not source.endswith("kernels.cpp"):
+                jobs.append((source, [], objects / f"{Path(source).stem}.o"))
+                continue
+            for name, (lanes, simd_flags) in SIMD.items():
+                defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
+                jobs.append((source, KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
+        jobs.sort(key=lambda job: -len(job[1]))  # the kernels take longest: first
+
+        def run(command: list[str]) -> None:
+            result = subprocess.run(command, capture_output=True, text=True)
+            sys.stderr.write(result.stderr)
+            if result.returncode:
+                raise SystemExit(f"building the native library failed: {' '.join(command)}")
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: run([*cxx, *flags, *job[1], "-c", job[0], "-o", str(job[2])]), jobs))
+        run([*cxx, "-shared", "-pthread", *(str(job[2]) for job in jobs), "-o", str(target)])
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "megakernel._native",
+            sources=sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp")),
+            depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+)

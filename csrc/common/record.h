@@ -1,0 +1,17 @@
+// Decoding of instruction records. Record layout: megakernel/isa/record.py.
+#pragma once
+#include "isa.h"
+
+namespace mk {
+
+MK_DIMS_FN inline int32_t record_opcode(const int32_t* record) { return record[0] & 0xFF; }
+
+// Index in a counter block that a wait or signal word names.
+MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
+
+template <class Operands>
+MK_DIMS_FN inline const Operands& operands(const int32_t* record) {
+  return *reinterpret_cast<const Operands*>(record + kOperandWord);
+}
+
+}  // namespace mk

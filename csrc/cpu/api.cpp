@@ -1,0 +1,157 @@
+// The C interface that megakernel/runtime/native.py loads. Functions give 0 or a handle on success; on
+// failure -1 or null, and mk_error() says why.
+#include <string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "interpreter.h"
+#include "packing.h"
+#include "probe.h"
+
+#define MK_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class F>
+auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";
+  } catch (const std::exception& e) {
+    last_error = e.what();
+  }
+  return failure;
+}
+
+}  // namespace
+
+struct mk_engine {
+  mk::Dims dims;
+  std::unique_ptr<mk::Interpreter> interpreter;
+  std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
+};
+
+MK_API const char* mk_error() { return last_error.c_str(); }
+
+// Name of the SIMD width that `simd` selects.
+MK_API const char* mk_simd(const char* simd) {
+  return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
+}
+
+MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, const char* simd, int32_t null,
+                            double deadlock_seconds) {
+  return guarded(
+      [&] {
+        const mk::Kernels& kernels =
+            null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
+        auto engine = std::make_unique<mk_engine>();
+        engine->dims = *dims;
+        engine->interpreter = std::make_unique<mk::Interpreter>(*dims, kernels, threads, deadlock_seconds);
+        return engine.release();
+      },
+      static_cast<mk_engine*>(nullptr));
+}
+
+MK_API void mk_destroy(mk_engine* engine) { delete engine; }
+
+// Bytes of one layer's packed buffer; 0 for a buffer that is not packed.
+MK_API int64_t mk_packed_bytes(const mk::Dims* dims, int32_t buffer) {
+  return mk::packed_shape(*dims, static_cast<mk::Buffer>(buffer)).bytes();
+}
+
+// Packs a row-major weight matrix into memory of the engine's own.
+MK_API int32_t mk_pack(mk_engine* engine, int32_t buffer, int32_t layer, const void* source) {
+  return guarded(
+      [&] {
+        const auto b = static_cast<mk::Buffer>(buffer);
+        const mk::PackedShape shape = mk::packed_shape(engine->dims, b);
+        engine->weights.push_back({mk::allocate(shape.bytes()), free});
+        void* packed = engine->weights.back().get();
+        mk::pack(shape, engine->dims.dtype == static_cast<int32_t>(mk::Dtype::BF16) ? 2 : 4, source, packed,
+                 engine->interpreter->threads());
+        engine->interpreter->bind(b, layer, packed);
+        return 0;
+      },
+      -1);
+}
+
+// LM_HEAD is EMBED's packed matrix.
+MK_API void mk_tie(mk_engine* engine) {
+  engine->interpreter->bind(mk::Buffer::LM_HEAD, 0, engine->interpreter->bound(mk::Buffer::EMBED, 0));
+}
+
+// Borrows `data`, in the declared row-major layout.
+MK_API void mk_bind(mk_engine* engine, int32_t buffer, int32_t layer, void* data) {
+  engine->interpreter->bind(static_cast<mk::Buffer>(buffer), layer, data);
+}
+
+MK_API mk::Program* mk_load_program(const mk::ProgramSource* source) {
+  return guarded([&] { return new mk::Program(*source); }, static_cast<mk::Program*>(nullptr));
+}
+
+MK_API void mk_unload_program(mk::Program* program) { delete program; }
+
+MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const int32_t* words, int32_t trace) {
+  return guarded(
+      [&] {
+        engine->interpreter->start(*program, words, trace != 0);
+        return 0;
+      },
+      -1);
+}
+
+// 0: done; 1: still running; -1: aborted, and mk_error() names what was waited for.
+MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
+  switch (engine->interpreter->wait(std::chrono::milliseconds(timeout_ms))) {
+    case mk::Status::kDone:
+      return 0;
+    case mk::Status::kRunning:
+      return 1;
+    default:
+      last_error = engine->interpreter->error();
+      return -1;
+  }
+}
+
+MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
+
+MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const int32_t* words, const int32_t* record,
+                       int32_t layer) {
+  engine->interpreter->execute(*dims, words, record, layer);
+}
+
+MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t layer, int64_t ns) {
+  engine->interpreter->delay = {segment, layer, record, ns};
+}
+
+// Number of intervals of the last traced launch; copies them where `out` is not null.
+MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
+  const std::vector<mk::Interval> all = engine->interpreter->intervals();
+  if (out != nullptr && !all.empty()) memcpy(out, all.data(), all.size() * sizeof(mk::Interval));
+  *dropped = engine->interpreter->dropped();
+  return static_cast<int64_t>(all.size());
+}
+
+// Seconds that reading the clock takes.
+MK_API double mk_clock_cost() {
+  constexpr int kReads = 1000;
+  const uint64_t begin = mk::clock_ns();
+  for (int i = 0; i < kReads; ++i) mk::clock_ns();
+  return static_cast<double>(mk::clock_ns() - begin) * 1e-9 / kReads;
+}
+
+MK_API double mk_probe_read(const char* simd, int32_t threads, int64_t bytes, double seconds) {
+  return guarded(
+      [&] { return mk::probe_read(mk::choose_kernels(simd, mk::Dtype::F32), threads, bytes, seconds); },
+      -1.0);
+}
+
+MK_API double mk_probe_fma(const char* simd, int32_t threads, double seconds) {
+  return guarded(
+      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::F32), threads, seconds); },
+      -1.0);
+}

@@ -1,0 +1,50 @@
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace mk {
+namespace {
+
+// Null operations: everything but the arithmetic. Every sampled token is 0.
+void nothing(const Call&, const int32_t*) {}
+
+void sample_zero(const Call& call, const int32_t* record) {
+  const Sample& op = *reinterpret_cast<const Sample*>(record + kOperandWord);
+  for (int32_t i = op.row; i < op.row + op.rows; ++i) {
+    call.at<int32_t>(Buffer::TOKENS_OUT)[i] = 0;
+    call.at<float>(Buffer::LOGPROBS_OUT)[i] = 0.0f;
+  }
+}
+
+}  // namespace
+
+const Kernels* null_kernels() {
+  static const Kernels table = [] {
+    Kernels k{};
+    k.name = "null";
+    for (Op& op : k.ops) op = nothing;
+    k.ops[static_cast<int>(Opcode::sample)] = sample_zero;
+    k.attention_merge = nothing;
+    return k;
+  }();
+  return &table;
+}
+
+const Kernels& choose_kernels(const char* simd, Dtype dtype) {
+  const std::string wanted = simd;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && (wanted.empty() || wanted == "avx512")) return *avx512_kernels(dtype);
+  if (avx2 && (wanted.empty() || wanted == "avx2")) return *avx2_kernels(dtype);
+#endif
+  if (wanted.empty() || wanted == "portable") return *portable_kernels(dtype);
+  if (wanted == "avx2" || wanted == "avx512")
+    throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
+                             ": this processor lacks it; unset it or use portable");
+  throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted + " is unknown: use portable, avx2 or avx512");
+}
+
+}  // namespace mk

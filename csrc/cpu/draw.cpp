@@ -1,0 +1,94 @@
+#include "draw.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace mk {
+namespace {
+
+// Sorts by weight, largest first, then by id. Non-negative floats order as their bits do.
+uint64_t order_key(float weight, int32_t id) {
+  uint32_t bits;
+  memcpy(&bits, &weight, sizeof bits);
+  return uint64_t{~bits} << 32 | static_cast<uint32_t>(id);
+}
+
+float key_weight(uint64_t key) {
+  const uint32_t bits = ~static_cast<uint32_t>(key >> 32);
+  float weight;
+  memcpy(&weight, &bits, sizeof weight);
+  return weight;
+}
+
+double total(const std::vector<uint64_t>& keys) {
+  double sum = 0.0;
+  for (const uint64_t key : keys) sum += key_weight(key);
+  return sum;
+}
+
+// Moves the fewest smallest keys whose share reaches top_p to the front, in order; gives their number. Sorts
+// only as many as it takes: a few, in a trained model's distribution.
+size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
+  const double wanted = top_p * total(keys);
+  double sum = 0.0;
+  size_t sorted = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (i == sorted) {
+      sorted = std::min(keys.size(), sorted == 0 ? 64 : 4 * sorted);
+      std::nth_element(keys.begin() + i, keys.begin() + (sorted - 1), keys.end());
+      std::sort(keys.begin() + i, keys.begin() + sorted);
+    }
+    sum += key_weight(keys[i]);
+    if (sum >= wanted) return i + 1;
+  }
+  return keys.size();
+}
+
+}  // namespace
+
+double uniform(int32_t seed_low, int32_t seed_high, int32_t position, int32_t choice) {
+  uint32_t key[2] = {static_cast<uint32_t>(seed_low), static_cast<uint32_t>(seed_high)};
+  uint32_t x[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(choice), 0, 0};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * x[0], b = uint64_t{0xCD9E8D57} * x[2];
+    x[0] = static_cast<uint32_t>(b >> 32) ^ x[1] ^ key[0];
+    x[1] = static_cast<uint32_t>(b);
+    x[2] = static_cast<uint32_t>(a >> 32) ^ x[3] ^ key[1];
+    x[3] = static_cast<uint32_t>(a);
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+  return (x[0] >> 8) * 0x1p-24;
+}
+
+int32_t draw(float* e, int32_t vocab, float min_p, int32_t top_k, float top_p, double u, int32_t fallback) {
+  const bool rank_cut = (top_k > 0 && top_k < vocab) || top_p < 1.0f;
+  std::vector<uint64_t> keys;
+  for (int32_t id = 0; id < vocab; ++id) {
+    if (!(e[id] >= min_p)) e[id] = 0.0f;
+    if (rank_cut && e[id] > 0.0f) keys.push_back(order_key(e[id], id));
+  }
+  if (rank_cut) {
+    if (top_k > 0 && static_cast<size_t>(top_k) < keys.size()) {
+      std::nth_element(keys.begin(), keys.begin() + (top_k - 1), keys.end());
+      for (size_t i = top_k; i < keys.size(); ++i) e[static_cast<uint32_t>(keys[i])] = 0.0f;
+      keys.resize(top_k);
+    }
+    if (top_p < 1.0f) {
+      for (size_t i = nucleus(keys, top_p); i < keys.size(); ++i) e[static_cast<uint32_t>(keys[i])] = 0.0f;
+    }
+  }
+  double sum = 0.0;
+  for (int32_t id = 0; id < vocab; ++id) sum += e[id];
+  const double wanted = u * sum;
+  double cumulative = 0.0;
+  for (int32_t id = 0; id < vocab; ++id) {
+    cumulative += e[id];
+    if (cumulative > wanted) return id;
+  }
+  return fallback;
+}
+
+}  // namespace mk

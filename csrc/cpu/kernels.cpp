@@ -1,0 +1,74 @@
+// Compiled once per SIMD width: MK_SIMD names it, MK_LANES is its vector length in floats.
+#include "kernels.h"
+
+#include "../common/record.h"
+#include "ops/attention.h"
+#include "ops/embed.h"
+#include "ops/gate_up_silu.h"
+#include "ops/join.h"
+#include "ops/lm_head.h"
+#include "ops/norm.h"
+#include "ops/qkv_rope.h"
+#include "ops/residual.h"
+#include "ops/sample.h"
+
+#define MK_STRING_(x) #x
+#define MK_STRING(x) MK_STRING_(x)
+#define MK_JOIN_(a, b) a##b
+#define MK_JOIN(a, b) MK_JOIN_(a, b)
+
+namespace mk {
+namespace MK_SIMD {
+namespace {
+
+double read(const void* data, int64_t bytes) {
+  const float* p = static_cast<const float*>(data);
+  F32 sums[8] = {};
+  const int64_t floats = bytes / 4, step = 8 * kLanes;
+  for (int64_t i = 0; i + step <= floats; i += step) {
+    __builtin_prefetch(p + i + 1024);
+    MK_UNROLL for (int j = 0; j < 8; ++j) sums[j] += load(p + i + j * kLanes);
+  }
+  F32 all{};
+  for (const F32& s : sums) all += s;
+  return sum(all);
+}
+
+double multiply_add(int64_t rounds, double* flops) {
+  constexpr int kChains = 12;  // latency x ports on every processor so far, and few enough for 16 registers
+  F32 acc[kChains];
+  MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
+  const F32 scale = splat(0.999f), add = splat(0.001f);
+  for (int64_t i = 0; i < rounds; ++i) {
+    MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = acc[j] * scale + add;
+  }
+  *flops = 2.0 * kLanes * kChains * static_cast<double>(rounds);
+  F32 all{};
+  for (const F32& a : acc) all += a;
+  return sum(all);
+}
+
+// The declared table, filled in: an instruction without a function here does not compile.
+template <class T>
+Kernels table() {
+  Kernels k{};
+  k.name = MK_STRING(MK_SIMD);
+#define MK_OP(name, Name, opcode) \
+  k.ops[opcode] = [](const Call& call, const int32_t* record) { name<T>(call, operands<Name>(record)); };
+  MK_INSTRUCTIONS(MK_OP)
+#undef MK_OP
+  k.attention_merge = attention_merge<T>;
+  k.read = read;
+  k.multiply_add = multiply_add;
+  return k;
+}
+
+}  // namespace
+}  // namespace MK_SIMD
+
+const Kernels* MK_JOIN(MK_SIMD, _kernels)(Dtype dtype) {
+  static const Kernels f32 = MK_SIMD::table<float>(), bf16 = MK_SIMD::table<Bf16>();
+  return dtype == Dtype::BF16 ? &bf16 : &f32;
+}
+
+}  // namespace mk

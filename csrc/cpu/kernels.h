@@ -1,0 +1,78 @@
+// The seam between the interpreter and the arithmetic: one function per instruction, one table per SIMD
+// width.
+#pragma once
+#include "../common/isa.h"
+
+#define MK_INLINE inline __attribute__((always_inline))
+
+namespace mk {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+// Columns of a packed weight panel (packing.h).
+constexpr int kPanel = 16;
+
+// Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
+constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
+constexpr int kTilePanels = 32;    // weight panels of one pass
+constexpr int kMaxMicroRows = 12;  // rows of the register block
+constexpr int kChunk = 256;        // k steps between two visits of the tile's accumulators
+constexpr int kChunkStride =
+    kChunk + 16;                // floats; not a power of two, so rows fall into different cache sets
+constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
+
+// One thread's working memory, made when the engine is created.
+struct Scratch {
+  float* activations;  // rows of A in float32, by chunk
+  float* tile;         // kTileRows x kTilePanels * kPanel accumulators
+  float* keys;         // head_dim x kv_block
+  float* values;       // kv_block x head_dim, rows padded to kPanel
+  float* queries;      // query rows x head_dim
+  float* scores;       // query rows x kv_block
+  float* block_out;    // query rows x head_dim, padded: o of one block
+  float* merged_out;   // the same: o of the blocks so far
+  float* stats;        // 4 x query rows: m and l of the block, m and l so far
+  float* logits;       // vocab
+  int32_t* counts;     // vocab, zero between calls
+};
+
+// What an instruction's function may see.
+struct Call {
+  const Dims* dims;
+  const StepView* step;
+  void* const* buffers;  // [buffer][layer]
+  Scratch* scratch;
+  const int32_t* abort;  // non-zero: leave soon, results no longer matter
+  int32_t layer;
+  int32_t item;  // attention: the work item
+
+  template <class T>
+  MK_INLINE T* at(Buffer buffer) const {
+    const int32_t b = static_cast<int32_t>(buffer);
+    return static_cast<T*>(buffers[int64_t{b} * dims->layers + (kLayered[b] ? layer : 0)]);
+  }
+  MK_INLINE bool aborted() const { return __atomic_load_n(abort, __ATOMIC_RELAXED) != 0; }
+};
+
+using Op = void (*)(const Call& call, const int32_t* record);
+
+struct Kernels {
+  const char* name;
+  Op ops[kOpcodes];
+  Op attention_merge;                               // after all items of call.item's split: PARTIALS to ATTN
+  double (*read)(const void* data, int64_t bytes);  // reads every byte, returns a sum so that it must
+  double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that fill the FMA units
+};
+
+// nullptr where the build or this processor lacks it.
+const Kernels* portable_kernels(Dtype dtype);
+const Kernels* avx2_kernels(Dtype dtype);
+const Kernels* avx512_kernels(Dtype dtype);
+const Kernels* null_kernels();
+
+// The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.
+const Kernels& choose_kernels(const char* simd, Dtype dtype);
+
+}  // namespace mk

@@ -1,0 +1,58 @@
+// attn_norm, mlp_norm and final_norm: RMS norm of rows of X.
+#pragma once
+#include <math.h>
+
+#include "../simd.h"
+
+namespace mk::MK_SIMD {
+
+// out = x / sqrt(mean(x^2) + eps) * weight, rounded once.
+template <class T>
+inline void rms_norm(const float* x, const float* weight, int n, float eps, T* out) {
+  F32 squares{};
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 v = load(x + i, n - i);
+    squares += v * v;
+  }
+  const float scale = 1.0f / sqrtf(sum(squares) / static_cast<float>(n) + eps);
+  for (int i = 0; i < n; i += kLanes) {
+    store(out + i, load(x + i, n - i) * scale * load(weight + i, n - i), n - i);
+  }
+}
+
+template <class T>
+inline void norm_rows(const Call& call, Buffer weight, int row, int rows) {
+  const Dims& d = *call.dims;
+  for (int r = row; r < row + rows; ++r) {
+    const int64_t at = int64_t{r} * d.hidden;
+    rms_norm(call.at<float>(Buffer::X) + at, call.at<float>(weight), d.hidden, d.rms_eps,
+             call.at<T>(Buffer::H) + at);
+  }
+}
+
+template <class T>
+void attn_norm(const Call& call, const AttnNorm& op) {
+  norm_rows<T>(call, Buffer::ATTN_NORM, op.row, op.rows);
+}
+
+template <class T>
+void mlp_norm(const Call& call, const MlpNorm& op) {
+  norm_rows<T>(call, Buffer::MLP_NORM, op.row, op.rows);
+}
+
+template <class T>
+void final_norm(const Call& call, const FinalNorm& op) {
+  const Dims& d = *call.dims;
+  for (int i = op.row; i < op.row + op.rows; ++i) {
+    T* y = call.at<T>(Buffer::Y) + int64_t{i} * d.hidden;
+    const int32_t r = call.step->logit_rows[i];
+    if (r < 0) {
+      memset(y, 0, d.hidden * sizeof(T));
+    } else {
+      rms_norm(call.at<float>(Buffer::X) + int64_t{r} * d.hidden, call.at<float>(Buffer::FINAL_NORM),
+               d.hidden, d.rms_eps, y);
+    }
+  }
+}
+
+}  // namespace mk::MK_SIMD

@@ -1,0 +1,106 @@
+#pragma once
+#include <math.h>
+
+#include "../draw.h"
+#include "../simd.h"
+
+namespace mk::MK_SIMD {
+
+// Index of the largest value, the lowest of equals; 0 where all are NaN.
+inline int32_t argmax(const float* z, int n) {
+  const I32 lane = lane_index();
+  F32 top = splat(-INFINITY);
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 v = load(z + i, n - i);
+    top = select((v > top) & (lane < n - i), v, top);
+  }
+  const float best = max(top);
+  for (int i = 0; i < n; ++i) {
+    if (z[i] == best) return i;
+  }
+  return 0;
+}
+
+// out = e^(z - top), and their sum (float32 in runs, then double).
+inline double exponentials(const float* z, int n, float top, float* out) {
+  constexpr int kRun = 64 * kLanes;
+  const I32 lane = lane_index();
+  double total = 0.0;
+  for (int begin = 0; begin < n; begin += kRun) {
+    const int end = n - begin < kRun ? n : begin + kRun;
+    F32 run{};
+    for (int i = begin; i < end; i += kLanes) {
+      const F32 e = select(lane < end - i, exp(load(z + i, end - i) - top), F32{});
+      run += e;
+      store(out + i, e, end - i);
+    }
+    total += sum(run);
+  }
+  return total;
+}
+
+// z = the row's logits after penalties and bias.
+inline void adjust(const Call& call, int i, float* z) {
+  const Dims& d = *call.dims;
+  const StepView& s = *call.step;
+  const float repetition = s.repetition_penalty[i];
+  const float presence = s.presence_penalty[i], frequency = s.frequency_penalty[i];
+  const int32_t slot = s.sample_slot[i];
+  if (slot >= 0 && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f)) {
+    const int32_t* history = call.at<int32_t>(Buffer::HISTORY) + int64_t{slot} * (d.max_context + 1);
+    const int end = s.sample_position[i], prompt = s.prompt_length[i];
+    int32_t* counts = call.scratch->counts;
+    for (int t = 0; t < end; ++t) {
+      const int32_t id = history[t];
+      if (counts[id]++ == 0) z[id] = z[id] > 0.0f ? z[id] / repetition : z[id] * repetition;
+    }
+    for (int t = 0; t < end; ++t) counts[history[t]] = 0;
+    for (int t = prompt; t < end; ++t) ++counts[history[t]];
+    for (int t = prompt; t < end; ++t) {
+      const int32_t id = history[t];
+      if (counts[id] > 0) z[id] -= presence + frequency * static_cast<float>(counts[id]);
+      counts[id] = 0;
+    }
+  }
+  for (int b = s.bias_begin[i]; b < s.bias_end[i]; ++b) z[s.bias_ids[b]] += s.bias_values[b];
+}
+
+inline void sample_row(const Call& call, int i) {
+  const Dims& d = *call.dims;
+  const StepView& s = *call.step;
+  int32_t token = 0;
+  float logprob = 0.0f;
+  if (s.logit_rows[i] >= 0) {
+    const float* raw = call.at<float>(Buffer::LOGITS) + int64_t{i} * d.vocab;
+    float* z = call.scratch->logits;
+    const float top = raw[argmax(raw, d.vocab)];
+    const double log_sum = top + log(exponentials(raw, d.vocab, top, z));
+    token = s.target[i];
+    if (token < 0) {
+      memcpy(z, raw, d.vocab * sizeof(float));
+      adjust(call, i, z);
+      const float temperature = s.temperature[i];
+      token = argmax(z, d.vocab);
+      if (temperature > 0.0f) {
+        for (int v = 0; v < d.vocab; ++v) z[v] /= temperature;
+        exponentials(z, d.vocab, z[token], z);
+        const double u = uniform(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
+        token = draw(z, d.vocab, s.min_p[i], s.top_k[i], s.top_p[i], u, token);
+      }
+    }
+    logprob = static_cast<float>(raw[token] - log_sum);
+    const int32_t slot = s.sample_slot[i], position = s.sample_position[i];
+    if (slot >= 0 && position <= d.max_context) {
+      call.at<int32_t>(Buffer::HISTORY)[int64_t{slot} * (d.max_context + 1) + position] = token;
+    }
+  }
+  call.at<int32_t>(Buffer::TOKENS_OUT)[i] = token;
+  call.at<float>(Buffer::LOGPROBS_OUT)[i] = logprob;
+}
+
+template <class T>
+void sample(const Call& call, const Sample& op) {
+  for (int i = op.row; i < op.row + op.rows && !call.aborted(); ++i) sample_row(call, i);
+}
+
+}  // namespace mk::MK_SIMD

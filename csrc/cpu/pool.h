@@ -1,0 +1,36 @@
+// Threads that live as long as an engine and run one job at a time.
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mk {
+
+class Pool {
+ public:
+  // On Linux, `pin` ties thread t to the t-th core that the process may use.
+  Pool(int threads, bool pin);
+  ~Pool();
+  int size() const { return static_cast<int>(threads_.size()); }
+  // Runs job(thread) on every thread, then finish() on the last to end. The pool must be idle.
+  void start(std::function<void(int)> job, std::function<void()> finish);
+  // True once idle; false where `limit` passed first.
+  bool wait(std::chrono::milliseconds limit);
+
+ private:
+  void serve(int thread);
+
+  std::mutex mutex_;
+  std::condition_variable work_, idle_;
+  std::function<void(int)> job_;
+  std::function<void()> finish_;
+  uint64_t epoch_ = 0;
+  int running_ = 0;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace mk

@@ -1,0 +1,15 @@
+// Ceilings of this machine, in the chosen SIMD.
+#pragma once
+#include <stdint.h>
+
+#include "kernels.h"
+
+namespace mk {
+
+// Bytes per second that `threads` read together from `bytes` of memory, best of passes over `seconds`.
+double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds);
+
+// float32 FLOP per second of multiply-adds on `threads` threads, best of passes over `seconds`.
+double probe_multiply_add(const Kernels& kernels, int threads, double seconds);
+
+}  // namespace mk

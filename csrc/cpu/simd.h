@@ -1,0 +1,120 @@
+// Vectors of MK_LANES floats in the compiler's own vector extension, so that one source serves every
+// processor. Everything lies in namespace MK_SIMD: copies compiled for different processors must not be
+// merged by the linker.
+#pragma once
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#define MK_UNROLL _Pragma("unroll")
+#else
+#define MK_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace mk::MK_SIMD {
+
+constexpr int kLanes = MK_LANES;
+constexpr int kPanelVectors = kPanel / kLanes;
+
+typedef float F32 __attribute__((vector_size(4 * MK_LANES)));
+typedef int32_t I32 __attribute__((vector_size(4 * MK_LANES)));
+typedef uint32_t U32 __attribute__((vector_size(4 * MK_LANES)));
+typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
+
+MK_INLINE F32 splat(float x) { return x - F32{}; }
+
+MK_INLINE F32 load(const float* p) {
+  F32 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+MK_INLINE F32 load(const Bf16* p) {
+  U16 v;
+  memcpy(&v, p, sizeof v);
+  return (F32)(__builtin_convertvector(v, U32) << 16);
+}
+
+MK_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }
+
+// Nearest, ties to even; NaN becomes the one quiet NaN.
+MK_INLINE U32 bf16_bits(F32 v) {
+  const U32 bits = (U32)v;
+  const U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const U32 nan = (U32)(v != v);
+  return (rounded & ~nan) | (nan & 0x7FC0);
+}
+
+MK_INLINE void store(Bf16* p, F32 v) {
+  const U16 half = __builtin_convertvector(bf16_bits(v), U16);
+  memcpy(p, &half, sizeof half);
+}
+
+// The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a
+// value's bits do not depend on where a tile ends.
+template <class T>
+MK_INLINE F32 load(const T* p, int n) {
+  if (n >= kLanes) return load(p);
+  T part[kLanes] = {};
+  for (int i = 0; i < n; ++i) part[i] = p[i];
+  return load(part);
+}
+
+template <class T>
+MK_INLINE void store(T* p, F32 v, int n) {
+  if (n >= kLanes) return store(p, v);
+  T part[kLanes];
+  store(part, v);
+  for (int i = 0; i < n; ++i) p[i] = part[i];
+}
+
+MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return (F32)(((I32)yes & mask) | ((I32)no & ~mask)); }
+
+MK_INLINE I32 lane_index() {
+  I32 v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+MK_INLINE float sum(F32 v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+MK_INLINE float max(F32 v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation
+// 5e-9), then the exponent field. Zero below -87.3 (no subnormal results), 2.4e38 above 88.3; NaN stays NaN.
+MK_INLINE F32 exp(F32 x) {
+  constexpr float kMagic =
+      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  const F32 high = splat(88.3f), low = splat(-87.3f);
+  const I32 tiny = x < low;
+  x = select(x > high, high, x);
+  x = select(tiny, low, x);
+  const F32 shifted = x * 1.44269504f + kMagic;
+  const F32 n = shifted - kMagic;
+  F32 r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  F32 p = splat(1.98412698e-4f);
+  p = p * r + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const I32 scale = ((I32)shifted - (I32)splat(kMagic)) << 23;
+  const F32 result = (F32)((I32)p + scale);
+  return select(x != x, x, select(tiny, F32{}, result));
+}
+
+}  // namespace mk::MK_SIMD

@@ -1,0 +1,150 @@
+"""What the tests of the CPU backend share: a small odd-shaped model with random weights, tables, records, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakernel.isa import BUFFERS, BY_NAME, KV_BLOCK, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from megakernel.isa.record import LAYER_SHIFT, OPERAND_WORD, SIGNAL_WORD, WAIT_WORD, WORDS, Records
+from megakernel.model.config import LlamaConfig
+from megakernel.program import Program, Segment
+
+Array = NDArray[Any]
+
+# No size is a multiple of any tile; heads of 24 elements, three query heads to a KV head.
+DIMS = Dims(
+    vocab=203,
+    hidden=72,
+    ffn=104,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    head_dim=24,
+    attention_bias=1,
+    mlp_bias=1,
+    rms_eps=1e-5,
+    dtype=int(Dtype.F32),
+    kv_block=KV_BLOCK,
+    page=16,
+    row_block=32,
+    tokens=40,
+    logit_rows=5,
+    max_seqs=3,
+    max_context=400,
+    items=8,
+    attention_slots=4,
+    partials=64,
+    bias_entries=6,
+)
+PAGES = 80
+
+
+@dataclass
+class RandomCheckpoint:
+    """Weights N(0, 1 / fan-in) by buffer and layer, so that every value matters."""
+
+    dims: Dims
+    tied: bool = False
+    name: str = "random"
+
+    def __post_init__(self) -> None:
+        d = self.dims
+        self.dtype = Dtype(d.dtype)
+        self.config = LlamaConfig(
+            d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context, tied=self.tied
+        )
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
+        spec = BUFFERS[buffer]
+        if buffer is Buffer.LM_HEAD and self.tied:
+            return self.load(Buffer.EMBED, layer, dtype)
+        shape = spec.shape(self.dims, PAGES)
+        random = np.random.default_rng((int(buffer), layer)).standard_normal(shape, dtype=np.float32)
+        if buffer is Buffer.INV_FREQ:
+            random = (10000.0 ** -np.linspace(0, 1, shape[0], endpoint=False)).astype(np.float32)
+        elif len(shape) > 1:
+            random /= np.float32(np.sqrt(shape[-1]))
+        return from_f32(random, spec.resolve_dtype(replace(self.dims, dtype=int(dtype))))
+
+    def f32(self, buffer: Buffer, layer: int = 0) -> Array:
+        return to_f32(self.load(buffer, layer, self.dtype))
+
+
+def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
+    """A table with rows of each sequence: `sequences` gives (first position, rows). Pages are dealt in random order."""
+    rng = np.random.default_rng(seed)
+    table = StepTable(dims)
+    table.block_tables[:] = rng.permutation(PAGES)[: table.block_tables.size].reshape(table.block_tables.shape)
+    table.row_seq[:] = -1
+    table.logit_rows[:] = table.sample_slot[:] = table.target[:] = table.item_split[:] = -1
+    table.top_p[:] = table.repetition_penalty[:] = 1.0
+    row = 0
+    for sequence, (start, rows) in sequences.items():
+        table.row_seq[row : row + rows] = sequence
+        table.positions[row : row + rows] = np.arange(start, start + rows)
+        table.token_ids[row : row + rows] = rng.integers(0, dims.vocab, rows)
+        row += rows
+    return table
+
+
+@dataclass(frozen=True)
+class Item:
+    """Attention work on one slot; blocks None: all."""
+
+    slot: int
+    row: int
+    rows: int
+    head: int
+    heads: int
+    blocks: tuple[int, int] | None = None
+    split: int = -1
+    splits: int = 0
+    partial: int = 0
+
+
+def set_items(table: StepTable, items: Sequence[Item]) -> None:
+    """Fill the items, given by ascending slot."""
+    d = table.dims
+    for i, item in enumerate(items):
+        last = int(table.positions[item.row + item.rows - 1])
+        span = last // d.kv_block + 1
+        first, end = item.blocks or (0, span)
+        table.item_row[i], table.item_rows[i] = item.row, item.rows
+        table.item_kv_head[i], table.item_kv_heads[i] = item.head, item.heads
+        table.item_seq[i] = table.row_seq[item.row]
+        table.item_block[i], table.item_blocks[i] = first, end - first
+        table.item_wait_block[i], table.item_wait_blocks[i] = item.row // d.row_block, 1
+        table.item_split[i], table.item_splits[i] = item.split, item.splits
+        table.item_partial[i], table.item_span[i] = item.partial, span
+    slots = [item.slot for item in items]
+    table.slot_items[:] = np.searchsorted(slots, np.arange(d.attention_slots + 1))
+
+
+def record(
+    name: str, *operands: int, layer: int = 0, waits: Sequence[int] = (), signals: Sequence[int] = ()
+) -> Records:
+    words = np.zeros(WORDS, np.int32)
+    words[0] = BY_NAME[name].opcode | layer << LAYER_SHIFT
+    words[OPERAND_WORD : OPERAND_WORD + len(operands)] = operands
+    words[WAIT_WORD : WAIT_WORD + len(waits)] = waits
+    words[SIGNAL_WORD : SIGNAL_WORD + len(signals)] = signals
+    return words
+
+
+def segment(*streams: Sequence[Records]) -> Segment:
+    records = [r for stream in streams for r in stream]
+    offsets = np.cumsum([0, *(len(stream) for stream in streams)]).astype(np.int32)
+    return Segment(np.array(records, np.int32).reshape(-1, WORDS), offsets)
+
+
+def program(
+    dims: Dims, workers: int, counters: int, segments: Sequence[Segment], totals: Sequence[Mapping[int, int]]
+) -> Program:
+    """`totals`: arrivals by counter, for the first, the middle and the last block."""
+    arrays = [np.array([t.get(c, 0) for c in range(counters)], np.int32) for t in totals]
+    return Program(dims, "test", 1, workers, counters, *segments, *arrays)
