@@ -15,7 +15,9 @@
   const endOf = (i) => begin[i] + length[i];
   const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
   const familyOf = Uint8Array.from({ length: count }, (_, i) => instructionOf(i).family);
-  const [prologueLength, bodyLength] = meta.segments;
+  // A shade per instruction: the hue is its family's, the lightness tells it from its siblings.
+  const shades = Object.keys(meta.instructions).map(Number), shadeAt = new Map(shades.map((op, n) => [op, n]));
+  const shadeOf = Uint8Array.from({ length: count }, (_, i) => shadeAt.get(opcodeOf(i)));
 
   // -- intervals of a lane by how they are drawn; `reach` is the latest end so far, so binary search works on it
   const CLASS = { wait: 0, load: 1, work: 2 };
@@ -32,6 +34,9 @@
   const view = { t0: 0, t1: meta.span, scroll: 0 };
   const hidden = new Set();
   const pathIntervals = meta.summary.critical_path.links.map((l) => l.interval);
+  const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (meta.segments[0] + meta.segments[1] + meta.segments[2]) + record[i];
+  const pathInstances = new Set(pathIntervals.map(instanceOf));
+  const onPath = Uint8Array.from({ length: count }, (_, i) => (!isWait(i) && pathInstances.has(instanceOf(i)) ? 1 : 0));
   let selected = -1, hovered = -1, matches = null, matchFlags = null, showPath = false, lastFrame = 0, queued = false;
   let size = { w: 1, h: 1, k: 1 }, colours = {}, base = null, overview = null;
 
@@ -63,11 +68,13 @@
     return names.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
   }
 
+  const dimmed = (i) => (matchFlags && !matchFlags[i]) || (showPath && !onPath[i]);
+
   // -- geometry, in device pixels
   const gutter = () => 96 * size.k, top = () => 78 * size.k;
   const laneHeight = () => {
     const room = size.h - top() - 8 * size.k;
-    return Math.max(16 * size.k, Math.min(62 * size.k, Math.floor(room / lanes)));
+    return Math.max(16 * size.k, Math.min(104 * size.k, Math.floor(room / lanes)));
   };
   const laneY = (l) => top() + l * laneHeight() - view.scroll;
   const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
@@ -117,7 +124,7 @@
   function drawColumns(shown, h, box) {
     const w = size.w, pixels = base.pixels, left = gutter(), px = scale(), bars = [];
     pixels.fill(colours.page32);
-    const kinds = meta.families.length + 1; // the last one is waiting
+    const kinds = shades.length + 1; // the last one is waiting
     const share = new Float32Array(w * kinds);
     for (const l of shown) {
       const y0 = Math.round(laneY(l));
@@ -134,10 +141,10 @@
           if (endOf(i) < view.t0) continue;
           const width = length[i] * px;
           if (width >= 1) { bars.push(i); continue; }
-          if (c === CLASS.load || (matchFlags && !matchFlags[i])) continue;
+          if (c === CLASS.load || dimmed(i)) continue;
           const x = left + (b - view.t0) * px;
           if (x < left || x >= w) continue;
-          const at = Math.floor(x) * kinds + (c === CLASS.wait ? kinds - 1 : familyOf[i]);
+          const at = Math.floor(x) * kinds + (c === CLASS.wait ? kinds - 1 : shadeOf[i]);
           share[at] += width;
           any = true;
         }
@@ -157,7 +164,7 @@
       let y = y0 + h;
       for (let f = 0; f < kinds; f++) {
         const tall = Math.round(share[x * kinds + f] * unit);
-        const colour = f === kinds - 1 ? colours.wait32 : colours.family32[f];
+        const colour = f === kinds - 1 ? colours.wait32 : colours.shade32[f];
         for (let n = 0; n < tall; n++) {
           y--;
           if (y >= top() && y < size.h) pixels[y * w + x] = colour;
@@ -175,34 +182,27 @@
     const r = barBox(i, h, box);
     if (!r.h) return;
     const k = size.k, spaced = r.w > 4 * k ? 0.5 * k : 0;
-    ctx.globalAlpha = matchFlags && !matchFlags[i] ? 0.13 : 1;
-    paintShape(ctx, i < 0 ? 0 : classOf(i), colours.family[familyOf[i]], r.x + spaced, r.y, r.w - 2 * spaced, r.h, k);
-    if (classOf(i) !== CLASS.load && r.w > 26 * k && r.h >= 11 * k) {
-      const room = r.w - 10 * k, wait = isWait(i);
-      let text = label(i);
-      if (!wait && layer[i] < PROLOGUE) text += `  [${layer[i]}]`;
-      const point = Math.min(12 * k, r.h * 0.72);
-      ctx.font = `${wait ? "italic " : ""}${point}px ${colours.sans}`;
-      if (ctx.measureText(text).width > room) text = wait ? cause(i) : instructionOf(i).name;
-      if (kind[i] === PAGE_WAIT) text = "page";
-      if (ctx.measureText(text).width <= room) {
-        const two = !wait && r.h > 34 * k, x = r.x + 5 * k;
-        ctx.fillStyle = wait ? colours.text : colours.ink[familyOf[i]];
-        if (wait) plate(text, x, r.y + r.h / 2, point);
-        ctx.textBaseline = "middle";
-        ctx.fillText(text, x, r.y + r.h / 2 - (two ? point * 0.62 : 0));
-        if (two) secondLine(i, x, r.y + r.h / 2 + point * 0.72, room, point * 0.85);
-      }
-    }
+    ctx.globalAlpha = dimmed(i) ? 0.13 : 1;
+    paintShape(ctx, classOf(i), colours.shade[shadeOf[i]], r.x + spaced, r.y, r.w - 2 * spaced, r.h, k);
+    if (classOf(i) !== CLASS.load && r.w > 26 * k && r.h >= 11 * k) drawText(i, r);
     ctx.globalAlpha = 1;
   }
-  function secondLine(i, x, y, room, point) {
-    const text = operands(record[i]).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ");
-    ctx.font = `${point}px ${colours.sans}`;
-    if (ctx.measureText(text).width > room) return;
-    ctx.globalAlpha *= 0.75;
-    ctx.fillText(text, x, y);
-    ctx.globalAlpha /= 0.75;
+  /** The longest of a few texts that fits, and under work its operands where there is room. */
+  function drawText(i, r) {
+    const k = size.k, wait = isWait(i), name = instructionOf(i).name, room = r.w - 10 * k, point = Math.min(12 * k, r.h * 0.72);
+    const texts = wait ? [label(i), `← ${kind[i] === PAGE_WAIT ? "page" : cause(i)}`] : layer[i] < PROLOGUE ? [`${name}  [${layer[i]}]`, name] : [name];
+    const values = operands(record[i]).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ");
+    const x = r.x + 5 * k, y = r.y + r.h / 2;
+    ctx.textBaseline = "middle";
+    ctx.font = `${point * 0.85}px ${colours.sans}`;
+    const two = !wait && r.h > 34 * k && ctx.measureText(values).width <= room;
+    ctx.fillStyle = wait ? colours.text : colours.ink[shadeOf[i]];
+    if (two) { ctx.globalAlpha *= 0.8; ctx.fillText(values, x, y + point * 0.72); ctx.globalAlpha /= 0.8; }
+    ctx.font = `${wait ? "italic " : ""}${point}px ${colours.sans}`;
+    const text = texts.find((t) => ctx.measureText(t).width <= room);
+    if (!text) return;
+    if (wait) plate(text, x, y, point);
+    ctx.fillText(text, x, y - (two ? point * 0.62 : 0));
   }
   /** A patch behind a wait's label, so that the hatching does not cross the letters. */
   function plate(text, x, y, point) {
@@ -236,10 +236,6 @@
       last = r;
     }
     ctx.stroke();
-    for (const i of pathIntervals) {
-      const r = barBox(i, h, box);
-      if (endOf(i) >= view.t0 && begin[i] <= view.t1) ctx.strokeRect(r.x + k, r.y + k, Math.max(r.w - 2 * k, k), r.h - 2 * k);
-    }
   }
   function drawSelection(h, box) {
     const k = size.k;
@@ -258,7 +254,7 @@
     const x0 = toX(endOf(from)), y0 = a.y + a.h / 2, x1 = toX(endOf(to)), y1 = b.y + b.h / 2;
     ctx.strokeStyle = ctx.fillStyle = colours.accent; ctx.lineWidth = 2 * k;
     ctx.strokeRect(a.x, a.y, a.w, a.h);
-    const bend = Math.max(24 * k, Math.abs(x1 - x0) / 2), tip = x1 - 1 * k;
+    const bend = Math.min(80 * k, Math.max(8 * k, Math.abs(x1 - x0) / 2)), tip = x1 - 1 * k;
     ctx.beginPath(); ctx.moveTo(x0, y0); ctx.bezierCurveTo(x0 + bend, y0, tip - bend, y1, tip - 7 * k, y1); ctx.stroke();
     ctx.beginPath(); ctx.moveTo(tip, y1); ctx.lineTo(tip - 9 * k, y1 - 5 * k); ctx.lineTo(tip - 9 * k, y1 + 5 * k); ctx.fill();
     ctx.beginPath(); ctx.arc(x0, y0, 3.5 * k, 0, 7); ctx.fill();
@@ -315,13 +311,13 @@
   /** The whole trace in a strip: shares of all lanes' time by family, made once per size and theme. */
   const strip = () => ({ x: gutter(), y: 10 * size.k, w: size.w - gutter() - 10 * size.k, h: 34 * size.k });
   function makeOverview() {
-    const { w, h } = strip(), columns = Math.max(1, Math.floor(w)), kinds = meta.families.length;
+    const { w, h } = strip(), columns = Math.max(1, Math.floor(w)), kinds = shades.length;
     const share = new Float64Array(columns * kinds), px = columns / meta.span;
     for (let i = 0; i < count; i++) {
       if (classOf(i) !== CLASS.work || hidden.has(familyOf[i])) continue;
       const x0 = begin[i] * px, x1 = endOf(i) * px;
       for (let x = Math.floor(x0); x < Math.min(x1, columns); x++) {
-        share[x * kinds + familyOf[i]] += Math.min(x1, x + 1) - Math.max(x0, x);
+        share[x * kinds + shadeOf[i]] += Math.min(x1, x + 1) - Math.max(x0, x);
       }
     }
     overview = document.createElement("canvas");
@@ -331,7 +327,7 @@
       let y = h;
       for (let f = 0; f < kinds; f++) {
         const tall = (share[x * kinds + f] / lanes) * h;
-        g.fillStyle = colours.family[f]; g.fillRect(x, y - tall, 1, tall);
+        g.fillStyle = colours.shade[f]; g.fillRect(x, y - tall, 1, tall);
         y -= tall;
       }
     }
@@ -341,7 +337,7 @@
     const { x, y, w, h } = strip(), k = size.k;
     ctx.fillStyle = colours.stripe; ctx.fillRect(x, y, w, h);
     ctx.drawImage(overview, x, y);
-    const a = x + (w * view.t0) / meta.span, b = x + (w * view.t1) / meta.span;
+    const at = (t) => x + w * Math.min(Math.max(t / meta.span, 0), 1), a = at(view.t0), b = at(view.t1);
     ctx.fillStyle = colours.panel; ctx.globalAlpha = 0.72;
     ctx.fillRect(x, y, a - x, h); ctx.fillRect(b, y, x + w - b, h);
     ctx.globalAlpha = 1;
@@ -404,13 +400,12 @@
   }
 
   // -- selection and its relatives
-  const sameInstance = (i, j) => record[i] === record[j] && layer[i] === layer[j] && launch[i] === launch[j];
   /** Intervals of the same executed instruction; they lie together in their lane. */
   function siblings(i) {
     const found = [];
     for (let c = 0; c < 3; c++) {
       const id = lane[i] * 3 + c, list = lists[id];
-      for (const j of list) if (sameInstance(i, j)) found.push(j);
+      for (const j of list) if (instanceOf(j) === instanceOf(i)) found.push(j);
     }
     return found.sort((a, b) => begin[a] - begin[b]);
   }
@@ -455,7 +450,7 @@
     const released = after.slice(0, 8).map((j) => `<tr><td>${laneName(lane[j])}</td><td>${link(j, instructionOf(j).name)}</td></tr>`);
     if (after.length > 8) released.push(`<tr><td></td><td>${after.length - 8} more</td></tr>`);
     const section = (title, content) => (content.length ? `<h2>${title}</h2><table>${content.join("")}</table>` : "");
-    panel.innerHTML = `<h3><i class="swatch" style="background:${colours.family[it.family]}"></i>${escape(it.name)}</h3>
+    panel.innerHTML = `<h3><i class="swatch" style="background:${colours.shade[shadeOf[i]]}"></i>${escape(it.name)}</h3>
       <p>${meta.kinds[kind[i]]} · ${place(i)} · ${laneName(lane[i])} · ${family}</p><table>${rows.join("")}</table>
       ${section("Operands", operandRows)}${section("Waits for", waits)}${section("Same instruction", parts)}
       ${section("Released", released)}${section("Regions (rows, columns)", regions)}
@@ -500,7 +495,7 @@
       const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
       return find ? `<button data-find="${find}">${cells}</button>` : cells;
     };
-    const family = (name) => colours.family[meta.families.findIndex((f) => f[0] === name)];
+    const shade = (name) => colours.shade[shades.findIndex((op) => meta.instructions[op].name === name)];
     const most = Math.max(...s.instructions.map((x) => x.share)), worst = Math.max(0, ...s.waits.map((x) => x.share));
     const path = s.critical_path, workers = s.per_worker.length <= 16 ? s.per_worker : [];
     $("summary").innerHTML = `
@@ -515,7 +510,7 @@
       ${number(percent(o.inside_worker), "loads hidden", "LOAD time under a wait or an earlier instruction's compute ÷ LOAD time")}
       ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
       ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote ÷ (workers × step)")}</div>
-      <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, family(x.family)]], x.name)).join("")}</div>
+      <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shade(x.name)]], x.name)).join("")}</div>
       <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]])).join("")}</div>
       <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]])).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]])}</div>
       ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
@@ -547,8 +542,13 @@
     colours.family = meta.families.map(([n, c]) => (n === "control" ? get("--control") : c));
     const rgb = (c) => [1, 3, 5].map((at) => parseInt(c.slice(at, at + 2), 16));
     const packed = (c) => { const [r, g, b] = rgb(c); return (255 << 24 | b << 16 | g << 8 | r) >>> 0; };
-    colours.ink = colours.family.map((c) => { const [r, g, b] = rgb(c); return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10131a" : "#ffffff"; });
-    colours.family32 = colours.family.map(packed);
+    const mix = (c, part) => "#" + rgb(c).map((v) => Math.round(v + (part > 0 ? 255 - v : v) * part).toString(16).padStart(2, "0")).join("");
+    colours.shade = shades.map((op) => {
+      const own = meta.instructions[op].family, family = shades.filter((o) => meta.instructions[o].family === own);
+      return mix(colours.family[own], family.length > 1 ? 0.56 * (family.indexOf(op) / (family.length - 1)) - 0.28 : 0);
+    });
+    colours.ink = colours.shade.map((c) => { const [r, g, b] = rgb(c); return 0.299 * r + 0.587 * g + 0.114 * b > 150 ? "#10131a" : "#ffffff"; });
+    colours.shade32 = colours.shade.map(packed);
     colours.page32 = packed(get("--page")); colours.stripe32 = packed(get("--stripe")); colours.wait32 = packed(get("--wait"));
     const tile = document.createElement("canvas"), n = Math.round(7 * size.k), g = tile.getContext("2d");
     tile.width = tile.height = n;
