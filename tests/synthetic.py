@@ -138,8 +138,14 @@ MICROSECONDS = {
 }
 
 
-def run(p: Program, seed: int = 0) -> Trace:
-    """Execute `p` (made by `llama`) in virtual time: nanosecond ticks, a prefetch LOAD in front of each matmul."""
+SIGNAL_NS, DISPATCH_NS = 300, 200
+
+
+def run(p: Program, seed: int = 0, stall: tuple[int, int] | None = None) -> Trace:
+    """Execute `p` (made by `llama`) in virtual time: nanosecond ticks, a prefetch LOAD in front of each matmul.
+
+    `stall` = (body record, layer) of an instruction that takes 5 ms longer. Durations do not depend on it.
+    """
     rng = np.random.default_rng(seed)
     arrived: dict[int, list[int]] = defaultdict(list)
     streams = [
@@ -166,15 +172,16 @@ def run(p: Program, seed: int = 0) -> Trace:
             if any(len(arrived[c]) < expected[c] for c in waits):
                 continue
             heads[w] += 1
-            ready = max((t for c in waits for t in arrived[c]), default=0) + 300
+            ready = max((t for c in waits for t in arrived[c]), default=0) + SIGNAL_NS
             name = BY_OPCODE[words[0] & 0xFF].name
-            start = max(clock[w] + 200, ready if waits else 0)
+            start = max(clock[w] + DISPATCH_NS, ready if waits else 0)
             if ready > clock[w] and waits:
                 rows.append((clock[w], start, index, 1, w, layer, 0, Role.WORKER, IntervalKind.COUNTER_WAIT, 0))
             if BY_OPCODE[words[0] & 0xFF].family.name == "MATMUL":
                 load = (clock[w], min(clock[w] + 2500, start), index, 1, w, layer, 0, Role.WORKER, IntervalKind.LOAD, 0)
                 rows.append(load)
             end = start + int(MICROSECONDS[name] * 1000 * rng.uniform(0.75, 1.35))
+            end += 5_000_000 if stall == (index, layer) else 0
             rows.append((start, end, index, 1, w, layer, 0, Role.WORKER, IntervalKind.COMPUTE, 0))
             clock[w] = end
             for counter in _counters(p, words, block, wait=False):

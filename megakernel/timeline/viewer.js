@@ -120,7 +120,7 @@
     lastFrame = performance.now() - started;
   }
 
-  /** Paint what is narrower than a pixel as columns of shares, straight into pixels; return the wider intervals. */
+  /** Paint what is narrower than two pixels as columns of shares, straight into pixels; return the wider intervals. */
   function drawColumns(shown, h, box) {
     const w = size.w, pixels = base.pixels, left = gutter(), px = scale(), bars = [];
     pixels.fill(colours.page32);
@@ -140,12 +140,11 @@
           if (c === CLASS.work && hidden.has(familyOf[i])) continue;
           if (endOf(i) < view.t0) continue;
           const width = length[i] * px;
-          if (width >= 1) { bars.push(i); continue; }
+          if (width >= 2) { bars.push(i); continue; }
           if (c === CLASS.load || dimmed(i)) continue;
-          const x = left + (b - view.t0) * px;
-          if (x < left || x >= w) continue;
-          const at = Math.floor(x) * kinds + (c === CLASS.wait ? kinds - 1 : shadeOf[i]);
-          share[at] += width;
+          const x0 = left + Math.max(b - view.t0, 0) * px, x1 = Math.min(left + (endOf(i) - view.t0) * px, w);
+          const part = c === CLASS.wait ? kinds - 1 : shadeOf[i];
+          for (let x = Math.floor(x0); x < x1; x++) share[x * kinds + part] += Math.min(x1, x + 1) - Math.max(x0, x);
           any = true;
         }
       }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +46,7 @@ class _Signals:
     rank: NDArray[np.int64]
     counter: NDArray[np.int64]
     ahead: NDArray[np.int64]  # 1: the next block
+    maybe: NDArray[np.bool_]  # one of several counters, which the step table picks
 
 
 def _signals(program: Program, segment: int) -> _Signals:
@@ -62,7 +62,7 @@ def _signals(program: Program, segment: int) -> _Signals:
     nth = np.arange(len(at)) - np.repeat(np.cumsum(copies * ranks) - copies * ranks, copies * ranks)
     rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at])
     counter = rec.word_counter(word)[at].astype(np.int64) + nth % copies[at]
-    return _Signals(record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64))
+    return _Signals(record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64), copies[at] > 1)
 
 
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -145,28 +145,32 @@ def finishes(resolved: Resolved) -> NDArray[np.int64]:
 def releasers(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each counter wait, the interval whose end released it: the last arrival at the counter it met last.
 
-    -1 for other kinds, and where the trace lacks the producer. An INDEXED word names counters the step table picked
-    and the trace does not hold: there it is the last arrival, among all the word may name, that the wait outlived.
+    -1 for other kinds, and where the trace lacks the producer. An INDEXED word names counters that the step table
+    picked and the trace does not hold: there it is the last arrival, among all possible ones, that the wait outlived.
     """
     program = resolved.program
-    key, interval = _arrivals(resolved, finish)
+    key, interval, maybe = _arrivals(resolved, finish)
     end = resolved.end[interval]
+    doubts = np.concatenate([[0], np.cumsum(maybe)])
     result = np.full(len(resolved), -1, dtype=np.int64)
     header = resolved.trace.header
     slack = int(np.ceil((header.clock_error_s + 2 * header.read_s) / header.tick_s))
     for segment in range(3):
-        wait = np.flatnonzero(resolved.kind(IntervalKind.COUNTER_WAIT) & (resolved.segment == segment))
         first, members = _wait_sets(program, segment)
-        at = resolved.rows["instruction"][wait], resolved.rows["slot"][wait] % rec.WAITS
-        wait, counter, size = wait[first[at] >= 0], first[at][first[at] >= 0], members[at][first[at] >= 0]
-        ahead = segment_of(program, segment).records[at[0], rec.WAIT_WORD + at[1]][first[at] >= 0] & rec.NEXT != 0
+        wait = np.flatnonzero(resolved.kind(IntervalKind.COUNTER_WAIT) & (resolved.segment == segment))
+        index, slot = resolved.rows["instruction"][wait], resolved.rows["slot"][wait] % rec.WAITS
+        some = first[index, slot] >= 0
+        wait, index, slot = wait[some], index[some], slot[some]
+        ahead = segment_of(program, segment).records[index, rec.WAIT_WORD + slot] & rec.NEXT != 0
         rank = resolved.rows["rank"][wait].astype(np.int64)
-        base = _key(program, resolved.launch[wait], rank, resolved.block[wait] + ahead, counter)
+        base = _key(program, resolved.launch[wait], rank, resolved.block[wait] + ahead, first[index, slot])
+        size = members[index, slot]
         low = np.searchsorted(key, base, side="left")
         high = np.searchsorted(key, base + size - 1, side="right")
-        fixed = (size == 1) & (high > low)
-        result[wait[fixed]] = interval[high[fixed] - 1]
-        for w, a, b in zip(wait[size > 1], low[size > 1], high[size > 1], strict=True):
+        certain = (size == 1) & (doubts[high] == doubts[low])
+        last = certain & (high > low)
+        result[wait[last]] = interval[high[last] - 1]
+        for w, a, b in zip(wait[~certain], low[~certain], high[~certain], strict=True):
             before = a + np.flatnonzero(end[a:b] <= resolved.end[w] + slack)
             if len(before):
                 result[w] = interval[before[np.argmax(end[before])]]
@@ -183,27 +187,26 @@ def _key(
     return ((launch * program.ranks + rank) * (program.dims.layers + 1) + block) * program.counters + counter
 
 
-def _arrivals(resolved: Resolved, finish: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(counter key, arriving interval), sorted by key and then by time."""
+_Arrivals = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
+
+
+def _arrivals(resolved: Resolved, finish: NDArray[np.int64]) -> _Arrivals:
+    """(counter key, arriving interval, whether it may have gone elsewhere), sorted by key and then by time."""
     done = finish[finish >= 0]
-    parts = list(_segment_arrivals(resolved, done))
-    key = np.concatenate([k for k, _ in parts])
-    interval = np.concatenate([i for _, i in parts])
+    parts = zip(*(_segment_arrivals(resolved, done, segment) for segment in range(3)), strict=True)
+    key, interval, maybe = (np.concatenate(part) for part in parts)
     order = np.lexsort((resolved.end[interval], key))
-    return key[order], interval[order]
+    return key[order], interval[order], maybe[order]
 
 
-def _segment_arrivals(
-    resolved: Resolved, done: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _segment_arrivals(resolved: Resolved, done: NDArray[np.int64], segment: int) -> _Arrivals:
     program = resolved.program
-    for segment in range(3):
-        s = _signals(program, segment)
-        here = done[resolved.segment[done] == segment]
-        record = resolved.rows["instruction"][here].astype(np.int64)
-        begin = np.searchsorted(s.record, record, side="left")
-        count = np.searchsorted(s.record, record, side="right") - begin
-        at = np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(count.sum())
-        interval = np.repeat(here, count)
-        block = resolved.block[interval] + s.ahead[at]
-        yield _key(program, resolved.launch[interval], s.rank[at], block, s.counter[at]), interval
+    s = _signals(program, segment)
+    here = done[resolved.segment[done] == segment]
+    record = resolved.rows["instruction"][here].astype(np.int64)
+    begin = np.searchsorted(s.record, record, side="left")
+    count = np.searchsorted(s.record, record, side="right") - begin
+    at = np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(count.sum())
+    interval = np.repeat(here, count)
+    key = _key(program, resolved.launch[interval], s.rank[at], resolved.block[interval] + s.ahead[at], s.counter[at])
+    return key, interval, s.maybe[at]
