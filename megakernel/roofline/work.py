@@ -1,0 +1,108 @@
+"""The work that a step cannot avoid, the time it must take, and how close a measured time comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..isa import BUFFERS, Buffer, Dims, Space, attention_cost, itemsize
+from .ceilings import Ceilings
+
+_LAYER_MATRICES = (Buffer.W_QKV, Buffer.W_O, Buffer.W_GATE_UP, Buffer.W_DOWN)
+_HEAD = (Buffer.FINAL_NORM, Buffer.LM_HEAD)
+_BIASES = {
+    Buffer.B_QKV: "attention_bias",
+    Buffer.B_O: "attention_bias",
+    Buffer.B_GATE_UP: "mlp_bias",
+    Buffer.B_DOWN: "mlp_bias",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs (a multiply-add counts as two) and bytes of one step on one rank."""
+
+    flops: float
+    weight_bytes: float
+    kv_bytes: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Rates of a measured step, and `fraction` = bound / measured. `limit` is the ceiling that binds.
+
+    `error` is None, or says that the fraction is above 1: then the ceilings or the time were measured wrongly, and
+    the figure means nothing.
+    """
+
+    fraction: float
+    read_bytes_per_s: float
+    flops: float
+    limit: str  # "memory" or "math"
+    error: str | None
+
+
+def step_work(
+    dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
+) -> Work:
+    """Necessary work of one step.
+
+    Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
+
+    FLOPs: 2 x weights of the layers x rows + 2 x LM head x logit_rows + 4 x query heads x head_dim x layers x (query,
+    key) pairs, each row seeing itself and what came before it. Norms, RoPE and softmax are left out: they are a few
+    operations per element. Bytes: every weight once, of the embedding table only the gathered rows (none if it is
+    `tied` and the LM head reads all of it), final norm and LM head only if there are logit rows; K and V of every
+    context token once.
+    """
+    if len(rows) != len(contexts):
+        raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
+    if any(not 0 <= r <= c for r, c in zip(rows, contexts, strict=True)):
+        raise ValueError("a sequence's context includes its new rows")
+    total = sum(rows)
+    pairs = sum(r * c - r * (r - 1) / 2 for r, c in zip(rows, contexts, strict=True))
+    attention, _ = attention_cost(dims, dims.kv_heads, pairs)
+    matrices = dims.layers * sum(_elements(b, dims) for b in _LAYER_MATRICES)
+    flops = 2.0 * matrices * total + 2.0 * _elements(Buffer.LM_HEAD, dims) * logit_rows + attention * dims.layers
+
+    weights = 0.0
+    for buffer, spec in BUFFERS.items():
+        if spec.space is not Space.WEIGHT or buffer is Buffer.EMBED:
+            continue
+        if (buffer in _HEAD and not logit_rows) or (buffer in _BIASES and not getattr(dims, _BIASES[buffer])):
+            continue
+        copies = dims.layers if spec.layered else 1
+        weights += copies * _elements(buffer, dims) * spec.resolve_dtype(dims).itemsize
+    if not (tied and logit_rows):
+        weights += total * dims.hidden * itemsize(dims)
+    kv = 2.0 * sum(contexts) * dims.kv_cols * itemsize(dims) * dims.layers
+    return Work(flops, weights, kv)
+
+
+def _elements(buffer: Buffer, dims: Dims) -> int:
+    return math.prod(BUFFERS[buffer].shape(dims, 0))
+
+
+def bound(work: Work, ceilings: Ceilings) -> float:
+    """The least time of a step, in seconds: max(FLOPs / FLOP rate, bytes / read rate), math and memory overlapped."""
+    return max(_times(work, ceilings))
+
+
+def _times(work: Work, ceilings: Ceilings) -> tuple[float, float]:
+    return work.flops / ceilings.flops, work.bytes / ceilings.read_bytes_per_s
+
+
+def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
+    """What a step that took `seconds` reached."""
+    math_s, memory_s = _times(work, ceilings)
+    fraction = max(math_s, memory_s) / seconds
+    error = None
+    if fraction > 1:
+        error = f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
+    limit = "memory" if memory_s >= math_s else "math"
+    return Achieved(fraction, work.bytes / seconds, work.flops / seconds, limit, error)

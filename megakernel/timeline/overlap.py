@@ -1,0 +1,101 @@
+"""Three overlaps, each with its formula. |S| is the length of a set of moments; None where the divisor is zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import BY_OPCODE, INSTRUCTIONS, Family
+from ..isa import record as rec
+from ..machine import Machine
+from ..program import Program
+from ..trace import IntervalKind
+from .resolve import WAIT, Resolved, segment_of
+from .spans import Spans, active
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """`inside_worker`: loads hidden; `across_workers`: memory-bound under compute-bound; `phases`: see each function."""
+
+    inside_worker: float | None
+    across_workers: float | None
+    phases: float | None
+
+
+def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
+    """Union of the chosen intervals per lane, lanes end to end."""
+    base = resolved.lane[chosen] * resolved.period
+    return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
+
+
+def inside_worker(resolved: Resolved) -> float | None:
+    """Loads hidden = sum over LOAD of |[begin, min(end, own compute's begin)) and (waits or COMPUTE)| / sum |LOAD|.
+
+    A load is hidden while its worker waits for counters or pages, or computes an earlier instruction.
+    """
+    load = resolved.kind(IntervalKind.LOAD)
+    total = int((resolved.end - resolved.begin)[load].sum())
+    if not total:
+        return None
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    own = np.full(resolved.launches * resolved.program.instructions, resolved.period, dtype=np.int64)
+    np.minimum.at(own, resolved.instance[compute], resolved.begin[compute])
+    cover = lane_spans(resolved, compute | resolved.kind(*WAIT))
+    base = resolved.lane[load] * resolved.period
+    end = np.minimum(resolved.end[load], own[resolved.instance[load]])
+    return float(cover.covered(base + resolved.begin[load], base + end).sum()) / total
+
+
+def compute_bound(program: Program, machine: Machine) -> set[int]:
+    """Opcodes whose declared matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
+
+    The balance is matrix_flops / memory_bytes_per_s. The rest is memory-bound: norms, gathers and sampling do no
+    matrix work, and attention declares none (its work is in the step table).
+    """
+    result = set()
+    for instruction in INSTRUCTIONS:
+        flops = bytes_ = 0.0
+        for segment in range(3):
+            records = segment_of(program, segment).records
+            mine = records[rec.opcode(records) == instruction.opcode]
+            if len(mine):
+                cost = instruction.cost(instruction.columns(mine), program.dims)
+                flops += cost.matrix_flops.sum()
+                bytes_ += cost.memory_bytes.sum()
+        if flops > bytes_ * machine.matrix_flops / machine.memory_bytes_per_s:
+            result.add(instruction.opcode)
+    return result
+
+
+def across_workers(resolved: Resolved, machine: Machine) -> float | None:
+    """|a worker computes memory-bound while another computes compute-bound| / |some worker computes memory-bound|."""
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    control = [op for op, i in BY_OPCODE.items() if i.family is Family.CONTROL]
+    matrix = np.isin(resolved.opcode, list(compute_bound(resolved.program, machine)))
+    memory = ~matrix & ~np.isin(resolved.opcode, control)
+    chosen = (compute & memory, compute & matrix, compute)
+    length, (m, c, workers) = active([lane_spans(resolved, k).moments(resolved.period) for k in chosen])
+    total = int(length[m > 0].sum())
+    return float(length[(m > 0) & (c > 0) & (workers > 1)].sum()) / total if total else None
+
+
+def phases(resolved: Resolved) -> float | None:
+    """|workers compute instructions of >= 2 (layer, opcode) at once| / |some worker computes|.
+
+    A program with a grid barrier after every phase has 0.
+    """
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.opcode
+    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
+    by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
+    by_lane = lane_spans(resolved, compute)
+    length, (kinds, workers) = active([s.moments(resolved.period) for s in (by_phase, by_lane)])
+    total = int(length[workers > 0].sum())
+    return float(length[(kinds > 1) & (workers > 1)].sum()) / total if total else None
+
+
+def overlap(resolved: Resolved, machine: Machine) -> Overlap:
+    return Overlap(inside_worker(resolved), across_workers(resolved, machine), phases(resolved))

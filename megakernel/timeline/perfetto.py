@@ -1,0 +1,169 @@
+"""The timeline as a Perfetto file: TrackEvent protobuf, opened at ui.perfetto.dev or with any offline copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..program import Program
+from ..trace import IntervalKind, Trace
+from .resolve import WAIT, WORK, Resolved, resolve
+from .summary import wait_causes
+from .waits import Causes, causes, finishes, releasers
+
+if TYPE_CHECKING:
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
+
+_SEQUENCE = 1
+# Slices of one track must nest, so what can overlap in time inside a worker has tracks of its own.
+_TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
+    ("compute", WORK),
+    ("wait", WAIT),
+    ("load", (IntervalKind.LOAD,)),
+    ("fetch", (IntervalKind.FETCH,)),
+)
+
+
+def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
+    """Write the trace: a process per rank, a track per worker, and below it one track per kind of interval.
+
+    Timestamps are nanoseconds since the first interval. Flows lead from what released a wait to the work after it.
+    """
+    from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
+
+    resolved = resolve(program, trace)
+    cause = causes(program)
+    releaser = releasers(resolved, finishes(resolved))
+    try:
+        with path.open("wb") as f:
+            builder = StreamingTraceProtoBuilder(f)
+            for packet in _packets(resolved, cause, releaser):
+                builder.write_packet(packet)
+    except OSError as e:
+        raise MegakernelError(f"cannot write Perfetto trace {path}: {e.strerror}") from e
+
+
+def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> Iterator[TracePacket]:
+    workers = resolved.program.workers
+    starts, ends = _flows(resolved, releaser)
+    labels = _Labels(resolved, cause)
+    uuid = 0
+    for rank in range(resolved.program.ranks):
+        uuid += 1
+        process = uuid
+        yield _process(process, rank)
+        for worker in range(workers):
+            uuid += 1
+            parent = uuid
+            yield _track(parent, process, f"worker {worker}", worker)
+            mine = resolved.lane == rank * workers + worker
+            for order, (name, kinds) in enumerate(_TRACKS):
+                for nth, rows in enumerate(_rows(resolved, np.flatnonzero(mine & resolved.kind(*kinds)))):
+                    uuid += 1
+                    yield _track(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
+                    for i in rows:
+                        yield from _slice(resolved, i, uuid, labels, starts.get(i, []), ends.get(i, []))
+
+
+def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
+    """Deal intervals in order of begin to as few rows as keep each row free of overlap."""
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for i in chosen[np.argsort(resolved.begin[chosen], kind="stable")].tolist():
+        row = next((r for r, at in enumerate(free) if at <= resolved.begin[i]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(0)
+        rows[row].append(i)
+        free[row] = int(resolved.end[i])
+    return rows
+
+
+def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Flow ids that start and end at each interval: from the releaser to the first work of what it released."""
+    work = np.flatnonzero(resolved.kind(*WORK))
+    work = work[np.argsort(-resolved.begin[work], kind="stable")]
+    first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
+    starts: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for wait in np.flatnonzero(releaser >= 0).tolist():
+        target = first.get(int(resolved.instance[wait]))
+        if target is not None:
+            starts.setdefault(int(releaser[wait]), []).append(wait + 1)
+            ends.setdefault(target, []).append(wait + 1)
+    return starts, ends
+
+
+class _Labels:
+    """Names of slices: the instruction, or for a wait what it waits for."""
+
+    def __init__(self, resolved: Resolved, cause: Causes) -> None:
+        self._resolved, self._names, self._which = resolved, cause.names, wait_causes(resolved, cause)
+
+    def __getitem__(self, i: int) -> str:
+        kind = int(self._resolved.rows["kind"][i])
+        if kind == IntervalKind.PAGE_WAIT:
+            return "waits for a page"
+        if kind == IntervalKind.COUNTER_WAIT:
+            which = int(self._which[i])
+            return f"waits for {self._names[which] if which >= 0 else 'nothing'}"
+        return self._resolved.instruction(i).name
+
+
+def _packet() -> TracePacket:
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
+
+    packet = TracePacket()
+    packet.trusted_packet_sequence_id = _SEQUENCE
+    return packet
+
+
+def _process(uuid: int, rank: int) -> TracePacket:
+    packet = _packet()
+    packet.track_descriptor.uuid = uuid
+    packet.track_descriptor.process.pid = rank + 1
+    packet.track_descriptor.process.process_name = f"rank {rank}"
+    packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
+    return packet
+
+
+def _track(uuid: int, parent: int, name: str, order: int) -> TracePacket:
+    packet = _packet()
+    track = packet.track_descriptor
+    track.uuid, track.parent_uuid, track.name = uuid, parent, name
+    track.child_ordering, track.sibling_order_rank = type(track).EXPLICIT, order
+    return packet
+
+
+def _slice(
+    resolved: Resolved, i: int, track: int, labels: _Labels, starts: list[int], ends: list[int]
+) -> Iterator[TracePacket]:
+    ns = resolved.trace.header.tick_s * 1e9
+    packet = _packet()
+    packet.timestamp = round(int(resolved.begin[i]) * ns)
+    event = packet.track_event
+    event.type, event.track_uuid, event.name = type(event).TYPE_SLICE_BEGIN, track, labels[i]
+    event.categories.append(resolved.instruction(i).family.name.lower())
+    event.flow_ids.extend(starts)
+    event.terminating_flow_ids.extend(ends)
+    layer = resolved.layer(i)
+    notes = resolved.operands(i) | {"launch": int(resolved.rows["launch"][i])}
+    if layer is not None:
+        notes["layer"] = layer
+    for name, value in notes.items():
+        note = event.debug_annotations.add()
+        note.name, note.int_value = name, value
+    if resolved.rows["kind"][i] not in WORK:
+        note = event.debug_annotations.add()
+        note.name, note.string_value = "instruction", resolved.instruction(i).name
+    yield packet
+    packet = _packet()
+    packet.timestamp = round(int(resolved.end[i]) * ns)
+    event = packet.track_event
+    event.type, event.track_uuid = type(event).TYPE_SLICE_END, track
+    yield packet

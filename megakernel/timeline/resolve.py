@@ -1,0 +1,132 @@
+"""A trace's intervals joined with the program that made them: which instruction, on which lane, when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import BY_OPCODE, Instruction
+from ..isa import record as rec
+from ..program import Program, Segment
+from ..trace import EPILOGUE, PROLOGUE, Intervals, IntervalKind, Trace
+
+WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
+WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
+SEGMENTS = ("prologue", "body", "epilogue")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Columns, one entry per interval of `rows`.
+
+    `begin`, `end`: ticks since the first interval. `lane` = rank x workers + worker. `segment`: index into SEGMENTS.
+    `block`: the counter block of its run (the layer; 0 in the prologue, `layers` in the epilogue). `instance` numbers
+    executed instructions: launch x program.instructions + place in the unrolled program.
+    """
+
+    program: Program
+    trace: Trace
+    rows: Intervals
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    lane: NDArray[np.int64]
+    segment: NDArray[np.int64]
+    block: NDArray[np.int64]
+    opcode: NDArray[np.int64]
+    instance: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lanes(self) -> int:
+        return self.program.ranks * self.program.workers
+
+    @property
+    def launches(self) -> int:
+        return int(self.launch.max()) + 1
+
+    @property
+    def period(self) -> int:
+        """Ticks that hold every interval: the length of a lane when lanes are laid end to end."""
+        return int(self.end.max()) + 1
+
+    def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
+        return np.isin(self.rows["kind"], kinds)
+
+    def launch_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First begin and last end of each launch, in ticks."""
+        first = np.full(self.launches, np.iinfo(np.int64).max)
+        last = np.zeros(self.launches, dtype=np.int64)
+        np.minimum.at(first, self.launch, self.begin)
+        np.maximum.at(last, self.launch, self.end)
+        return first, last
+
+    def instruction(self, i: int) -> Instruction:
+        return BY_OPCODE[int(self.opcode[i])]
+
+    def record(self, i: int) -> NDArray[np.int32]:
+        """The 32 words of interval i's instruction."""
+        row: NDArray[np.int32] = segment_of(self.program, int(self.segment[i])).records[self.rows["instruction"][i]]
+        return row
+
+    def operands(self, i: int) -> dict[str, int]:
+        words = self.record(i)
+        return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.instruction(i).operands)}
+
+    def layer(self, i: int) -> int | None:
+        """Layer of interval i; None outside the layer body."""
+        return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
+
+
+def segment_of(program: Program, index: int) -> Segment:
+    segment: Segment = getattr(program, SEGMENTS[index])
+    return segment
+
+
+def resolve(program: Program, trace: Trace) -> Resolved:
+    """Join the two; MegakernelError if the trace is empty, damaged or another program's."""
+    rows = trace.intervals
+    if trace.header.program != program.hash:
+        raise MegakernelError(f"the trace is of program {trace.header.program}, not of {program.hash}: record it again")
+    if not len(rows):
+        raise MegakernelError("the trace holds no intervals: launch with tracing on")
+    layer = rows["layer"].astype(np.int64)
+    segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
+    counts = np.array([len(segment_of(program, s).records) for s in range(3)])
+    index = rows["instruction"].astype(np.int64)
+    layers = program.dims.layers
+    bad = (
+        (index >= counts[segment])
+        | ((segment == 1) & (layer >= layers))
+        | (rows["rank"] >= program.ranks)
+        | (rows["worker"] >= program.workers)
+        | (rows["end"] < rows["begin"])
+    )
+    if bad.any():
+        raise MegakernelError(f"trace interval {int(bad.argmax())} does not fit its program: the trace is damaged")
+    opcode = np.zeros(len(rows), dtype=np.int64)
+    for s in range(3):
+        here = segment == s
+        opcode[here] = rec.opcode(segment_of(program, s).records[index[here]])
+    start = np.array([0, counts[0], counts[0] + layers * counts[1]])
+    run = np.where(segment == 1, layer, 0)
+    launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
+    origin = rows["begin"].min()
+    return Resolved(
+        program=program,
+        trace=trace,
+        rows=rows,
+        begin=(rows["begin"] - origin).astype(np.int64),
+        end=(rows["end"] - origin).astype(np.int64),
+        launch=launch,
+        lane=rows["rank"].astype(np.int64) * program.workers + rows["worker"],
+        segment=segment,
+        block=np.array([0, 0, layers])[segment] + run,
+        opcode=opcode,
+        instance=launch * program.instructions + start[segment] + run * counts[1] + index,
+    )

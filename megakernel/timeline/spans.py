@@ -1,0 +1,65 @@
+"""Sets of disjoint half-open intervals on one integer line.
+
+Lanes are laid end to end on the line (position = lane * period + tick), so one array operation serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ticks = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Sorted, disjoint, non-empty intervals [begin, end); int64 arrays of equal length."""
+
+    begin: Ticks
+    end: Ticks
+
+    @staticmethod
+    def union(begin: Ticks, end: Ticks) -> Spans:
+        """The union of any intervals; empty ones vanish."""
+        some = end > begin
+        begin, end = begin[some], end[some]
+        order = np.argsort(begin, kind="stable")
+        begin, reach = begin[order], np.maximum.accumulate(end[order])
+        first = np.ones(len(begin), dtype=bool)
+        first[1:] = begin[1:] > reach[:-1]
+        last = np.roll(first, -1)
+        return Spans(begin[first], reach[last])
+
+    def covered(self, begin: Ticks, end: Ticks) -> Ticks:
+        """Ticks of this set inside each [begin, end)."""
+        before = np.concatenate([[0], np.cumsum(self.end - self.begin)])
+
+        def below(at: Ticks) -> Ticks:
+            i = np.searchsorted(self.begin, at, side="right")
+            over = np.maximum(self.end[i - 1] - at, 0) if len(self.end) else np.zeros_like(at)
+            return before[i] - np.where(i > 0, over, 0)
+
+        return np.maximum(below(np.maximum(begin, end)) - below(begin), 0)
+
+    def per_lane(self, period: int, lanes: int) -> Ticks:
+        """Ticks of each lane."""
+        return np.bincount(self.begin // period, self.end - self.begin, minlength=lanes).astype(np.int64)
+
+
+    def moments(self, period: int) -> tuple[Ticks, Ticks]:
+        """Begins and ends as ticks, lanes on top of each other."""
+        return self.begin % period, self.end % period
+
+
+def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
+    """Cut time at every begin and end: the pieces' lengths, and per group how many of its intervals cover each piece."""
+    edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
+    counts = []
+    for begin, end in groups:
+        change = np.zeros(len(edges), dtype=np.int64)
+        np.add.at(change, np.searchsorted(edges, begin), 1)
+        np.add.at(change, np.searchsorted(edges, end), -1)
+        counts.append(np.cumsum(change)[:-1])
+    return np.diff(edges), counts

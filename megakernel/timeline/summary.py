@@ -1,0 +1,224 @@
+"""The numbers of a trace: one JSON-able object that the terminal table, the page and `--json` share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import machine as machines
+from ..isa import BY_OPCODE
+from ..machine import MACHINES, Machine
+from ..program import Program
+from ..trace import IntervalKind, Trace
+from .critical import CriticalPath, critical_path
+from .overlap import Overlap, lane_spans, overlap
+from .resolve import WAIT, WORK, Resolved, resolve
+from .waits import Causes, causes, finishes, releasers
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Fractions of the step, adding up to 1: see `Summary`."""
+
+    rank: int
+    worker: int
+    busy: float
+    wait: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class InstructionTime:
+    """COMPUTE and STORE time of one opcode over all workers; `share` of all such time."""
+
+    name: str
+    family: str
+    count: int
+    total_s: float
+    mean_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class WaitTime:
+    """`instruction` waited for `cause`: the instructions that signal the counter met last. `share` of all wait time."""
+
+    instruction: str
+    cause: str
+    count: int
+    total_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a trace says. Times in seconds, fractions of 1; over all launches, the critical path of the last one.
+
+    `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time:
+    wait = |counter or page waits without COMPUTE or STORE|; busy = |COMPUTE, STORE or LOAD| outside that;
+    idle = the rest, instruction fetch and dispatch included. `busy` is the mean over workers.
+    `imbalance` = max worker busy / mean - 1. `exposed_communication` = counter-wait time whose last arrival came from
+    another rank / (workers x steps' time). `dropped` intervals did not fit the trace buffer.
+    """
+
+    step_s: float
+    launches: int
+    ranks: int
+    workers: int
+    intervals: int
+    dropped: int
+    source: str
+    machine: str
+    busy: float
+    wait: float
+    imbalance: float
+    exposed_communication: float
+    overlap: Overlap
+    instructions: list[InstructionTime]
+    families: dict[str, float]
+    waits: list[WaitTime]
+    per_worker: list[Worker]
+    critical_path: CriticalPath
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
+    """All metrics. `machine` sets the balance between memory- and compute-bound; by default the program's own.
+
+    Raises MegakernelError if the trace is empty, damaged or another program's.
+    """
+    resolved = resolve(program, trace)
+    finish = finishes(resolved)
+    return summarise_resolved(resolved, causes(program), finish, releasers(resolved, finish), machine)
+
+
+def summarise_resolved(
+    resolved: Resolved,
+    cause: Causes,
+    finish: NDArray[np.int64],
+    releaser: NDArray[np.int64],
+    machine: Machine | None = None,
+) -> Summary:
+    """`summarise` for a caller that already has the joined trace."""
+    program, header = resolved.program, resolved.trace.header
+    first, last = resolved.launch_spans()
+    steps = int((last - first).sum())
+    workers = _workers(resolved, steps)
+    busy = [w.busy for w in workers]
+    mean = sum(busy) / len(busy)
+    remote = np.flatnonzero(releaser >= 0)
+    remote = remote[resolved.rows["rank"][releaser[remote]] != resolved.rows["rank"][remote]]
+    blocked = int((resolved.end - resolved.begin)[remote].sum())
+    instructions = _instructions(resolved)
+    families: dict[str, float] = {}
+    for item in instructions:
+        families[item.family] = families.get(item.family, 0.0) + item.share
+    return Summary(
+        step_s=steps / resolved.launches * header.tick_s,
+        launches=resolved.launches,
+        ranks=program.ranks,
+        workers=program.workers,
+        intervals=len(resolved),
+        dropped=header.dropped,
+        source=header.source,
+        machine=program.machine,
+        busy=mean,
+        wait=sum(w.wait for w in workers) / len(workers),
+        imbalance=max(busy) / mean - 1 if mean else 0.0,
+        exposed_communication=blocked / (steps * resolved.lanes) if steps else 0.0,
+        overlap=overlap(resolved, machine or _machine(program)),
+        instructions=instructions,
+        families=families,
+        waits=_waits(resolved, cause),
+        per_worker=workers,
+        critical_path=critical_path(resolved, finish, releaser),
+    )
+
+
+def _machine(program: Program) -> Machine:
+    """The machine that the program names; one that came from a file is not at hand, so this one stands in."""
+    return MACHINES.get(program.machine) or machines.host()
+
+
+def _workers(resolved: Resolved, steps: int) -> list[Worker]:
+    def ticks(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return lane_spans(resolved, chosen).per_lane(resolved.period, resolved.lanes)
+
+    work, wait, load = resolved.kind(*WORK), resolved.kind(*WAIT), resolved.kind(IntervalKind.LOAD)
+    done = ticks(work)
+    blocked = ticks(work | wait) - done
+    loading = ticks(work | wait | load) - done - blocked
+    total = max(steps, 1)
+    return [
+        Worker(
+            *divmod(lane, resolved.program.workers),
+            busy=float(done[lane] + loading[lane]) / total,
+            wait=float(blocked[lane]) / total,
+            idle=1.0 - float(done[lane] + loading[lane] + blocked[lane]) / total,
+        )
+        for lane in range(resolved.lanes)
+    ]
+
+
+def _instructions(resolved: Resolved) -> list[InstructionTime]:
+    work = resolved.kind(*WORK)
+    ticks = np.bincount(resolved.opcode[work], (resolved.end - resolved.begin)[work], minlength=256)
+    executed = np.unique(resolved.instance[work], return_index=True)[1]
+    counts = np.bincount(resolved.opcode[work][executed], minlength=256)
+    tick, total = resolved.trace.header.tick_s, max(float(ticks.sum()), 1.0)
+    found = [
+        InstructionTime(
+            name=i.name,
+            family=i.family.name.lower(),
+            count=int(counts[op]),
+            total_s=float(ticks[op]) * tick,
+            mean_s=float(ticks[op]) / int(counts[op]) * tick,
+            share=float(ticks[op]) / total,
+        )
+        for op, i in BY_OPCODE.items()
+        if counts[op]
+    ]
+    return sorted(found, key=lambda item: -item.total_s)
+
+
+def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
+    """Index into `cause.names` of each counter wait; -1 for other intervals and for waits on nothing."""
+    result = np.full(len(resolved), -1, dtype=np.int64)
+    chosen = resolved.kind(IntervalKind.COUNTER_WAIT)
+    for segment in range(3):
+        for later in (False, True):
+            here = chosen & (resolved.segment == segment) & ((resolved.block > 0) == later)
+            rows = resolved.rows[here]
+            table = cause.table(segment, int(later))
+            result[here] = table[rows["instruction"], rows["slot"] % table.shape[1]]
+    return result
+
+
+def _waits(resolved: Resolved, cause: Causes) -> list[WaitTime]:
+    which = wait_causes(resolved, cause)
+    page = resolved.kind(IntervalKind.PAGE_WAIT)
+    names = [*cause.names, "page"]
+    which[page] = len(cause.names)
+    chosen = np.flatnonzero(which >= 0)
+    length = resolved.end - resolved.begin
+    total = max(int(length[chosen].sum()), 1)
+    pairs, at, counts = np.unique(
+        np.stack([resolved.opcode[chosen], which[chosen]]), axis=1, return_inverse=True, return_counts=True
+    )
+    ticks = np.bincount(at.ravel(), length[chosen], minlength=pairs.shape[1])
+    found = [
+        WaitTime(
+            instruction=BY_OPCODE[int(op)].name,
+            cause=names[int(name)],
+            count=int(count),
+            total_s=float(t) * resolved.trace.header.tick_s,
+            share=float(t) / total,
+        )
+        for (op, name), count, t in zip(pairs.T, counts, ticks, strict=True)
+    ]
+    return sorted(found, key=lambda item: -item.total_s)

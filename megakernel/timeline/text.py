@@ -1,0 +1,146 @@
+"""The terminal's view of a summary: one screen."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..isa import BY_OPCODE, Family
+from ..program import Program
+from ..trace import Trace
+from .resolve import WAIT, WORK, Resolved, resolve
+from .summary import Summary
+
+_LANES = 16  # lanes of the map; more are thinned out evenly
+_WAITS = 6  # rows of the wait table
+# Black on black would vanish: a terminal's own foreground stands in for it.
+_STYLES = {f: "default" if f is Family.CONTROL else f.value for f in Family}
+
+
+def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
+    """Print the summary and a map of the lanes to `console`."""
+    console.print(Group(_headline(summary), Text(), _map(resolve(program, trace), console.width), Text()))
+    console.print(_side_by_side(_instructions(summary), _waits(summary)))
+    console.print(_overlap(summary))
+
+
+def seconds(value: float) -> str:
+    """A time with a unit that leaves 1 to 3 digits before the point."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _headline(s: Summary) -> Text:
+    text = Text.assemble(
+        (f"{seconds(s.step_s)} per step", "bold"),
+        f"  {s.source} trace · {s.machine} · {s.ranks} × {s.workers} workers"
+        f" · {s.launches} launch{'es' if s.launches > 1 else ''} · {s.intervals:,} intervals",
+    )
+    if s.dropped:
+        text.append(f"  {s.dropped:,} intervals dropped: what follows is incomplete", "bold red")
+    return text
+
+
+def _map(resolved: Resolved, console_width: int) -> Text:
+    """A row per lane: each cell has the colour of the family with most time in it, a light shade where it waits."""
+    width = max(20, min(console_width, 160) - 14)
+    span = resolved.period
+    edges = np.linspace(0, span, width + 1).astype(np.int64)
+    families = list(Family)
+    family = np.array([families.index(BY_OPCODE[op].family) for op in resolved.opcode.tolist()])
+    lanes = np.unique(np.linspace(0, resolved.lanes - 1, min(resolved.lanes, _LANES)).astype(int))
+    result = Text()
+    for lane in lanes.tolist():
+        here = resolved.lane == lane
+        time = np.zeros((len(families) + 1, width))
+        for row, chosen in enumerate([*((family == f) & resolved.kind(*WORK) for f in range(len(families))), None]):
+            pick = here & (resolved.kind(*WAIT) if chosen is None else chosen)
+            begin, end = resolved.begin[pick], resolved.end[pick]
+            elapsed = np.interp(edges, *_cumulative(begin, end, span))
+            time[row] = np.diff(elapsed)
+        rank, worker = divmod(lane, resolved.program.workers)
+        label = f"{rank}:{worker}" if resolved.program.ranks > 1 else f"{worker}"
+        result.append(f"{'worker ' + label:>12}  ")
+        for cell, best in enumerate(time.argmax(axis=0).tolist()):
+            if time[:, cell].sum() < 0.1 * (edges[cell + 1] - edges[cell]):
+                result.append(" ")
+            elif best == len(families):
+                result.append("·", "bright_black")
+            else:
+                result.append("█" if time[best, cell] * 2 > edges[cell + 1] - edges[cell] else "▄", _STYLES[families[best]])
+        result.append("\n")
+    used = [f for i, f in enumerate(families) if (family == i).any()]
+    legend = Text(" " * 14)
+    for f in used:
+        legend.append("█ ", _STYLES[f]).append(f.name.lower() + "   ")
+    return result.append_text(legend.append("· ", "bright_black").append("waiting"))
+
+
+def _cumulative(begin: np.ndarray, end: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elapsed time inside the intervals as a piecewise linear function of the moment."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    moments = np.concatenate([[0], np.stack([begin, end], axis=1).ravel(), [span]])
+    done = np.concatenate([[0], np.cumsum(end - begin)])
+    return moments, np.concatenate([[0], np.stack([done[:-1], done[1:]], axis=1).ravel(), [done[-1]]])
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _instructions(s: Summary) -> Table:
+    table = _table("Work", "instruction", "count", "total", "mean", "share")
+    for i in s.instructions:
+        name = Text.assemble(("■ ", _STYLES[Family[i.family.upper()]]), i.name)
+        table.add_row(name, f"{i.count:,}", seconds(i.total_s), seconds(i.mean_s), percent(i.share))
+    return table
+
+
+def _waits(s: Summary) -> Table:
+    table = _table("Waits", "instruction ← waited for", "count", "total", "share")
+    for w in s.waits[:_WAITS]:
+        table.add_row(f"{w.instruction} ← {w.cause}", f"{w.count:,}", seconds(w.total_s), percent(w.share))
+    if len(s.waits) > _WAITS:
+        rest = s.waits[_WAITS:]
+        total, share = sum(w.total_s for w in rest), sum(w.share for w in rest)
+        table.add_row(f"{len(rest)} more", f"{sum(w.count for w in rest):,}", seconds(total), percent(share))
+    return table
+
+
+def _side_by_side(*tables: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(*tables)
+    return grid
+
+
+def _overlap(s: Summary) -> Table:
+    path = s.critical_path
+    table = Table.grid(padding=(0, 2))
+    rows = (
+        ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
+        ("loads hidden", percent(s.overlap.inside_worker), "of load time, under a wait or an earlier compute"),
+        ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside a compute-bound one"),
+        ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, instruction) at once"),
+        ("exposed communication", percent(s.exposed_communication), "of the step, blocked on another rank"),
+        (
+            "critical path",
+            seconds(path.seconds),
+            ", ".join(f"{name} {percent(t / path.seconds)}" for name, t in list(path.by_instruction.items())[:4])
+            + f", gaps {percent(path.gap_s / path.seconds)}",
+        ),
+    )
+    for name, value, note in rows:
+        table.add_row(Text(name), Text(value, "bold"), Text(note, "dim"))
+    return table

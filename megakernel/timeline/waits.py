@@ -1,0 +1,212 @@
+"""What a wait waited for: from the program which instructions signal a counter, from the trace which came last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import BY_NAME, BY_OPCODE
+from ..isa import record as rec
+from ..program import Program
+from ..trace import IntervalKind
+from .resolve import Resolved, segment_of
+
+_JOIN = BY_NAME["join"].opcode
+_ATTENTION = BY_NAME["attention"]
+
+# Counters of block 0, of the blocks between and of the last block have different producers (see program.py).
+_FIRST, _MIDDLE, _LAST = range(3)
+
+
+@dataclass(frozen=True)
+class Causes:
+    """Per wait word, the instructions that signal its counter, as an index into `names`; -1 where there is no wait.
+
+    `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. A name lists several
+    instructions with commas. A join stands for what it waits for.
+    """
+
+    names: list[str]
+    prologue: NDArray[np.int16]
+    first: NDArray[np.int16]
+    body: NDArray[np.int16]
+    epilogue: NDArray[np.int16]
+
+    def table(self, segment: int, block: int) -> NDArray[np.int16]:
+        return (self.prologue, self.body if block else self.first, self.epilogue)[segment]
+
+
+@dataclass(frozen=True)
+class _Signals:
+    """Every counter that a segment's records may signal, sorted by record."""
+
+    record: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    counter: NDArray[np.int64]
+    ahead: NDArray[np.int64]  # 1: the next block
+    maybe: NDArray[np.bool_]  # one of several counters, which the step table picks
+
+
+def _signals(program: Program, segment: int) -> _Signals:
+    """An INDEXED signal may go to each row block's counter; ALL_RANKS goes to each rank."""
+    records = segment_of(program, segment).records
+    words = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
+    record, slot = np.nonzero(words)
+    word = words[record, slot]
+    copies = np.where(word & rec.INDEXED, program.dims.row_blocks, 1)
+    everyone = rec.word_rank(word) == rec.ALL_RANKS
+    ranks = np.where(everyone, program.ranks, 1)
+    at = np.repeat(np.arange(len(word)), copies * ranks)
+    nth = np.arange(len(at)) - np.repeat(np.cumsum(copies * ranks) - copies * ranks, copies * ranks)
+    rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at])
+    counter = rec.word_counter(word)[at].astype(np.int64) + nth % copies[at]
+    return _Signals(record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64), copies[at] > 1)
+
+
+def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First counter of each wait word (-1: none) and how many counters it may name: [records, WAITS] each."""
+    records = segment_of(program, segment).records
+    words = records[:, rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS]
+    attention = rec.opcode(records) == _ATTENTION.opcode
+    groups = np.where(attention, records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("groups")], 1)
+    members = np.where(words & rec.INDEXED, program.dims.row_blocks * groups[:, None], 1)
+    return rec.word_counter(words).astype(np.int64), members.astype(np.int64)
+
+
+def _record_ranks(program: Program, segment: int) -> NDArray[np.int64]:
+    lengths = np.diff(segment_of(program, segment).offsets)
+    return np.repeat(np.arange(len(lengths)) // program.workers, lengths).astype(np.int64)
+
+
+def causes(program: Program) -> Causes:
+    """Derive them from the records alone: bit sets of opcodes per counter, joins replaced by what they wait for."""
+    signals = [_signals(program, s) for s in range(3)]
+    waits = [_wait_sets(program, s) for s in range(3)]
+    ranks = [_record_ranks(program, s) for s in range(3)]
+    # What a record stands for: its opcode's bit; a join's set grows from nothing until it no longer changes.
+    opcodes = [rec.opcode(segment_of(program, s).records) for s in range(3)]
+    stands = [np.where(op == _JOIN, 0, np.int64(1) << op.astype(np.int64)) for op in opcodes]
+    while True:
+        produced = _produced(program, signals, stands)
+        found = [
+            _waited(waits[0], ranks[0], produced[_FIRST]),
+            _waited(waits[1], ranks[1], produced[_FIRST]),
+            _waited(waits[1], ranks[1], produced[_MIDDLE]),
+            _waited(waits[2], ranks[2], produced[_LAST]),
+        ]
+        own = [found[0], found[1] | found[2], found[3]]
+        grown = [np.where(op == _JOIN, np.bitwise_or.reduce(o, axis=1), s) for op, o, s in zip(opcodes, own, stands)]
+        if all((g == s).all() for g, s in zip(grown, stands, strict=True)):
+            break
+        stands = grown
+    sets = np.unique(np.concatenate([f.ravel() for f in found]))
+    sets = sets[sets != 0]
+    names = [", ".join(BY_OPCODE[op].name for op in BY_OPCODE if mask >> op & 1) for mask in sets.tolist()]
+    tables = [np.where(f == 0, -1, np.searchsorted(sets, f)).astype(np.int16) for f in found]
+    return Causes(names, *tables)
+
+
+def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Bit sets of the opcodes that arrive at each counter: [first/middle/last block, rank, counter]."""
+    sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
+    for segment, blocks in ((0, (_FIRST,)), (1, (_FIRST, _MIDDLE)), (2, (_LAST,))):
+        s = signals[segment]
+        plain = s.ahead == 0
+        for block in blocks:
+            np.bitwise_or.at(sets[block], (s.rank[plain], s.counter[plain]), stands[segment][s.record[plain]])
+    s, ahead = signals[1], signals[1].ahead == 1
+    for block in (_MIDDLE, _LAST):
+        np.bitwise_or.at(sets[block], (s.rank[ahead], s.counter[ahead]), stands[1][s.record[ahead]])
+    return sets
+
+
+def _waited(
+    waits: tuple[NDArray[np.int64], NDArray[np.int64]], ranks: NDArray[np.int64], produced: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Opcode sets of each wait word: [records, WAITS]."""
+    first, members = waits
+    result: NDArray[np.int64] = np.where(first >= 0, produced[ranks[:, None], first], 0)
+    for r, w in zip(*np.nonzero((first >= 0) & (members > 1)), strict=True):
+        begin = first[r, w]
+        result[r, w] = np.bitwise_or.reduce(produced[ranks[r], begin : begin + members[r, w]])
+    return result
+
+
+def finishes(resolved: Resolved) -> NDArray[np.int64]:
+    """Interval that ends last of each executed instruction; -1 where the trace has none. [launches x instructions]"""
+    order = np.lexsort((resolved.rows["kind"], resolved.end))
+    last = np.full(resolved.launches * resolved.program.instructions, -1, dtype=np.int64)
+    last[resolved.instance[order]] = order
+    return last
+
+
+def releasers(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each counter wait, the interval whose end released it: the last arrival at the counter it met last.
+
+    -1 for other kinds, and where the trace lacks the producer. An INDEXED word names counters that the step table
+    picked and the trace does not hold: there it is the last arrival, among all possible ones, that the wait outlived.
+    """
+    program = resolved.program
+    key, interval, maybe = _arrivals(resolved, finish)
+    end = resolved.end[interval]
+    doubts = np.concatenate([[0], np.cumsum(maybe)])
+    result = np.full(len(resolved), -1, dtype=np.int64)
+    header = resolved.trace.header
+    slack = int(np.ceil((header.clock_error_s + 2 * header.read_s) / header.tick_s))
+    for segment in range(3):
+        first, members = _wait_sets(program, segment)
+        wait = np.flatnonzero(resolved.kind(IntervalKind.COUNTER_WAIT) & (resolved.segment == segment))
+        index, slot = resolved.rows["instruction"][wait], resolved.rows["slot"][wait] % rec.WAITS
+        some = first[index, slot] >= 0
+        wait, index, slot = wait[some], index[some], slot[some]
+        ahead = segment_of(program, segment).records[index, rec.WAIT_WORD + slot] & rec.NEXT != 0
+        rank = resolved.rows["rank"][wait].astype(np.int64)
+        base = _key(program, resolved.launch[wait], rank, resolved.block[wait] + ahead, first[index, slot])
+        size = members[index, slot]
+        low = np.searchsorted(key, base, side="left")
+        high = np.searchsorted(key, base + size - 1, side="right")
+        certain = (size == 1) & (doubts[high] == doubts[low])
+        last = certain & (high > low)
+        result[wait[last]] = interval[high[last] - 1]
+        for w, a, b in zip(wait[~certain], low[~certain], high[~certain], strict=True):
+            before = a + np.flatnonzero(end[a:b] <= resolved.end[w] + slack)
+            if len(before):
+                result[w] = interval[before[np.argmax(end[before])]]
+    return result
+
+
+def _key(
+    program: Program,
+    launch: NDArray[np.int64],
+    rank: NDArray[np.int64],
+    block: NDArray[np.int64],
+    counter: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    return ((launch * program.ranks + rank) * (program.dims.layers + 1) + block) * program.counters + counter
+
+
+_Arrivals = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
+
+
+def _arrivals(resolved: Resolved, finish: NDArray[np.int64]) -> _Arrivals:
+    """(counter key, arriving interval, whether it may have gone elsewhere), sorted by key and then by time."""
+    done = finish[finish >= 0]
+    parts = zip(*(_segment_arrivals(resolved, done, segment) for segment in range(3)), strict=True)
+    key, interval, maybe = (np.concatenate(part) for part in parts)
+    order = np.lexsort((resolved.end[interval], key))
+    return key[order], interval[order], maybe[order]
+
+
+def _segment_arrivals(resolved: Resolved, done: NDArray[np.int64], segment: int) -> _Arrivals:
+    program = resolved.program
+    s = _signals(program, segment)
+    here = done[resolved.segment[done] == segment]
+    record = resolved.rows["instruction"][here].astype(np.int64)
+    begin = np.searchsorted(s.record, record, side="left")
+    count = np.searchsorted(s.record, record, side="right") - begin
+    at = np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(count.sum())
+    interval = np.repeat(here, count)
+    key = _key(program, resolved.launch[interval], s.rank[at], resolved.block[interval] + s.ahead[at], s.counter[at])
+    return key, interval, s.maybe[at]

@@ -1,0 +1,145 @@
+"""A headless Chromium driven over the W3C WebDriver protocol with the standard library alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+
+
+def missing() -> str | None:
+    """Why no browser can be driven here, or None."""
+    if not any(shutil.which(name) for name in _CHROMIUM):
+        return f"no browser: none of {', '.join(_CHROMIUM)} is on the path"
+    return None if shutil.which("chromedriver") else "no chromedriver on the path"
+
+
+class Browser:
+    """One session. Errors of the page or the driver raise RuntimeError with the driver's message."""
+
+    def __init__(self, port: int, width: int, height: int, profile: str, dark: bool) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+        binary = next(path for name in _CHROMIUM if (path := shutil.which(name)))
+        flags = [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        if dark:
+            flags.append("--force-dark-mode")
+        chrome = {"binary": binary, "args": flags}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+        self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return json.load(reply)["value"]
+        except urllib.error.HTTPError as e:
+            raise RuntimeError(json.load(e)["value"]["message"]) from None
+
+    def _do(self, path: str, body: dict[str, Any]) -> Any:
+        return self._call("POST", f"/session/{self._session}{path}", body)
+
+    def open(self, page: Path, ready: str) -> None:
+        """Load a file and wait until the expression `ready` is true."""
+        self._do("/url", {"url": page.resolve().as_uri()})
+        deadline = time.monotonic() + 30
+        while not self.run(f"return !!({ready})"):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{page.name} did not get ready: {self.log()}")
+            time.sleep(0.05)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self._do("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def log(self) -> list[str]:
+        """Console messages since the last call, warnings and errors of the page among them."""
+        return [entry["message"] for entry in self._do("/se/log", {"type": "browser"})]
+
+    def _actions(self, *sources: dict[str, Any]) -> None:
+        self._do("/actions", {"actions": list(sources)})
+
+    def wheel(self, x: int, y: int, delta: int) -> None:
+        scroll = {"type": "scroll", "x": x, "y": y, "deltaX": 0, "deltaY": delta, "origin": "viewport"}
+        self._actions({"type": "wheel", "id": "wheel", "actions": [scroll]})
+
+    def move(self, x: float, y: float) -> None:
+        self._pointer([(x, y)], press=False)
+
+    def click(self, x: float, y: float) -> None:
+        self._pointer([(x, y)], press=True)
+
+    def drag(self, start: tuple[float, float], stop: tuple[float, float]) -> None:
+        self._pointer([start, stop], press=True)
+
+    def _pointer(self, points: list[tuple[float, float]], *, press: bool) -> None:
+        moves = [{"type": "pointerMove", "x": round(x), "y": round(y), "duration": 30} for x, y in points]
+        acts: list[dict[str, Any]] = list(moves)
+        if press:
+            acts = [moves[0], {"type": "pointerDown", "button": 0}, *moves[1:], {"type": "pointerUp", "button": 0}]
+        self._actions({"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": acts})
+
+    def keys(self, text: str) -> None:
+        acts = [{"type": kind, "value": key} for key in text for kind in ("keyDown", "keyUp")]
+        self._actions({"type": "key", "id": "keyboard", "actions": acts})
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._call("GET", f"/session/{self._session}/screenshot")))
+
+    def close(self) -> None:
+        self._call("DELETE", f"/session/{self._session}")
+
+
+@contextmanager
+def browser(width: int = 1600, height: int = 900, *, dark: bool = False) -> Iterator[Browser]:
+    """A browser with an empty profile, and its driver, both gone afterwards."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)  # type: ignore[call-overload]
+        try:
+            _wait_for(port, driver)
+            session = Browser(port, width, height, profile, dark)
+            try:
+                yield session
+            finally:
+                session.close()
+        finally:
+            driver.terminate()
+            driver.wait()
+
+
+def _wait_for(port: int, driver: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if driver.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("chromedriver did not start") from None
+            time.sleep(0.05)

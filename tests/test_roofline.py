@@ -1,0 +1,108 @@
+"""Necessary work, ceilings and fractions against figures worked out from published shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megakernel import machine
+from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure_ceilings, step_work
+from megakernel.roofline.ceilings import last_level_cache
+from synthetic import dims
+
+LLAMA_1B = dims(
+    16, vocab=128256, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, max_context=131072, tokens=1, row_block=1
+)
+LLAMA_8B = dims(
+    32, vocab=128256, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, max_context=131072, tokens=1, row_block=1
+)
+PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
+
+
+def test_a_decode_step_reads_every_weight_once() -> None:
+    work = step_work(LLAMA_1B, [1], [1], 1, tied=True)
+    norms = (2 * 16 + 1) * 2048  # stored in float32: two more bytes each than in bfloat16
+    assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 32  # and 32 inverse frequencies
+    assert work.kv_bytes == 2 * 16 * 8 * 64 * 2
+    untied = step_work(LLAMA_1B, [1], [1], 1)
+    assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # one row of the embedding table
+
+
+def test_floors_of_known_models() -> None:
+    h100, h200 = (machine_ceilings(machine.load(name)) for name in ("h100", "h200"))
+    small = step_work(LLAMA_1B, [1], [1], 1, tied=True)
+    assert bound(small, h100) == pytest.approx(738e-6, rel=2e-3)
+    assert bound(small, h200) == pytest.approx(515e-6, rel=2e-3)
+    large = step_work(LLAMA_8B, [1], [1], 1)
+    # The published floor is 15.01 GB: all weights but the embedding table.
+    assert bound(large, h100) == pytest.approx(4481e-6, rel=2e-3)
+    assert bound(large, h200) == pytest.approx(3127e-6, rel=2e-3)
+
+
+def test_flops_follow_2nP_plus_4nSLHh() -> None:
+    n, context = 7, 1000
+    work = step_work(LLAMA_8B, [1] * n, [context] * n, n)
+    norms, embedding = (2 * 32 + 1) * 4096, 128256 * 4096
+    assert work.flops == 2 * n * (PARAMETERS_8B - norms - embedding) + 4 * n * context * 32 * 32 * 128
+    assert work.kv_bytes == n * context * 2 * 32 * 8 * 128 * 2
+
+
+def test_prefill_counts_the_causal_half_and_only_the_logit_rows() -> None:
+    one = step_work(LLAMA_1B, [100], [100], 1)
+    alone = [step_work(LLAMA_1B, [1], [c], 0).flops for c in range(1, 101)]
+    assert one.flops == pytest.approx(sum(alone) + 2 * 128256 * 2048)
+    none = step_work(LLAMA_1B, [100], [100], 0)
+    assert one.weight_bytes - none.weight_bytes == 128256 * 2048 * 2 + 2048 * 4
+    assert step_work(LLAMA_1B, [10], [110], 0).kv_bytes == 110 * 2 * 16 * 8 * 64 * 2
+
+
+def test_biases_count_where_the_model_has_them() -> None:
+    plain = step_work(LLAMA_1B, [1], [1], 1)
+    biased = step_work(replace(LLAMA_1B, attention_bias=1, mlp_bias=1), [1], [1], 1)
+    assert biased.weight_bytes - plain.weight_bytes == 16 * 4 * ((2048 + 2 * 512) + 2048 + 2 * 8192 + 2048)
+
+
+def test_impossible_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="includes its new rows"):
+        step_work(LLAMA_1B, [4], [3], 0)
+    with pytest.raises(ValueError, match="2 row counts but 1"):
+        step_work(LLAMA_1B, [1, 1], [3], 0)
+
+
+def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
+    ceilings = Ceilings(read_bytes_per_s=100.0, flops=1000.0, threads=2, how="made up")
+    memory, math = Work(1000.0, 150.0, 50.0), Work(5000.0, 100.0, 0.0)
+    assert bound(memory, ceilings) == 2.0 and bound(math, ceilings) == 5.0
+    half = achieved(memory, ceilings, 4.0)
+    assert (half.fraction, half.limit, half.read_bytes_per_s, half.flops, half.error) == (0.5, "memory", 50, 250, None)
+    assert achieved(math, ceilings, 10.0).limit == "math"
+    wrong = achieved(math, ceilings, 4.0)
+    assert wrong.fraction == 1.25 and wrong.error and "measured wrongly" in wrong.error
+
+
+def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
+    sizes = []
+
+    class Fake:
+        reads, rates = iter([5.0, 9.0, 7.0]), iter([3.0, 1.0, 2.0])
+
+        def read(self, threads: int, size: int, seconds: float) -> float:
+            assert threads == 3 and seconds > 0
+            sizes.append(size)
+            return next(self.reads)
+
+        def fma(self, threads: int) -> float:
+            return next(self.rates)
+
+    measured = measure_ceilings(Fake(), 3)
+    assert (measured.read_bytes_per_s, measured.flops, measured.threads) == (9.0, 3.0, 3)
+    assert min(sizes) >= min(8 * last_level_cache(), 2 << 30)
+
+
+def test_cache_size_is_the_largest_that_linux_reports(tmp_path: Path) -> None:
+    for name, size in (("index0", "48K"), ("index3", "36M"), ("index4", "what")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(size + "\n")
+    assert last_level_cache(tmp_path) == 36 << 20
+    assert last_level_cache(tmp_path / "absent") > 0

@@ -1,0 +1,479 @@
+"""The timeline's numbers against traces whose answers are known, and its three views against the trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from browser import Browser, browser, missing
+from megakernel import machine
+from megakernel.errors import MegakernelError
+from megakernel.isa import BY_NAME, Family
+from megakernel.isa.record import ALL_RANKS, counter_word
+from megakernel.program import Program
+from megakernel.timeline import render, summarise, write_html, write_perfetto
+from megakernel.timeline.overlap import compute_bound
+from megakernel.timeline.resolve import resolve
+from megakernel.timeline.spans import Spans
+from megakernel.timeline.waits import causes, finishes, releasers
+from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Trace
+from rich.console import Console
+from synthetic import record
+
+COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
+SECOND = 1.0  # traces made by hand tick in seconds
+
+
+def word(counter: int, **flags: bool | int) -> int:
+    return counter_word(counter, **flags)  # type: ignore[arg-type]
+
+
+def chain() -> Program:
+    """Two workers, two layers; worker 0: embed, norm, o_proj per layer; worker 1: qkv, join per layer, final norm.
+
+    Body records: 0 attn_norm, 1 o_proj (worker 0), 2 qkv_rope, 3 join (worker 1).
+    """
+    tile = (0, 32, 0, 32)
+    body = [
+        [record("attn_norm", (0, 32), [word(0)], [word(1)]), record("o_proj", tile, [word(3)], [word(0, next_layer=True)])],
+        [record("qkv_rope", tile, [word(1)], [word(2)]), record("join", (), [word(2)], [word(3)])],
+    ]
+    epilogue = [[], [record("final_norm", (0, 4), [word(0, indexed=True)], [])]]
+    dims = synthetic.dims(2, tokens=64, row_block=32)
+    return synthetic.program(dims, [[record("embed", (0, 32), [], [word(0)])], []], body, epilogue, counters=4)
+
+
+def rows(*items: tuple[IntervalKind, int, int, int, int, int], rank: int = 0) -> list[tuple[int, ...]]:
+    """(kind, worker, record, layer, begin, end) -> trace rows."""
+    return [(b, e, r, 1, w, layer, rank, 0, kind, 0) for kind, w, r, layer, b, e in items]
+
+
+CHAIN = rows(
+    (COMPUTE, 0, 0, PROLOGUE, 0, 10),
+    (COMPUTE, 0, 0, 0, 10, 20),
+    (WAIT, 1, 2, 0, 0, 21),
+    (LOAD, 1, 2, 0, 5, 25),
+    (COMPUTE, 1, 2, 0, 25, 50),
+    (COMPUTE, 1, 3, 0, 50, 50),
+    (WAIT, 0, 1, 0, 20, 52),
+    (COMPUTE, 0, 1, 0, 52, 60),
+    (WAIT, 1, 2, 1, 50, 71),
+    (COMPUTE, 0, 0, 1, 60, 70),
+    (COMPUTE, 1, 2, 1, 71, 90),
+    (COMPUTE, 1, 3, 1, 90, 90),
+    (WAIT, 0, 1, 1, 70, 91),
+    (COMPUTE, 0, 1, 1, 91, 99),
+    (WAIT, 1, 0, EPILOGUE, 90, 99),
+    (COMPUTE, 1, 0, EPILOGUE, 99, 100),
+)
+
+
+def chain_trace(**header: int) -> tuple[Program, Trace]:
+    p = chain()
+    return p, synthetic.trace(p, CHAIN, tick_s=SECOND, **header)
+
+
+def test_span_algebra() -> None:
+    spans = Spans.union(np.array([5, 0, 2, 9, 7]), np.array([6, 3, 4, 9, 8]))
+    assert list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True)) == [(0, 4), (5, 6), (7, 8)]
+    begin, end = np.array([0, 3, 4, -5, 6]), np.array([10, 6, 5, 1, 2])
+    assert spans.covered(begin, end).tolist() == [6, 2, 0, 1, 0]
+    empty = Spans.union(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert empty.covered(begin, end).tolist() == [0] * 5
+
+
+def test_busy_wait_idle_and_imbalance() -> None:
+    p, t = chain_trace(dropped=3)
+    s = summarise(p, t)
+    assert (s.step_s, s.launches, s.intervals, s.dropped) == (100, 1, len(CHAIN), 3)
+    first, second = s.per_worker
+    assert (first.busy, first.wait) == pytest.approx((0.46, 0.53))
+    assert first.idle == pytest.approx(0.01)
+    # Worker 1 loads until 25 with nothing else to do from 21 on: that is work, not idling.
+    assert (second.busy, second.wait, second.idle) == pytest.approx((0.49, 0.51, 0.0))
+    assert s.busy == pytest.approx(0.475) and s.imbalance == pytest.approx(0.49 / 0.475 - 1)
+
+
+def test_time_by_instruction() -> None:
+    s = summarise(*chain_trace())
+    found = {i.name: (i.count, i.total_s, i.mean_s) for i in s.instructions}
+    assert found["qkv_rope"] == (2, 44, 22) and found["attn_norm"] == (2, 20, 10) and found["o_proj"] == (2, 16, 8)
+    assert sum(i.share for i in s.instructions) == pytest.approx(1) and sum(s.families.values()) == pytest.approx(1)
+    assert s.families["matmul"] == pytest.approx(60 / 91)
+
+
+def test_waits_name_the_producers_of_their_counters() -> None:
+    s = summarise(*chain_trace())
+    found = {(w.instruction, w.cause): (w.count, w.total_s) for w in s.waits}
+    assert found == {
+        ("qkv_rope", "attn_norm"): (2, 42),
+        ("o_proj", "qkv_rope"): (2, 53),  # through the join
+        ("final_norm", "o_proj"): (1, 9),  # INDEXED, signalled with NEXT by the last layer
+    }
+    c = causes(chain())
+    name = lambda table, r: c.names[table[r, 0]]  # noqa: E731
+    assert name(c.first, 0) == "embed" and name(c.body, 0) == "o_proj"
+
+
+def test_signals_to_every_rank_have_a_cause_there() -> None:
+    tile = (0, 32, 0, 32)
+    body = [[record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])], [record("mlp_norm", (0, 32), [word(0)], [])]]
+    p = synthetic.program(synthetic.dims(1), [[], []], body, [[], []], counters=1, ranks=2)
+    t = synthetic.trace(
+        p,
+        rows((COMPUTE, 0, 0, 0, 0, 60)) + rows((WAIT, 0, 1, 0, 0, 60), (COMPUTE, 0, 1, 0, 60, 100), rank=1),
+        tick_s=SECOND,
+    )
+    s = summarise(p, t)
+    assert [(w.instruction, w.cause) for w in s.waits] == [("mlp_norm", "o_proj")]
+    assert s.exposed_communication == pytest.approx(60 / 200)
+    assert summarise(*chain_trace()).exposed_communication == 0
+
+
+def test_loads_are_hidden_under_waits_and_earlier_work() -> None:
+    s = summarise(*chain_trace())
+    assert s.overlap.inside_worker == pytest.approx(16 / 20)
+    p = chain()
+    own = rows((LOAD, 0, 1, 0, 0, 20), (COMPUTE, 0, 1, 0, 10, 30))
+    assert summarise(p, synthetic.trace(p, own)).overlap.inside_worker == 0  # under its own compute, and exposed
+    other = rows((COMPUTE, 0, 0, 0, 0, 8), (LOAD, 0, 1, 0, 0, 10), (COMPUTE, 0, 1, 0, 10, 30))
+    assert summarise(p, synthetic.trace(p, other)).overlap.inside_worker == pytest.approx(0.8)
+    assert summarise(p, synthetic.trace(p, other[:1])).overlap.inside_worker is None
+
+
+def test_memory_bound_work_beside_compute_bound_work() -> None:
+    p = chain()
+    balanced = replace(machine.load("h100"), matrix_flops=1.0, memory_bytes_per_s=1.0)
+    assert compute_bound(p, balanced) == {BY_NAME["qkv_rope"].opcode, BY_NAME["o_proj"].opcode}
+    starved = replace(balanced, matrix_flops=1e9)
+    assert compute_bound(p, starved) == set()
+    t = synthetic.trace(p, rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80)))
+    assert summarise(p, t, balanced).overlap.across_workers == pytest.approx(10 / 40)
+    assert summarise(p, t, starved).overlap.across_workers == 0
+    alone = synthetic.trace(p, rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 30, 80)))
+    assert summarise(p, alone, balanced).overlap.across_workers == 0  # one worker is not two
+    none = synthetic.trace(p, rows((COMPUTE, 0, 1, 0, 0, 40)))
+    assert summarise(p, none, balanced).overlap.across_workers is None
+
+
+def test_phases_overlap_when_workers_compute_different_things() -> None:
+    p = chain()
+    barrier = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 40, 80))
+    assert summarise(p, synthetic.trace(p, barrier)).overlap.phases == 0
+    mixed = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80))
+    assert summarise(p, synthetic.trace(p, mixed)).overlap.phases == pytest.approx(10 / 80)
+    layers = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 0, 1, 20, 80))
+    assert summarise(p, synthetic.trace(p, layers)).overlap.phases == pytest.approx(20 / 80)
+    same = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 0, 0, 20, 80))
+    assert summarise(p, synthetic.trace(p, same)).overlap.phases == 0
+
+
+def test_critical_path_of_a_known_chain() -> None:
+    path = summarise(*chain_trace()).critical_path
+    layer = ["attn_norm", "qkv_rope", "join", "o_proj"]
+    assert [link.instruction for link in path.links] == ["embed", *layer, *layer, "final_norm"]
+    assert [link.after for link in path.links] == [
+        *("start", "order", "wait", "order", "wait"),
+        *("order", "wait", "order", "wait", "wait"),
+    ]
+    assert path.seconds == 100
+    assert path.by_instruction == {
+        "qkv_rope": 44,
+        "attn_norm": 20,
+        "o_proj": 16,
+        "embed": 10,
+        "final_norm": 1,
+        "join": 0,
+    }
+    assert path.gap_s == pytest.approx(9)
+    assert (path.links[2].begin_s, path.links[2].end_s, path.links[2].worker, path.links[2].layer) == (25, 50, 1, 0)
+
+
+def test_releasers_are_the_true_ones() -> None:
+    """In virtual time a wait ends one signal after its releaser, whatever the step table picked."""
+    p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
+    r = resolve(p, synthetic.run(p))
+    found = releasers(r, finishes(r))
+    waits = np.flatnonzero(r.kind(WAIT))
+    assert len(waits) > 60 and (found[waits] >= 0).all() and (found[~r.kind(WAIT)] == -1).all()
+    late = r.end[waits] - r.end[found[waits]]
+    previous = {(w, e) for w, e in zip(r.lane[r.kind(COMPUTE)].tolist(), r.end[r.kind(COMPUTE)].tolist(), strict=True)}
+    for wait, delta in zip(waits.tolist(), late.tolist(), strict=True):
+        dispatched = (int(r.lane[wait]), int(r.end[wait]) - synthetic.DISPATCH_NS) in previous
+        assert delta == synthetic.SIGNAL_NS or (dispatched and delta < synthetic.SIGNAL_NS)
+
+
+def test_critical_path_explains_the_whole_step() -> None:
+    p = synthetic.llama(layers=4)
+    path = summarise(p, synthetic.run(p)).critical_path
+    assert path.gap_s + sum(path.by_instruction.values()) == pytest.approx(path.seconds)
+    assert path.gap_s < 0.02 * path.seconds  # signals and dispatch only: nothing unexplained
+    assert all(a.end_s <= b.begin_s for a, b in pairwise(path.links))
+
+
+def test_several_launches() -> None:
+    p = chain()
+    again = [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in CHAIN]
+    s = summarise(p, synthetic.trace(p, CHAIN + again, tick_s=SECOND))
+    once = summarise(*chain_trace())
+    assert (s.launches, s.step_s, s.busy, s.imbalance) == pytest.approx((2, 100, once.busy, once.imbalance))
+    assert s.overlap == once.overlap
+    assert s.critical_path.by_instruction == once.critical_path.by_instruction
+    assert {w.cause: w.count for w in s.waits} == {w.cause: 2 * w.count for w in once.waits}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, t: Trace(replace(t.header, program="0" * 16), t.intervals), "is of program 0000"),
+        (lambda p, t: Trace(t.header, t.intervals[:0]), "no intervals"),
+        (lambda p, t: synthetic.trace(p, rows((COMPUTE, 0, 9, 0, 0, 1))), "damaged"),
+        (lambda p, t: synthetic.trace(p, rows((COMPUTE, 2, 0, 0, 0, 1))), "damaged"),
+        (lambda p, t: synthetic.trace(p, rows((COMPUTE, 0, 0, 2, 0, 1))), "damaged"),
+    ],
+)
+def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
+    p, t = chain_trace()
+    with pytest.raises(MegakernelError, match=message):
+        summarise(p, change(p, t))
+
+
+def test_summary_is_json_with_the_promised_keys() -> None:
+    p = synthetic.llama()
+    data = json.loads(json.dumps(summarise(p, synthetic.run(p)).to_json(), allow_nan=False))
+    assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
+    assert set(data["overlap"]) == {"inside_worker", "across_workers", "phases"}
+
+
+def test_terminal_table() -> None:
+    p = synthetic.llama()
+    t = synthetic.run(p)
+    console = Console(width=120, record=True, file=Path("/dev/null").open("w"))
+    render(summarise(p, t), p, t, console)
+    text = console.export_text()
+    assert all(len(line) <= 120 for line in text.splitlines())
+    for wanted in ("per step", "worker 3", "gate_up_silu", "qkv_rope ← attn_norm", "phases overlapping", "critical path"):
+        assert wanted in text
+
+
+def test_unwritable_paths_are_named(tmp_path: Path) -> None:
+    for write in (write_html, write_perfetto):
+        with pytest.raises(MegakernelError, match="No such file"):
+            write(*chain_trace(), tmp_path / "absent" / "file")
+
+
+def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+    p = synthetic.llama()
+    t = synthetic.run(p)
+    write_perfetto(p, t, tmp_path / "t.pftrace")
+    proto = pb.Trace()
+    proto.ParseFromString((tmp_path / "t.pftrace").read_bytes())
+    tracks = {k.track_descriptor.uuid: k.track_descriptor for k in proto.packet if k.HasField("track_descriptor")}
+    assert [d.process.process_name for d in tracks.values() if d.HasField("process")] == ["rank 0"]
+
+    slices: list[tuple[int, int, str, str, int]] = []
+    open_at: dict[int, tuple[int, object]] = {}
+    for packet in (k for k in proto.packet if k.HasField("track_event")):
+        event = packet.track_event
+        if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
+            assert event.track_uuid not in open_at  # slices of a track do not overlap
+            open_at[event.track_uuid] = (packet.timestamp, event)
+        else:
+            begin, started = open_at.pop(event.track_uuid)
+            track = tracks[event.track_uuid]
+            worker = int(tracks[track.parent_uuid].name.removeprefix("worker "))
+            slices.append((begin, packet.timestamp, started.name, track.name, worker))  # type: ignore[attr-defined]
+    assert not open_at
+
+    r = resolve(p, t)
+    c = causes(p)
+    expected = []
+    for i in range(len(r)):
+        name, track = r.instruction(i).name, {COMPUTE: "compute", WAIT: "wait", LOAD: "load"}[int(r.rows["kind"][i])]
+        if track == "wait":
+            name = "waits for " + c.names[c.table(int(r.segment[i]), int(r.block[i]))[r.rows["instruction"][i], 0]]
+        expected.append((int(r.begin[i]), int(r.end[i]), name, track, int(r.rows["worker"][i])))
+    assert sorted(slices) == sorted(expected)
+
+    events = [k.track_event for k in proto.packet if k.HasField("track_event")]
+    starts = sorted(f for e in events for f in e.flow_ids)
+    ends = sorted(f for e in events for f in e.terminating_flow_ids)
+    assert starts == ends and len(set(starts)) == int(r.kind(WAIT).sum())
+    tile = next(e for e in events if e.name == "qkv_rope")
+    assert list(tile.categories) == [Family.MATMUL.name.lower()]
+    assert {a.name: a.int_value for a in tile.debug_annotations} >= {"row": 0, "rows": 32, "cols": 32, "layer": 0}
+
+
+def test_loads_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+    p = chain()
+    t = synthetic.trace(p, rows((LOAD, 0, 0, 0, 0, 20), (LOAD, 0, 1, 0, 10, 30), (LOAD, 0, 0, 1, 20, 40)))
+    write_perfetto(p, t, tmp_path / "t.pftrace")
+    proto = pb.Trace()
+    proto.ParseFromString((tmp_path / "t.pftrace").read_bytes())
+    names = [k.track_descriptor.name for k in proto.packet if k.HasField("track_descriptor")]
+    assert [n for n in names if n.startswith("load")] == ["load", "load 2"]
+
+
+def test_page_is_one_file_without_references(tmp_path: Path) -> None:
+    write_html(*chain_trace(), tmp_path / "t.html")
+    page = (tmp_path / "t.html").read_text()
+    assert "@@" not in page and "http:" not in page and "https:" not in page
+    assert " src=" not in page and 'href="data:,"' in page and page.count("href=") == 1
+
+
+STALLED = (2, 1)  # body record, layer
+
+
+@pytest.fixture(scope="module")
+def stalled() -> tuple[Program, Trace]:
+    p = synthetic.llama(layers=3)
+    return p, synthetic.run(p, stall=STALLED)
+
+
+def test_a_stall_shows_in_the_numbers_and_in_perfetto(stalled: tuple[Program, Trace], tmp_path: Path) -> None:
+    p, t = stalled
+    links = summarise(p, t).critical_path.links
+    worst = max(links, key=lambda link: link.end_s - link.begin_s)
+    assert worst.end_s - worst.begin_s > 5e-3
+    assert (int(t.intervals["instruction"][worst.interval]), worst.layer) == STALLED
+    write_perfetto(p, t, tmp_path / "t.pftrace")
+    write_perfetto(p, synthetic.run(p), tmp_path / "quiet.pftrace")
+    longest = [_longest_slice(tmp_path / name) for name in ("t.pftrace", "quiet.pftrace")]
+    assert longest[0] > 5_000_000 > longest[1]
+
+
+def _longest_slice(path: Path) -> int:
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+    proto = pb.Trace()
+    proto.ParseFromString(path.read_bytes())
+    compute = {k.track_descriptor.uuid for k in proto.packet if k.track_descriptor.name == "compute"}
+    times = [k.timestamp for k in proto.packet if k.track_event.track_uuid in compute]
+    return max(b - a for a, b in zip(times[::2], times[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def page(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The page of the stalled trace in a browser, opened from the disk."""
+    if reason := missing():
+        pytest.skip(reason)
+    path = tmp_path_factory.mktemp("page") / "timeline.html"
+    write_html(*stalled, path)
+    with browser() as b:
+        b.open(path, "window.timeline")
+        yield b
+
+
+def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]) -> None:
+    p, t = stalled
+    assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [p.workers, len(t.intervals)]
+    r = resolve(p, t)
+    found = releasers(r, finishes(r))
+    shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
+    for i, d in enumerate(shown):
+        assert d["name"] == r.instruction(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
+        assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9) and d["duration_s"] * 1e9 == pytest.approx(
+            r.end[i] - r.begin[i]
+        )
+        assert d["operands"] == r.operands(i)
+    worst = max(shown, key=lambda d: d["duration_s"] if d["kind"] == "compute" else 0)
+    assert worst["duration_s"] > 5e-3 and worst["layer"] == f"layer {STALLED[1]}"
+    assert page.log() == []
+
+
+def test_wheel_zooms_at_the_pointer_and_keys_move(page: Browser) -> None:
+    page.keys("f")
+    begin, end = page.run("return timeline.visibleRange()")
+    page.wheel(500, 300, -400)
+    after = page.run("return timeline.visibleRange()")
+    assert begin < after[0] < after[1] < end
+    page.keys("d")
+    moved = page.run("return timeline.visibleRange()")
+    assert moved[0] > after[0] and moved[1] - moved[0] == pytest.approx(after[1] - after[0])
+    page.drag((700, 400), (800, 400))
+    dragged = page.run("return timeline.visibleRange()")
+    assert dragged[0] < moved[0]
+    page.keys("s")
+    assert np.ptp(page.run("return timeline.visibleRange()")) > np.ptp(dragged)
+    page.keys("0")
+    assert page.run("return timeline.visibleRange()") == pytest.approx([begin, end])
+
+
+def _a_wait(page: Browser) -> int:
+    return int(
+        page.run(
+            "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
+            " if (d.kind === 'counter wait' && d.duration_s > 1e-3 && d.releaser >= 0) return i; }"
+        )
+    )
+
+
+def test_a_click_selects_and_explains_a_wait(page: Browser) -> None:
+    page.keys("f")
+    wait = _a_wait(page)
+    at = page.run("return timeline.locate(arguments[0])", wait)
+    page.click(at["x"], at["y"])
+    assert page.run("return timeline.selected()") == wait
+    described = page.run("return timeline.describe(arguments[0])", wait)
+    text = page.run("return document.getElementById('details').innerText")
+    assert described["name"] in text and described["cause"] in text and "released by" in text
+    for operand, value in described["operands"].items():
+        assert f"{operand}\t{value}" in text
+    page.keys("r")
+    assert page.run("return timeline.selected()") == described["releaser"]
+    assert "Released" in page.run("return document.getElementById('details').textContent")
+
+
+def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
+    page.keys("f")
+    page.run("timeline.select(-1); timeline.frameMs()")
+    wait = page.run("return timeline.locate(arguments[0])", _a_wait(page))
+    colours = (
+        "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = new Set();"
+        "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 12, 40, 8).data;"
+        "for (let i = 0; i < d.length; i += 4) seen.add(d.slice(i, i + 3).join()); return seen.size;"
+    )
+    assert page.run(colours, wait["x"], wait["y"]) > 2  # hatched
+    toggle = "document.querySelector('[data-toggle=wait]').click(); timeline.frameMs();"
+    page.run(toggle)
+    assert page.run(colours, wait["x"], wait["y"]) <= 2  # the empty lane and a grid line
+    page.run(toggle)
+    assert page.run(colours, wait["x"], wait["y"]) > 2
+
+
+def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
+    count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
+    assert count == [24, 6, 2, 0]
+    page.keys("/lm_head")
+    assert page.run("return document.getElementById('matches').textContent") == "8"
+    page.keys("\ue007")  # Enter
+    assert page.run("return timeline.describe(timeline.selected()).name") == "lm_head"
+    page.keys("\ue00c")  # Escape
+    assert page.run("return timeline.selected()") == -1
+
+
+def test_hover_help_and_theme(page: Browser) -> None:
+    page.keys("f")
+    at = page.run("return timeline.locate(arguments[0])", _a_wait(page))
+    page.move(at["x"], at["y"])
+    assert "waits for" in page.run("return document.getElementById('tooltip').innerText")
+    page.keys("?")
+    assert page.run("return document.getElementById('guide').open")
+    page.keys("\ue00c")
+    assert not page.run("return document.getElementById('guide').open")
+    theme = "return document.documentElement.dataset.theme"
+    before = page.run(theme)
+    page.keys("t")
+    assert {before, page.run(theme)} == {"light", "dark"}
+    page.keys("t")
+    assert page.log() == []
