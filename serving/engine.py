@@ -60,6 +60,11 @@ class Step:
     def logit_rows(self) -> int:
         return sum(len(chunk.samples) for chunk in self.chunks)
 
+    @property
+    def contexts(self) -> list[int]:
+        """KV tokens that each row attends to, its own included."""
+        return [chunk.start + i + 1 for chunk in self.chunks for i in range(len(chunk.tokens))]
+
 
 class Engine:
     """Runs requests on a backend. Not thread-safe: one caller adds, steps and aborts.
