@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +10,16 @@ from types import TracebackType
 from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
-from ..model import load_tokenizer, open_checkpoint
-from ..model.config import LlamaConfig
+from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..runtime import create
 from ..scheduler import compile_program
 from .engine import SCORED_ROWS, Engine, Step, Token
+from .memory import kv_capacity
 from .programs import Programs
 from .request import Request
 from .request import Sequence as Choice
 from .sampling import SamplingParams
 
-log = logging.getLogger(__name__)
-
-KV_SHARE = 0.25  # of the machine's memory, for the KV pool where nobody says how large it should be
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
 Prompt = str | Sequence[int]
 
@@ -89,7 +85,7 @@ class Result:
 class LLM:
     """A model ready to generate.
 
-    model        known name, ORG/NAME[@REV], folder, .gguf file or random:NAME
+    model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
     tp           tensor-parallel ranks
     backend      auto, reference, cpu or null
     dtype        auto (the checkpoint's own), f32 or bf16
@@ -101,7 +97,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Checkpoint,
         tp: int = 1,
         backend: str = "auto",
         dtype: str = "auto",
@@ -119,12 +115,12 @@ class LLM:
         if tp != 1:
             raise MegakernelError(f"tp={tp} is not supported: this version runs one rank, use tp=1")
         wanted = parse_dtype(dtype)
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model) if isinstance(model, str) else model
         machine = machines.host(threads)
-        self.model = model
+        self.model = checkpoint.name
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.threads = machine.workers
         context, kv_tokens = kv_capacity(self.config, self.dtype, machine.memory_bytes, max_context, max_seqs)
         programs = Programs(
@@ -250,37 +246,6 @@ def parse_dtype(name: str) -> Dtype | None:
     if name not in DTYPES:
         raise MegakernelError(f"unknown dtype {name!r}: known are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def kv_token_bytes(config: LlamaConfig, dtype: Dtype) -> int:
-    """Bytes of K and V of one token, all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-
-
-def kv_capacity(
-    config: LlamaConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int
-) -> tuple[int, int]:
-    """(tokens a sequence may reach, tokens of the KV pool).
-
-    The pool holds `max_seqs` full sequences, or what fits KV_SHARE of memory, but at least one sequence. Raises
-    MegakernelError where `max_context` exceeds what the model was made for or what memory holds.
-    """
-    per_token = kv_token_bytes(config, dtype)
-    room = int(KV_SHARE * memory_bytes / per_token)
-    if max_context is None:
-        context = min(config.max_context, room)
-        if context < config.max_context:
-            log.warning("context is %d tokens, not the model's %d: the KV cache of more would fill memory",
-                        context, config.max_context)
-    elif max_context > config.max_context:
-        raise MegakernelError(f"max_context={max_context} is more than the model's {config.max_context}")
-    elif max_context * per_token > memory_bytes:
-        raise MegakernelError(
-            f"max_context={max_context} needs {max_context * per_token / 1e9:.1f} GB of KV cache, more than memory"
-        )
-    else:
-        context = max_context
-    return context, max(context, min(max_seqs * context, room))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

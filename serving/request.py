@@ -88,10 +88,3 @@ class Request:
     def scores_prompt(self, choice: int) -> bool:
         """The first choice scores the prompt for all."""
         return choice == 0 and self.params.prompt_logprobs is not None
-
-    @property
-    def bias_entries(self) -> int:
-        """Bias pairs that one of its rows may need."""
-        p = self.params
-        banned = self.stop_ids if p.min_tokens else frozenset()
-        return len(banned | p.logit_bias.keys())

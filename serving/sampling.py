@@ -11,7 +11,9 @@ from ..errors import MegakernelError
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+# Together they stay below the bias pairs that a program has room for per row.
 MAX_BIAS = 300  # the OpenAI API's limit
+MAX_STOP_IDS = 128
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise _error("stop", text, "must be strings that are not empty")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise _error("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS}")
         for token in self.stop_token_ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_BIAS:
