@@ -40,7 +40,12 @@ SETTINGS: dict[str, Setting] = {
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
         Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
-        Setting("cache", "folder of fetched models", "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel", env="MEGAKERNEL_CACHE"),
+        Setting(
+            "cache",
+            "folder of fetched models",
+            "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
+            env="MEGAKERNEL_CACHE",
+        ),
         Setting("simd", "CPU code path: portable, avx2 or avx512", "the best this CPU has", env="MEGAKERNEL_SIMD"),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),

@@ -9,7 +9,8 @@ what is generated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 

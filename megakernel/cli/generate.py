@@ -34,9 +34,7 @@ def register(add: AddVerb) -> None:
     whole = dict.fromkeys(("top-k", "seed", "n", "max-tokens", "min-tokens", "logprobs", "prompt-logprobs"), int)
     for name, kind in {**real, **whole}.items():
         default = f" (default: {MAX_TOKENS})" if name == "max-tokens" else ""
-        sampling.add_argument(
-            f"--{name}", type=kind, metavar="N" if kind is int else "X", help=_HELP[name] + default
-        )
+        sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=_HELP[name] + default)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="end at any of these ids")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
