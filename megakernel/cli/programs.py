@@ -1,0 +1,179 @@
+"""`megakernel compile`, `disasm`, `verify`: programs as files, as text, as proofs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..errors import MegakernelError
+from . import output
+from .options import AddVerb, add_setting, positive
+
+if TYPE_CHECKING:
+    from ..machine import Machine
+    from ..model import LlamaConfig
+    from ..program import Program
+
+# What an engine also runs with; more logit rows than this in one program are rarely meant.
+_SEQUENCES = 64
+
+
+def register(add: AddVerb) -> None:
+    compile = add(
+        "compile",
+        "compile a model for a machine into a program file; no weights are read",
+        "megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp",
+    )
+    add_setting(compile, "model")
+    _add_bucket(compile)
+    compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
+    compile.set_defaults(run=run_compile)
+
+    disasm = add("disasm", "print a program as text", "megakernel disasm llama.mkp")
+    _add_source(disasm)
+    disasm.set_defaults(run=run_disasm)
+
+    verify = add(
+        "verify",
+        "prove that a program has no deadlock, no race and no lost write, or show where it has",
+        "megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512",
+    )
+    _add_source(verify)
+    verify.set_defaults(run=run_verify)
+
+
+def _add_bucket(parser: argparse.ArgumentParser) -> None:
+    for name in ("machine", "dtype", "tp"):
+        add_setting(parser, name)
+    parser.add_argument("--workers", type=positive, metavar="N", help="workers (default: the machine's)")
+    parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="token rows of a step (default: 1)")
+    parser.add_argument(
+        "--logit-rows",
+        type=positive,
+        metavar="N",
+        help=f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})",
+    )
+    parser.add_argument(
+        "--context", type=positive, metavar="N", help="tokens a sequence may reach (default: the model's limit)"
+    )
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
+    add_setting(source, "model", optional=True)
+    _add_bucket(parser)
+
+
+def compile_for(args: argparse.Namespace) -> tuple[Program, LlamaConfig, Machine]:
+    """The program that the flags describe. Types and weights play no part, so `auto` means bf16 here."""
+    from .. import machine as machines
+    from ..isa import Dtype
+    from ..model import load_config
+    from ..scheduler import compile_program
+    from ..serving.llm import parse_dtype
+
+    dtype = parse_dtype(args.dtype) or Dtype.BF16
+    machine = machines.load(args.machine, args.workers)
+    config = load_config(args.model)
+    context = args.context or config.max_context
+    if context > config.max_context:
+        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+    logit_rows = args.logit_rows or min(args.tokens, _SEQUENCES)
+    if logit_rows > args.tokens:
+        raise MegakernelError(f"{logit_rows} logit rows are more than the {args.tokens} token rows: lower --logit-rows")
+    program = compile_program(
+        config,
+        machine,
+        dtype=dtype,
+        tokens=args.tokens,
+        logit_rows=logit_rows,
+        max_seqs=min(args.tokens, _SEQUENCES),
+        max_context=context,
+        tp=args.tp,
+    )
+    return program, config, machine
+
+
+def load(args: argparse.Namespace) -> Program:
+    """The program of `FILE`, or of `--model`."""
+    from ..program import Program
+
+    return Program.load(args.file) if args.file else compile_for(args)[0]
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    from ..scheduler import describe
+    from ..serving.memory import weight_bytes
+
+    begin = perf_counter()
+    with output.busy("compiling"):
+        program, config, machine = compile_for(args)
+    seconds = perf_counter() - begin
+    needed = weight_bytes(program.dims, tied=config.tied)
+    if needed > machine.memory_bytes * program.ranks:
+        output.stderr.print(
+            f"megakernel: warning: the weights take {output.bytes_text(needed)} and {machine.name} has"
+            f" {output.bytes_text(machine.memory_bytes * program.ranks)}"
+        )
+    facts = describe(program) | {
+        "counters": program.total_counters,
+        "compile_s": seconds,
+        "machine": machine.name,
+        "weight_bytes": needed,
+        "hash": program.hash,
+        "path": str(args.output) if args.output else None,
+    }
+    if args.output:
+        program.save(args.output)
+    if args.json:
+        output.emit(facts)
+    else:
+        output.rows(
+            ("program", f"{args.output or 'not written (-o FILE)'}, {output.bytes_text(facts['bytes'])}"),
+            ("machine", f"{machine.name}, {program.workers} workers"),
+            ("bucket", f"{program.dims.tokens} tokens, {program.dims.logit_rows} logit rows"),
+            ("instructions", f"{program.instructions:,}"),
+            ("counters", f"{program.total_counters:,}"),
+            ("all-to-all joins", f"{facts['all_to_all_per_layer']} per layer"),
+            ("weights", output.bytes_text(needed)),
+            ("compiled in", f"{seconds:.2f} s"),
+        )
+    return 0
+
+
+def run_disasm(args: argparse.Namespace) -> int:
+    from ..scheduler import disassemble
+
+    lines = disassemble(load(args))
+    if args.json:
+        output.emit({"lines": list(lines)})
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from ..scheduler import verify
+
+    with output.busy("verifying"):
+        program = load(args)
+        report = verify(program)
+    if args.json:
+        output.emit(
+            {
+                "ok": report.ok,
+                "checked": report.checked,
+                "verify_s": report.seconds,
+                "violations": report.violations,
+            }
+        )
+    else:
+        for violation in report.violations:
+            print(violation)
+        verdict = "[green]ok[/green]" if report.ok else f"[red]{len(report.violations)} violations[/red]"
+        output.stdout.print(f"{verdict}: {report.checked:,} instructions checked in {report.seconds:.2f} s")
+    return 0 if report.ok else 1

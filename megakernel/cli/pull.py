@@ -1,0 +1,26 @@
+"""`megakernel pull`: fetch a model into the cache."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import output
+from .options import AddVerb
+
+
+def register(add: AddVerb) -> None:
+    parser = add("pull", "fetch a model into the cache and check its SHA-256; resumes", "megakernel pull smollm2-135m")
+    parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..model import pull
+
+    with output.progress(f"fetching {args.name}", unit="bytes") as advance:
+        pulled = pull(args.name, advance)
+    if args.json:
+        output.emit({"path": str(pulled.path), "sha256": pulled.sha256})
+    else:
+        output.rows(("path", str(pulled.path)), ("sha256", pulled.sha256))
+    return 0

@@ -1,0 +1,75 @@
+"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import MegakernelError
+from . import output
+from .options import AddVerb, add_model_run, open_llm, positive, prompt_ids
+
+if TYPE_CHECKING:
+    from ..program import Program
+    from ..trace import Trace
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "timeline",
+        "show where the time of a step went, from saved files or by running a model",
+        "megakernel timeline --model smollm2-135m --phase decode -o step.html",
+    )
+    parser.add_argument("program", type=Path, nargs="?", metavar="PROGRAM", help="a program file")
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace of that program")
+    add_model_run(parser)
+    parser.add_argument(
+        "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=128, metavar="N", help="tokens before the step (default: 128)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..timeline import render, summarise, write_html, write_perfetto
+
+    program, trace = _saved(args) if args.program else _traced(args)
+    summary = summarise(program, trace)
+    if args.save:
+        program.save(args.save.with_name(args.save.name + ".program"))
+        trace.save(args.save.with_name(args.save.name + ".trace"))
+    if args.output:
+        write_html(program, trace, args.output)
+    if args.perfetto:
+        write_perfetto(program, trace, args.perfetto)
+    if args.json:
+        output.emit(summary.to_json())
+    else:
+        render(summary, program, trace, output.stdout)
+    for path in filter(None, (args.output, args.perfetto)):
+        output.stderr.print(f"wrote {path}")
+    return 0
+
+
+def _saved(args: argparse.Namespace) -> tuple[Program, Trace]:
+    from ..program import Program
+    from ..trace import Trace
+
+    if args.trace is None:
+        raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
+    return Program.load(args.program), Trace.load(args.trace)
+
+
+def _traced(args: argparse.Namespace) -> tuple[Program, Trace]:
+    with open_llm(args, max_seqs=1) as llm, output.busy(f"tracing a {args.phase} step"):
+        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=2)
+        step = (prefill if args.phase == "prefill" else decode)[-1]
+        if step.output.trace is None:
+            raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
+        return step.program, step.output.trace

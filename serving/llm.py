@@ -1,0 +1,283 @@
+"""The Python API: a model, a list of prompts, a list of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+from .. import machine as machines
+from ..errors import MegakernelError
+from ..isa import Dtype
+from ..model import Checkpoint, load_tokenizer, open_checkpoint
+from ..runtime import create
+from ..scheduler import compile_program
+from .engine import SCORED_ROWS, Engine, Step, Token
+from .memory import kv_capacity
+from .programs import Programs
+from .request import Request
+from .request import Sequence as Choice
+from .sampling import SamplingParams
+
+DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice. `logprobs` are raw log-softmax values of the tokens; times are seconds, None where undefined.
+
+    `top_logprobs`, where asked, has per token the most likely ids and the chosen one. `finish_reason` is `stop`,
+    `length` or `abort`. `ttft_s` runs from the call to the first token, `tpot_s` is the mean time per later token.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A prompt and its `n` choices; the attributes of the first are the result's own.
+
+    prompt_logprobs[i] is the log-probability of prompt token i after those before it; None for the first one.
+    """
+
+    prompt_ids: list[int]
+    choices: list[Completion]
+    prompt_logprobs: list[float | None] | None
+    prompt_top_logprobs: list[dict[int, float] | None] | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str | None:
+        return self.choices[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.choices[0].logprobs
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        return self.choices[0].top_logprobs
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.choices[0].ttft_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return self.choices[0].tpot_s
+
+
+class LLM:
+    """A model ready to generate.
+
+    model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
+    tp           tensor-parallel ranks
+    backend      auto, reference, cpu or null
+    dtype        auto (the checkpoint's own), f32 or bf16
+    threads      CPU threads; None: the cores that this process may use
+    max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
+    max_seqs     sequences that run at once
+    step_tokens  tokens that one step computes at most; longer prompts are cut
+    """
+
+    def __init__(
+        self,
+        model: str | Checkpoint,
+        tp: int = 1,
+        backend: str = "auto",
+        dtype: str = "auto",
+        *,
+        threads: int | None = None,
+        max_context: int | None = None,
+        max_seqs: int = 64,
+        step_tokens: int = 512,
+    ) -> None:
+        for name, value in (("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
+            if value is not None and value < 1:
+                raise MegakernelError(f"{name}={value} must be positive")
+        if step_tokens < max_seqs:
+            raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
+        if tp != 1:
+            raise MegakernelError(f"tp={tp} is not supported: this version runs one rank, use tp=1")
+        wanted = parse_dtype(dtype)
+        checkpoint = open_checkpoint(model) if isinstance(model, str) else model
+        machine = machines.host(threads)
+        self.model = checkpoint.name
+        self.config = checkpoint.config
+        self.dtype = checkpoint.dtype if wanted is None else wanted
+        self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.threads = machine.workers
+        context, kv_tokens = kv_capacity(self.config, self.dtype, machine.memory_bytes, max_context, max_seqs)
+        programs = Programs(
+            partial(
+                compile_program,
+                self.config,
+                machine,
+                dtype=self.dtype,
+                max_seqs=max_seqs,
+                max_context=context,
+                tp=tp,
+            ),
+            step_tokens,
+            max(max_seqs, SCORED_ROWS),
+        )
+        dims = programs.get(1, 1).dims
+        pages = -(-kv_tokens // dims.page)
+        eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        self.engine = Engine(
+            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
+            programs,
+            dims,
+            pages=pages,
+            step_tokens=step_tokens,
+            eos_ids=eos,
+            decoder=self.tokenizer.stream if self.tokenizer else None,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[Token], None] | None = None,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> list[Result]:
+        """Continue each prompt (text or token ids), with one `params` for all or one each.
+
+        `on_token` sees tokens as they appear, `on_step` every launch. Raises MegakernelError before anything runs
+        where a prompt or a parameter is wrong.
+        """
+        ids = [self.encode(prompt) for prompt in _as_list(prompts)]
+        given = SamplingParams() if params is None else params
+        each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
+        if len(each) != len(ids):
+            raise MegakernelError(f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one each")
+        for prompt, p in zip(ids, each, strict=True):
+            self.engine.check(prompt, p)
+        requests = [self.engine.add(prompt, p) for prompt, p in zip(ids, each, strict=True)]
+        try:
+            for step in self.engine.run():
+                if on_step:
+                    on_step(step)
+                for token in step.tokens if on_token else ():
+                    on_token(token)  # type: ignore[misc]
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request)
+            raise
+        return [_result(request) for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        on_token: Callable[[Token], None] | None = None,
+    ) -> Result:
+        """Answer a conversation, `[{"role": ..., "content": ...}, ...]`, through the model's chat template."""
+        return self.generate([self.chat_ids(messages)], params, on_token=on_token)[0]
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the answer."""
+        if self.tokenizer is None:
+            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
+        return self.tokenizer.apply_chat_template([dict(message) for message in messages])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of text")
+        return self.tokenizer.encode(prompt)
+
+    def trace_steps(self, prompt: Prompt, decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
+        """Traced prefill steps of a prompt and the traced decode steps after it, each with `output.trace` set.
+
+        The prompt runs once before, untraced, so that caches and threads are warm.
+        """
+        ids = self.encode(prompt)
+        params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
+        self.generate([ids], params)
+        request = self.engine.add(ids, params)
+        prefill: list[Step] = []
+        decode: list[Step] = []
+        try:
+            while not request.done:
+                kind = decode if request.choices[0].outputs else prefill
+                kind.append(self.engine.step(trace=True))
+        except BaseException:
+            self.engine.abort(request)
+            raise
+        return prefill, decode
+
+    def close(self) -> None:
+        """Free the weights and the KV pool."""
+        self.engine.backend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_dtype(name: str) -> Dtype | None:
+    """A compute dtype by name; None for `auto`."""
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise MegakernelError(f"unknown dtype {name!r}: known are auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a sequence of ints is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
+    if prompts and not several:
+        return [[token for token in prompts if isinstance(token, int)]]
+    if len(several) != len(prompts):
+        raise MegakernelError("prompts mix token ids and prompts: give text, a list of ids, or a list of those")
+    return several
+
+
+def _result(request: Request) -> Result:
+    scored = request.params.prompt_logprobs is not None
+    return Result(
+        prompt_ids=request.prompt_ids,
+        choices=[_completion(choice) for choice in request.choices],
+        prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
+        prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
+    )
+
+
+def _completion(choice: Choice) -> Completion:
+    later = choice.outputs - 1
+    return Completion(
+        token_ids=choice.output_ids,
+        text=choice.stream.text if choice.stream else None,
+        finish_reason=choice.finish_reason or "abort",
+        logprobs=choice.logprobs,
+        top_logprobs=choice.top_logprobs if choice.request.params.logprobs is not None else None,
+        ttft_s=choice.first_token_at - choice.request.added_at if choice.outputs else None,
+        tpot_s=(choice.last_token_at - choice.first_token_at) / later if later > 0 else None,
+    )

@@ -1,0 +1,112 @@
+"""What a user asks of sampling, checked once, in vLLM's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import MegakernelError
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+# Together they stay below the bias pairs that a program has room for per row.
+MAX_BIAS = 300  # the OpenAI API's limit
+MAX_STOP_IDS = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. Defaults are vLLM's: one sample of 16 tokens at temperature 1.
+
+    temperature         0 is greedy
+    top_p, min_p        probability cuts; 1 and 0 are off
+    top_k               0 and -1 are off
+    seed                None draws one from the operating system
+    n                   choices per prompt, each with its own random numbers
+    max_tokens          None: up to the context's end
+    min_tokens          end-of-sequence and stop ids are forbidden, stop strings ignored, before this many
+    stop                strings; the text ends before the first that appears
+    stop_token_ids      ids that end a choice, besides the model's own end-of-sequence ids
+    ignore_eos          the model's end-of-sequence ids do not end a choice
+    logprobs            also report this many most likely tokens of each position
+    prompt_logprobs     score the prompt's tokens, with this many most likely ones of each position
+    logit_bias          id -> value added to the logit
+
+    Raises MegakernelError naming the field and its value where one is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._real("temperature", self.temperature, 0.0, math.inf)
+        self._real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self._real("min_p", self.min_p, 0.0, 1.0)
+        self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        self._whole("top_k", self.top_k, -1, 2**31 - 1)
+        self._whole("n", self.n, 1, MAX_CHOICES)
+        self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise _error("min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            self._whole("seed", self.seed, 0, 2**64 - 1)
+        if self.logprobs is not None:
+            self._whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self._whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise _error("stop", text, "must be strings that are not empty")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise _error("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS}")
+        for token in self.stop_token_ids:
+            self._whole("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_BIAS:
+            raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS}")
+        for token, value in self.logit_bias.items():
+            self._whole("logit_bias", token, 0, 2**31 - 1)
+            self._real("logit_bias", value, -100.0, 100.0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @staticmethod
+    def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+        """`low` <= value <= `high` (< where `open_low`), and finite."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            bounds = f"{'above' if open_low else 'at least'} {low:g}"
+            if high < math.inf:
+                bounds += f" and at most {high:g}"
+            raise _error(name, value, f"must be a finite number {bounds}")
+
+    @staticmethod
+    def _whole(name: str, value: Any, low: int, high: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _error(name, value, f"must be a whole number from {low} to {high}")
+
+
+def _error(name: str, value: object, must: str) -> MegakernelError:
+    return MegakernelError(f"sampling parameter {name}={value!r} {must}")
