@@ -1,0 +1,123 @@
+"""Arrows point down: what each room imports is what the table in docs/architecture.md lets it import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"megakernel": "megakernel", "scheduler": "megakernel.scheduler", "serving": "megakernel.serving"}
+BASE = {"isa", "machine", "program", "trace"}  # may be imported wherever they lie below
+BOTTOM = {"errors", "settings"}  # may be imported by all, import nothing
+HEAVY = {"torch", "transformers", "cupy", "cuda"}
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room -> rooms it may import, from the documented table; top row first."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line.split("|")[1:-1] for line in text.split("## Rooms")[1].split("\n## ")[0].splitlines() if "`" in line]
+    python = [(names, allowed) for names, _, allowed in (r for r in rows if len(r) == 3) if "csrc" not in names]
+    levels = [{re.split(r"[./]", n.rstrip("/"))[-1] for n in re.findall(r"`([^`]+)`", names)} for names, _ in python]
+    table: dict[str, set[str]] = {}
+    for depth, (level, (_, allowed)) in enumerate(zip(levels, python, strict=True)):
+        below = set().union(*levels[depth + 1 :])
+        listed = below if "everything" in allowed else set(re.findall(r"\w+", allowed))
+        base = set() if allowed.strip() == "—" else BASE & below
+        for room in level:
+            table[room] = (listed & below) | base | BOTTOM
+    table["codegen"] = {"isa", "trace"} | BOTTOM
+    return table | {room: set() for room in BOTTOM} | {"": set(table) | BOTTOM}
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    """(file, dotted name) of every module that is installed."""
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = inside[:-1] if inside[-1] == "__init__" else inside
+            yield path, ".".join([package, *parts])
+
+
+def room_of(module: str) -> str:
+    """The room of a module of the package; "" for the package itself."""
+    return [*module.split("."), ""][1]
+
+
+def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that a file imports, wherever the statement stands."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            if name == "megakernel":
+                yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, name
+
+
+def wrong_imports(path: Path, module: str, table: dict[str, set[str]]) -> Iterator[str]:
+    room = room_of(module)
+    if room not in table:
+        yield f"{path.name}: {module} is in no room of docs/architecture.md"
+        return
+    for line, name in imports(path, module):
+        top, target = name.split(".")[0], room_of(name)
+        if top == "megakernel" and target and target != room and target not in table[room]:
+            yield f"{path}:{line}: {room or 'megakernel'} imports {target}"
+        if top in HEAVY and not (room == "runtime" and path.name.startswith("cuda")):
+            yield f"{path}:{line}: only runtime/cuda imports {top}"
+
+
+def test_the_documented_table_is_understood() -> None:
+    table = rooms()
+    assert {"cli", "serving", "runtime", "timeline", "roofline", "scheduler", "model", *BASE} <= set(table)
+    assert table["serving"] - BASE - BOTTOM == {"runtime", "scheduler", "model", "timeline", "roofline"}
+    assert table["model"] - BOTTOM == BASE
+    assert table["isa"] == table["machine"] == BOTTOM
+    assert "serving" in table["cli"] and "cli" not in table["serving"]
+
+
+def test_arrows_point_down() -> None:
+    table = rooms()
+    files = list(sources())
+    assert len(files) > 20
+    assert [w for path, module in files for w in wrong_imports(path, module, table)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "complaint"),
+    [
+        ("megakernel.isa.bad", "from ..scheduler import compile_program", "isa imports scheduler"),
+        (
+            "megakernel.model.bad",
+            "def f():\n    from megakernel.runtime.backend import Output",
+            "model imports runtime",
+        ),
+        ("megakernel.runtime.bad", "import megakernel.serving.engine", "runtime imports serving"),
+        ("megakernel.scheduler.bad", "from megakernel import timeline", "scheduler imports timeline"),
+        ("megakernel.scheduler.bad", "from .. import roofline", "scheduler imports roofline"),
+        ("megakernel.timeline.bad", "from ..roofline import measure_ceilings", "timeline imports roofline"),
+        ("megakernel.serving.bad", "import torch.nn", "only runtime/cuda imports torch"),
+        ("megakernel.novel", "import os", "is in no room"),
+    ],
+)
+def test_finds_a_wrong_import(tmp_path: Path, module: str, line: str, complaint: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(line)
+    [found] = wrong_imports(path, module, rooms())
+    assert complaint in found
+
+
+def test_nothing_heavy_is_loaded_by_serving_on_a_cpu() -> None:
+    code = f"import sys, megakernel, megakernel.cli, megakernel.serving; print(*({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
