@@ -80,7 +80,7 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
     const Region regions[] = {
         {&s.activations, std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride},
         {&s.tile, int64_t{kTileRows} * kTilePanels * kPanel},
-        {&s.keys, int64_t{model.head_dim} * model.kv_block},
+        {&s.keys, model.head_dim * key_stride(model)},
         {&s.values, model.kv_block * padded},
         {&s.queries, pairs * model.head_dim + kPanel},
         {&s.scores, pairs * model.kv_block},

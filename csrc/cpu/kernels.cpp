@@ -21,16 +21,22 @@ namespace mk {
 namespace MK_SIMD {
 namespace {
 
+// Four streams at once: what the hardware's prefetchers follow best.
 double read(const void* data, int64_t bytes) {
+  constexpr int kStreams = 4;
+  const int64_t floats = bytes / 4 / kStreams;
   const float* p = static_cast<const float*>(data);
-  F32 sums[8] = {};
-  const int64_t floats = bytes / 4, step = 8 * kLanes;
-  for (int64_t i = 0; i + step <= floats; i += step) {
-    __builtin_prefetch(p + i + 1024);
-    MK_UNROLL for (int j = 0; j < 8; ++j) sums[j] += load(p + i + j * kLanes);
+  F32 sums[kStreams][2] = {};
+  for (int64_t i = 0; i + 2 * kLanes <= floats; i += 2 * kLanes) {
+    MK_UNROLL for (int j = 0; j < kStreams; ++j) {
+      const float* q = p + j * floats + i;
+      __builtin_prefetch(q + 512);
+      sums[j][0] += load(q);
+      sums[j][1] += load(q + kLanes);
+    }
   }
   F32 all{};
-  for (const F32& s : sums) all += s;
+  for (const auto& s : sums) all += s[0] + s[1];
   return sum(all);
 }
 

@@ -23,11 +23,14 @@ constexpr int kChunkStride =
     kChunk + 16;                // floats; not a power of two, so rows fall into different cache sets
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
+// Floats between two elements of the widened keys; like kChunkStride no power of two.
+inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
+
 // One thread's working memory, made when the engine is created.
 struct Scratch {
   float* activations;  // rows of A in float32, by chunk
   float* tile;         // kTileRows x kTilePanels * kPanel accumulators
-  float* keys;         // head_dim x kv_block
+  float* keys;         // head_dim x key_stride(dims)
   float* values;       // kv_block x head_dim, rows padded to kPanel
   float* queries;      // query rows x head_dim
   float* scores;       // query rows x kv_block

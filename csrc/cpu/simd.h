@@ -69,7 +69,7 @@ MK_INLINE void store(T* p, F32 v, int n) {
   for (int i = 0; i < n; ++i) p[i] = part[i];
 }
 
-MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return (F32)(((I32)yes & mask) | ((I32)no & ~mask)); }
+MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
 
 MK_INLINE I32 lane_index() {
   I32 v;
@@ -86,9 +86,11 @@ MK_INLINE float sum(F32 v) {
 }
 
 MK_INLINE float max(F32 v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  float lane[kLanes];
+  store(lane, v);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] = lane[i + width] > lane[i] ? lane[i + width] : lane[i];
+  return lane[0];
 }
 
 // e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation

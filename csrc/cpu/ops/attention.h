@@ -42,21 +42,31 @@ void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k
   }
 }
 
-template <int R, int V>
-inline void dense_vectors(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k,
-                          float* c, int64_t ldc, bool resume) {
-  for (; vectors >= V; vectors -= V, b += V * kLanes, c += V * kLanes)
+template <int V, int R = kDenseRows>
+inline void dense_rows(int rows, const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c,
+                       int64_t ldc, bool resume) {
+  for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
     dense_block<R, V>(a, lda, b, ldb, k, c, ldc, resume);
-  if constexpr (V > 1) dense_vectors<R, V / 2>(vectors, a, lda, b, ldb, k, c, ldc, resume);
+  if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, ldb, k, c, ldc, resume);
 }
 
-// The same for any number of rows and vectors; an output's bits do not depend on either.
-template <int R = kDenseRows>
+template <int V = kDenseVectors>
+inline void dense_vectors(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb,
+                          int k, float* c, int64_t ldc, bool resume) {
+  for (; vectors >= V; vectors -= V, b += V * kLanes, c += V * kLanes)
+    dense_rows<V>(rows, a, lda, b, ldb, k, c, ldc, resume);
+  if constexpr (V > 1) dense_vectors<V / 2>(rows, vectors, a, lda, b, ldb, k, c, ldc, resume);
+}
+
+// The same for any number of rows and vectors; an output's bits do not depend on either. A part of B that all
+// rows use in turn (kDepth rows of the vectors of a block) fits half of a first-level cache.
 inline void dense(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k,
                   float* c, int64_t ldc, bool resume) {
-  for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
-    dense_vectors<R, kDenseVectors>(vectors, a, lda, b, ldb, k, c, ldc, resume);
-  if constexpr (R > 1) dense<R - 1>(rows, vectors, a, lda, b, ldb, k, c, ldc, resume);
+  constexpr int kDepth = 64;
+  for (int t = 0; t < k; t += kDepth) {
+    dense_vectors(rows, vectors, a + t, lda, b + t * ldb, ldb, k - t < kDepth ? k - t : kDepth, c, ldc,
+                  resume || t > 0);
+  }
 }
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
@@ -79,7 +89,7 @@ inline void write_output(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// Tokens [0, tokens) of a KV block as float32: keys [element][kv_block] (whole pages), values
+// Tokens [0, tokens) of a KV block as float32: keys [element][key_stride] (whole pages), values
 // [token][padded].
 template <class T>
 inline void load_block(const Call& call, int32_t seq, int head, int block, int tokens, int padded) {
@@ -92,7 +102,7 @@ inline void load_block(const Call& call, int32_t seq, int head, int block, int t
     const int32_t page = table[begin / d.page];
     const T* k = k_cache + k_index(d, page, head, 0);
     for (int e = 0; e < d.head_dim; ++e, k += d.page) {
-      float* out = call.scratch->keys + e * d.kv_block + begin;
+      float* out = call.scratch->keys + e * key_stride(d) + begin;
       for (int t = 0; t < d.page; t += kLanes) store(out + t, load(k + t, d.page - t), d.page - t);
     }
     const int rows = tokens - begin < d.page ? tokens - begin : d.page;
@@ -161,7 +171,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     float* scores = scratch.scores + int64_t{from} * d.kv_block;
     float* out = scratch.block_out + int64_t{from} * padded;
     dense(pairs - from, (tokens + kLanes - 1) / kLanes, scratch.queries + int64_t{from} * d.head_dim,
-          d.head_dim, scratch.keys, d.kv_block, d.head_dim, scores, d.kv_block, false);
+          d.head_dim, scratch.keys, key_stride(d), d.head_dim, scores, d.kv_block, false);
     for (int i = skip; i < rows; ++i) {
       for (int j = i * group; j < (i + 1) * group; ++j) {
         softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible(d, positions[i], block), scale,
