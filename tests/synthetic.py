@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+
 from megakernel.isa import BY_NAME, BY_OPCODE, Dims
 from megakernel.isa import record as rec
 from megakernel.program import Program, Segment
@@ -15,30 +16,30 @@ Words = list[int]
 
 
 def dims(layers: int = 2, tokens: int = 64, row_block: int = 32, slots: int = 4, **changes: float) -> Dims:
-    base = dict(
-        vocab=1024,
-        hidden=128,
-        ffn=512,
-        layers=layers,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        attention_bias=0,
-        mlp_bias=0,
-        rms_eps=1e-5,
-        dtype=1,
-        kv_block=128,
-        page=16,
-        row_block=row_block,
-        tokens=tokens,
-        logit_rows=4,
-        max_seqs=4,
-        max_context=256,
-        items=slots,
-        attention_slots=slots,
-        partials=0,
-        bias_entries=1,
-    )
+    base = {
+        "vocab": 1024,
+        "hidden": 128,
+        "ffn": 512,
+        "layers": layers,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "attention_bias": 0,
+        "mlp_bias": 0,
+        "rms_eps": 1e-5,
+        "dtype": 1,
+        "kv_block": 128,
+        "page": 16,
+        "row_block": row_block,
+        "tokens": tokens,
+        "logit_rows": 4,
+        "max_seqs": 4,
+        "max_context": 256,
+        "items": slots,
+        "attention_slots": slots,
+        "partials": 0,
+        "bias_entries": 1,
+    }
     return Dims(**(base | changes))  # type: ignore[arg-type]
 
 
@@ -119,7 +120,10 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
     epilogue = [record("final_norm", (0, 4), [word(x, indexed=True)], [word(y)])]
     epilogue += [record("lm_head", (0, 4, t * 128, 128), [word(y)], [word(logits)]) for t in range(8)]
     epilogue += [record("sample", (i, 1), [word(logits)], []) for i in range(4)]
-    deal: Callable[[list[Words]], list[list[Words]]] = lambda items: [items[w::workers] for w in range(workers)]
+
+    def deal(items: list[Words]) -> list[list[Words]]:
+        return [items[w::workers] for w in range(workers)]
+
     return program(d, deal(prologue), deal(body), deal(epilogue), counters=logits + row_blocks * groups)
 
 

@@ -6,16 +6,35 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from synthetic import dims
+
 from megakernel import machine
 from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure_ceilings, step_work
 from megakernel.roofline.ceilings import last_level_cache
-from synthetic import dims
 
 LLAMA_1B = dims(
-    16, vocab=128256, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, max_context=131072, tokens=1, row_block=1
+    16,
+    vocab=128256,
+    hidden=2048,
+    ffn=8192,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    max_context=131072,
+    tokens=1,
+    row_block=1,
 )
 LLAMA_8B = dims(
-    32, vocab=128256, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, max_context=131072, tokens=1, row_block=1
+    32,
+    vocab=128256,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    max_context=131072,
+    tokens=1,
+    row_block=1,
 )
 PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
 

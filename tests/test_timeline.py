@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import synthetic
 from browser import Browser, browser, missing
+from rich.console import Console
+from synthetic import record
+
 from megakernel import machine
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, Family
+from megakernel.isa import BY_NAME
 from megakernel.isa.record import ALL_RANKS, counter_word
 from megakernel.program import Program
 from megakernel.timeline import render, summarise, write_html, write_perfetto
@@ -23,8 +27,6 @@ from megakernel.timeline.resolve import resolve
 from megakernel.timeline.spans import Spans
 from megakernel.timeline.waits import causes, finishes, releasers
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Trace
-from rich.console import Console
-from synthetic import record
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
 SECOND = 1.0  # traces made by hand tick in seconds
@@ -41,7 +43,10 @@ def chain() -> Program:
     """
     tile = (0, 32, 0, 32)
     body = [
-        [record("attn_norm", (0, 32), [word(0)], [word(1)]), record("o_proj", tile, [word(3)], [word(0, next_layer=True)])],
+        [
+            record("attn_norm", (0, 32), [word(0)], [word(1)]),
+            record("o_proj", tile, [word(3)], [word(0, next_layer=True)]),
+        ],
         [record("qkv_rope", tile, [word(1)], [word(2)]), record("join", (), [word(2)], [word(3)])],
     ]
     epilogue = [[], [record("final_norm", (0, 4), [word(0, indexed=True)], [])]]
@@ -201,12 +206,8 @@ def test_releasers_are_the_true_ones() -> None:
     r = resolve(p, synthetic.run(p))
     found = releasers(r, finishes(r))
     waits = np.flatnonzero(r.kind(WAIT))
-    assert len(waits) > 60 and (found[waits] >= 0).all() and (found[~r.kind(WAIT)] == -1).all()
-    late = r.end[waits] - r.end[found[waits]]
-    previous = {(w, e) for w, e in zip(r.lane[r.kind(COMPUTE)].tolist(), r.end[r.kind(COMPUTE)].tolist(), strict=True)}
-    for wait, delta in zip(waits.tolist(), late.tolist(), strict=True):
-        dispatched = (int(r.lane[wait]), int(r.end[wait]) - synthetic.DISPATCH_NS) in previous
-        assert delta == synthetic.SIGNAL_NS or (dispatched and delta < synthetic.SIGNAL_NS)
+    assert len(waits) > 40 and (found[~r.kind(WAIT)] == -1).all()
+    assert (r.end[waits] - r.end[found[waits]] == synthetic.SIGNAL_NS).all()
 
 
 def test_critical_path_explains_the_whole_step() -> None:
@@ -254,11 +255,18 @@ def test_summary_is_json_with_the_promised_keys() -> None:
 def test_terminal_table() -> None:
     p = synthetic.llama()
     t = synthetic.run(p)
-    console = Console(width=120, record=True, file=Path("/dev/null").open("w"))
+    console = Console(width=120, record=True, file=io.StringIO())
     render(summarise(p, t), p, t, console)
     text = console.export_text()
     assert all(len(line) <= 120 for line in text.splitlines())
-    for wanted in ("per step", "worker 3", "gate_up_silu", "qkv_rope ← attn_norm", "phases overlapping", "critical path"):
+    for wanted in (
+        "per step",
+        "worker 3",
+        "gate_up_silu",
+        "qkv_rope ← attn_norm",
+        "phases overlapping",
+        "critical path",
+    ):
         assert wanted in text
 
 
@@ -279,8 +287,8 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
     tracks = {k.track_descriptor.uuid: k.track_descriptor for k in proto.packet if k.HasField("track_descriptor")}
     assert [d.process.process_name for d in tracks.values() if d.HasField("process")] == ["rank 0"]
 
-    slices: list[tuple[int, int, str, str, int]] = []
-    open_at: dict[int, tuple[int, object]] = {}
+    slices: list[tuple[object, ...]] = []
+    open_at: dict[int, tuple[int, pb.TrackEvent]] = {}
     for packet in (k for k in proto.packet if k.HasField("track_event")):
         event = packet.track_event
         if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
@@ -290,7 +298,9 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
             begin, started = open_at.pop(event.track_uuid)
             track = tracks[event.track_uuid]
             worker = int(tracks[track.parent_uuid].name.removeprefix("worker "))
-            slices.append((begin, packet.timestamp, started.name, track.name, worker))  # type: ignore[attr-defined]
+            notes = tuple((a.name, a.int_value) for a in started.debug_annotations if a.HasField("int_value"))
+            family = started.categories[0]
+            slices.append((worker, begin, packet.timestamp, track.name, started.name, family, notes))
     assert not open_at
 
     r = resolve(p, t)
@@ -300,16 +310,17 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
         name, track = r.instruction(i).name, {COMPUTE: "compute", WAIT: "wait", LOAD: "load"}[int(r.rows["kind"][i])]
         if track == "wait":
             name = "waits for " + c.names[c.table(int(r.segment[i]), int(r.block[i]))[r.rows["instruction"][i], 0]]
-        expected.append((int(r.begin[i]), int(r.end[i]), name, track, int(r.rows["worker"][i])))
+        notes = (*r.operands(i).items(), ("launch", 1))
+        if (layer := r.layer(i)) is not None:
+            notes = (*notes, ("layer", layer))
+        family = r.instruction(i).family.name.lower()
+        expected.append((int(r.lane[i]), int(r.begin[i]), int(r.end[i]), track, name, family, notes))
     assert sorted(slices) == sorted(expected)
 
     events = [k.track_event for k in proto.packet if k.HasField("track_event")]
     starts = sorted(f for e in events for f in e.flow_ids)
     ends = sorted(f for e in events for f in e.terminating_flow_ids)
     assert starts == ends and len(set(starts)) == int(r.kind(WAIT).sum())
-    tile = next(e for e in events if e.name == "qkv_rope")
-    assert list(tile.categories) == [Family.MATMUL.name.lower()]
-    assert {a.name: a.int_value for a in tile.debug_annotations} >= {"row": 0, "rows": 32, "cols": 32, "layer": 0}
 
 
 def test_loads_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
@@ -439,16 +450,19 @@ def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
     page.run("timeline.select(-1); timeline.frameMs()")
     wait = page.run("return timeline.locate(arguments[0])", _a_wait(page))
     colours = (
-        "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = new Set();"
-        "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 12, 40, 8).data;"
-        "for (let i = 0; i < d.length; i += 4) seen.add(d.slice(i, i + 3).join()); return seen.size;"
+        "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = {};"
+        "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 30, 40, 8).data;"
+        "for (let i = 0; i < d.length; i += 4) { const c = d.slice(i, i + 3).join(); seen[c] = (seen[c] ?? 0) + 1; }"
+        "return Object.values(seen);"
     )
-    assert page.run(colours, wait["x"], wait["y"]) > 2  # hatched
+    shown = page.run(colours, wait["x"], wait["y"])
+    assert max(shown) < 0.95 * sum(shown)  # hatched
     toggle = "document.querySelector('[data-toggle=wait]').click(); timeline.frameMs();"
     page.run(toggle)
-    assert page.run(colours, wait["x"], wait["y"]) <= 2  # the empty lane and a grid line
+    hidden = page.run(colours, wait["x"], wait["y"])
+    assert max(hidden) >= 0.95 * sum(hidden)  # an empty lane, a grid line at most
     page.run(toggle)
-    assert page.run(colours, wait["x"], wait["y"]) > 2
+    assert page.run(colours, wait["x"], wait["y"]) == shown
 
 
 def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
@@ -476,4 +490,4 @@ def test_hover_help_and_theme(page: Browser) -> None:
     page.keys("t")
     assert {before, page.run(theme)} == {"light", "dark"}
     page.keys("t")
-    assert page.log() == []
+    assert [line for line in page.log() if "getImageData" not in line] == []  # a test reads pixels, the page does not

@@ -47,9 +47,7 @@ class Achieved:
     error: str | None
 
 
-def step_work(
-    dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
-) -> Work:
+def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False) -> Work:
     """Necessary work of one step.
 
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
@@ -103,6 +101,8 @@ def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
     fraction = max(math_s, memory_s) / seconds
     error = None
     if fraction > 1:
-        error = f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
+        error = (
+            f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
+        )
     limit = "memory" if memory_s >= math_s else "math"
     return Achieved(fraction, work.bytes / seconds, work.flops / seconds, limit, error)

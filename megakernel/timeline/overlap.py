@@ -18,7 +18,7 @@ from .spans import Spans, active
 
 @dataclass(frozen=True)
 class Overlap:
-    """`inside_worker`: loads hidden; `across_workers`: memory-bound under compute-bound; `phases`: see each function."""
+    """Each field is the function of the same name."""
 
     inside_worker: float | None
     across_workers: float | None

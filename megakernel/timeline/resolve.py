@@ -11,7 +11,7 @@ from ..errors import MegakernelError
 from ..isa import BY_OPCODE, Instruction
 from ..isa import record as rec
 from ..program import Program, Segment
-from ..trace import EPILOGUE, PROLOGUE, Intervals, IntervalKind, Trace
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)

@@ -41,12 +41,12 @@ class Spans:
             over = np.maximum(self.end[i - 1] - at, 0) if len(self.end) else np.zeros_like(at)
             return before[i] - np.where(i > 0, over, 0)
 
-        return np.maximum(below(np.maximum(begin, end)) - below(begin), 0)
+        inside: Ticks = below(np.maximum(begin, end)) - below(begin)
+        return inside
 
     def per_lane(self, period: int, lanes: int) -> Ticks:
         """Ticks of each lane."""
         return np.bincount(self.begin // period, self.end - self.begin, minlength=lanes).astype(np.int64)
-
 
     def moments(self, period: int) -> tuple[Ticks, Ticks]:
         """Begins and ends as ticks, lanes on top of each other."""
@@ -54,7 +54,7 @@ class Spans:
 
 
 def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
-    """Cut time at every begin and end: the pieces' lengths, and per group how many of its intervals cover each piece."""
+    """Cut time at every begin and end: lengths of the pieces, and how many intervals of each group cover each piece."""
     edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
     counts = []
     for begin, end in groups:

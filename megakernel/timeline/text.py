@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -75,7 +76,9 @@ def _map(resolved: Resolved, console_width: int) -> Text:
             elif best == len(families):
                 result.append("·", "bright_black")
             else:
-                result.append("█" if time[best, cell] * 2 > edges[cell + 1] - edges[cell] else "▄", _STYLES[families[best]])
+                result.append(
+                    "█" if time[best, cell] * 2 > edges[cell + 1] - edges[cell] else "▄", _STYLES[families[best]]
+                )
         result.append("\n")
     used = [f for i, f in enumerate(families) if (family == i).any()]
     legend = Text(" " * 14)
@@ -84,7 +87,9 @@ def _map(resolved: Resolved, console_width: int) -> Text:
     return result.append_text(legend.append("· ", "bright_black").append("waiting"))
 
 
-def _cumulative(begin: np.ndarray, end: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
+def _cumulative(
+    begin: NDArray[np.int64], end: NDArray[np.int64], span: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Elapsed time inside the intervals as a piecewise linear function of the moment."""
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]

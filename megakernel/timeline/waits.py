@@ -62,7 +62,9 @@ def _signals(program: Program, segment: int) -> _Signals:
     nth = np.arange(len(at)) - np.repeat(np.cumsum(copies * ranks) - copies * ranks, copies * ranks)
     rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at])
     counter = rec.word_counter(word)[at].astype(np.int64) + nth % copies[at]
-    return _Signals(record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64), copies[at] > 1)
+    return _Signals(
+        record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64), copies[at] > 1
+    )
 
 
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -97,7 +99,10 @@ def causes(program: Program) -> Causes:
             _waited(waits[2], ranks[2], produced[_LAST]),
         ]
         own = [found[0], found[1] | found[2], found[3]]
-        grown = [np.where(op == _JOIN, np.bitwise_or.reduce(o, axis=1), s) for op, o, s in zip(opcodes, own, stands)]
+        grown = [
+            np.where(op == _JOIN, np.bitwise_or.reduce(o, axis=1), s)
+            for op, o, s in zip(opcodes, own, stands, strict=True)
+        ]
         if all((g == s).all() for g, s in zip(grown, stands, strict=True)):
             break
         stands = grown
