@@ -3,5 +3,6 @@
 from .compile import compile_program
 from .describe import describe
 from .disasm import disassemble
+from .verify import Report, verify
 
-__all__ = ["compile_program", "describe", "disassemble"]
+__all__ = ["Report", "compile_program", "describe", "disassemble", "verify"]

@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import MegakernelError
 from ..isa import Dims
 from ..program import Program
+from ..roofline import Work, step_work
 from ..runtime import build_step
 from ..runtime.backend import Backend, Output
 from ..runtime.step import Chunk, SampleRow
@@ -61,10 +62,11 @@ class Step:
     def logit_rows(self) -> int:
         return sum(len(chunk.samples) for chunk in self.chunks)
 
-    @property
-    def contexts(self) -> list[int]:
-        """KV tokens that each row attends to, its own included."""
-        return [chunk.start + i + 1 for chunk in self.chunks for i in range(len(chunk.tokens))]
+    def work(self, *, tied: bool) -> Work:
+        """What the launch could not avoid computing and reading."""
+        rows = [len(chunk.tokens) for chunk in self.chunks]
+        contexts = [chunk.start + len(chunk.tokens) for chunk in self.chunks]
+        return step_work(self.program.dims, rows, contexts, self.logit_rows, tied=tied)
 
 
 class Engine:

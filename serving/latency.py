@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from ..roofline import Ceilings, step_work
+from ..roofline import Ceilings, Work, achieved
 from .engine import Step
 from .llm import LLM
 from .sampling import SamplingParams
@@ -15,23 +15,15 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of one run. Seconds are wall time from step to step, the host's share included.
-
-    `bytes` counts each weight and each live KV byte once per step, `flops` a multiply-add as two.
-    """
+    """One phase of one run: wall seconds from step to step, the host's share included, and the steps' work."""
 
     tokens: int
     step_s: list[float]
-    flops: float
-    bytes: float
+    work: Work
 
     @property
     def seconds(self) -> float:
         return sum(self.step_s)
-
-    def bound_s(self, ceilings: Ceilings) -> float:
-        """The least time the measured ceilings allow."""
-        return max(self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.f32_flops)
 
 
 @dataclass(frozen=True)
@@ -59,51 +51,50 @@ def measure(
         llm.generate([prompt_ids], params, on_step=record)
         first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
         if number:
-            done.append(Run(_phase(steps[: first + 1]), _phase(steps[first + 1 :])))
+            done.append(Run(_phase(steps[: first + 1], llm.config.tied), _phase(steps[first + 1 :], llm.config.tied)))
         if on_run:
             on_run(number)
     return done
 
 
 def report(runs: list[Run], ceilings: Ceilings) -> dict[str, object]:
-    """The figures of `bench latency`: medians over runs, decode first; every run is kept.
-
-    A roofline fraction is the bound of the measured ceilings over the achieved time.
-    """
-    steps = [s for run in runs for s in run.decode.step_s]
-    step_s = median(steps)
+    """The figures of `bench latency`: medians over runs, decode first; every run is kept."""
+    step_s = median(s for run in runs for s in run.decode.step_s)
     per_run = [median(run.decode.step_s) for run in runs]
-    best = runs[0].decode  # work is the same in every run
-    count = len(best.step_s)
+    decode = achieved(runs[0].decode.work, ceilings, step_s * len(runs[0].decode.step_s))
     prefill_s = median(run.prefill.seconds for run in runs)
-    prefill = runs[0].prefill
+    prefill = achieved(runs[0].prefill.work, ceilings, prefill_s)
     return {
         "tokens_per_s": 1.0 / step_s,
         "step_s": step_s,
         "step_s_min": min(per_run),
         "step_s_max": max(per_run),
-        "roofline_fraction": best.bound_s(ceilings) / count / step_s,
-        "read_GBps": best.bytes / count / step_s / 1e9,
-        "gflops": best.flops / count / step_s / 1e9,
-        "read_fraction": best.bytes / count / step_s / ceilings.read_bytes_per_s,
+        "roofline_fraction": decode.fraction,
+        "read_GBps": decode.read_bytes_per_s / 1e9,
+        "gflops": decode.flops / 1e9,
+        "read_fraction": decode.read_bytes_per_s / ceilings.read_bytes_per_s,
         "prefill": {
-            "tokens": prefill.tokens,
+            "tokens": runs[0].prefill.tokens,
             "seconds": prefill_s,
-            "tokens_per_s": prefill.tokens / prefill_s,
-            "gflops": prefill.flops / prefill_s / 1e9,
-            "fma_fraction": prefill.flops / prefill_s / ceilings.f32_flops,
-            "roofline_fraction": prefill.bound_s(ceilings) / prefill_s,
+            "tokens_per_s": runs[0].prefill.tokens / prefill_s,
+            "gflops": prefill.flops / 1e9,
+            "fma_fraction": prefill.flops / ceilings.flops,
+            "roofline_fraction": prefill.fraction,
         },
+        "errors": [phase.error for phase in (decode, prefill) if phase.error],
         "runs": [{"prefill_s": run.prefill.seconds, "decode_step_s": run.decode.step_s} for run in runs],
         "vs": {},
     }
 
 
-def _phase(steps: list[tuple[Step, float]]) -> Phase:
-    works = [step_work(step.program.dims, step.rows, step.contexts, step.logit_rows) for step, _ in steps]
+def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
+    works = [step.work(tied=tied) for step, _ in steps]
     return Phase(
         tokens=sum(step.rows for step, _ in steps),
         step_s=[seconds for _, seconds in steps],
-        flops=sum(work.flops for work in works),
-        bytes=sum(work.weight_bytes + work.kv_bytes for work in works),
+        work=Work(
+            sum(work.flops for work in works),
+            sum(work.weight_bytes for work in works),
+            sum(work.kv_bytes for work in works),
+        ),
     )

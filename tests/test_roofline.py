@@ -102,19 +102,14 @@ def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
 
 def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
     sizes = []
+    reads, rates = iter([5.0, 9.0, 7.0]), iter([3.0, 1.0, 2.0])
 
-    class Fake:
-        reads, rates = iter([5.0, 9.0, 7.0]), iter([3.0, 1.0, 2.0])
+    def read(threads: int, size: int, seconds: float) -> float:
+        assert threads == 3 and seconds > 0
+        sizes.append(size)
+        return next(reads)
 
-        def read(self, threads: int, size: int, seconds: float) -> float:
-            assert threads == 3 and seconds > 0
-            sizes.append(size)
-            return next(self.reads)
-
-        def fma(self, threads: int) -> float:
-            return next(self.rates)
-
-    measured = measure_ceilings(Fake(), 3)
+    measured = measure_ceilings(3, read, lambda threads: next(rates))
     assert (measured.read_bytes_per_s, measured.flops, measured.threads) == (9.0, 3.0, 3)
     assert min(sizes) >= min(8 * last_level_cache(), 2 << 30)
 

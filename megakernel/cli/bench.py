@@ -55,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def measured_ceilings(llm: LLM) -> Ceilings:
     """What this machine can do, measured now, with the engine's threads."""
     from ..roofline import measure_ceilings
+    from ..runtime.native import probe_fma, probe_read
 
     with output.busy("measuring this machine's ceilings"):
-        return measure_ceilings(llm.threads)
+        return measure_ceilings(llm.threads, probe_read, probe_fma)
 
 
 def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def show(figures: dict[str, Any]) -> None:
         (
             "prefill",
             f"{prefill['tokens_per_s']:.0f} tokens/s over {prefill['tokens']} tokens, {prefill['gflops']:.0f} GFLOP/s,"
-            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['f32_flops'] / 1e9:.0f}",
+            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['flops'] / 1e9:.0f}",
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
+        *(("error", error) for error in figures["errors"]),
     )

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         ("simd path", core or "none: the native core is missing"),
     ]
     if ceilings:
-        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['f32_flops'] / 1e9:.0f} GFLOP/s"
+        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['flops'] / 1e9:.0f} GFLOP/s"
         rows.append(("ceilings", f"reads {rates}, measured now"))
     rows += [
         ("compilers", ", ".join(compilers.values()) or "none"),
@@ -98,9 +98,10 @@ def _native_core(findings: list[str]) -> str | None:
 
 def _ceilings(threads: int) -> dict[str, float]:
     from ..roofline import measure_ceilings
+    from ..runtime.native import probe_fma, probe_read
 
     with output.busy("measuring memory and arithmetic"):
-        return asdict(measure_ceilings(threads))
+        return asdict(measure_ceilings(threads, probe_read, probe_fma))
 
 
 def _cpu_name() -> str:

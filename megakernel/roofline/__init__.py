@@ -1,12 +1,11 @@
 """How far a step is from the limits of the machine: necessary work, ceilings, and the fraction of them reached."""
 
-from .ceilings import Ceilings, Probes, machine_ceilings, measure_ceilings
+from .ceilings import Ceilings, machine_ceilings, measure_ceilings
 from .work import Achieved, Work, achieved, bound, step_work
 
 __all__ = [
     "Achieved",
     "Ceilings",
-    "Probes",
     "Work",
     "achieved",
     "bound",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ..machine import Machine
 
@@ -25,24 +25,16 @@ class Ceilings:
     how: str
 
 
-class Probes(Protocol):
-    """What measures; the native library implements it."""
-
-    def read(self, threads: int, size: int, seconds: float) -> float:
-        """Bytes per second that `threads` read from `size` bytes in all, over about `seconds`."""
-        ...
-
-    def fma(self, threads: int) -> float:
-        """FLOP/s of independent float32 multiply-adds from registers, on `threads`."""
-        ...
+ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in all, about how many seconds) -> bytes/s
+FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent float32 multiply-adds from registers
 
 
-def measure_ceilings(probes: Probes, threads: int) -> Ceilings:
+def measure_ceilings(threads: int, read: ReadProbe, fma: FmaProbe) -> Ceilings:
     """This machine's own: the best of several all-worker probes, since anything else on the machine only slows one."""
     size = min(_CACHE_FACTOR * last_level_cache(), _LARGEST_READ)
     return Ceilings(
-        read_bytes_per_s=max(probes.read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
-        flops=max(probes.fma(threads) for _ in range(_REPEATS)),
+        read_bytes_per_s=max(read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
+        flops=max(fma(threads) for _ in range(_REPEATS)),
         threads=threads,
         how=f"measured: best of {_REPEATS}, reads over {size >> 20} MiB",
     )
