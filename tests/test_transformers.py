@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from runner import Runner
-from tiny_llama import make_llama
+from tiny_llama import ROPES, TinyCheckpoint, error, make_llama
 
 from megakernel.isa import Dtype
 
@@ -26,22 +26,10 @@ SHAPES = {
     "tied": {"tied": True, "vocab": 257},
     "attention bias": {"attention_bias": True},
     "mlp bias": {"mlp_bias": True, "ffn": 75},
-    "linear rope": {"rope": {"rope_type": "linear", "factor": 4.0}},
-    "llama3 rope": {
-        "rope": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "linear rope": {"rope": ROPES["linear"]},
+    "llama3 rope": {"rope": ROPES["llama3"]},
     "one layer": {"layers": 1},
 }
-
-
-def error(got, want):
-    return float(np.abs(got - want).max() / want.std())
 
 
 def prompt(vocab):
@@ -66,7 +54,11 @@ def test_f32(name):
 @pytest.mark.parametrize("name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope"])
 def test_bf16(name):
     """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
-    model, checkpoint = make_llama(seed=2, bf16_weights=True, **SHAPES[name])
+    model, checkpoint = make_llama(seed=2, **SHAPES[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    checkpoint = TinyCheckpoint(model, checkpoint.config)
     tokens = prompt(checkpoint.config.vocab)
     truth = reference(model, tokens)
     own = error(reference(model.to(torch.bfloat16), tokens), truth)
