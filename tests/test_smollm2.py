@@ -1,0 +1,120 @@
+"""The default model against transformers in float32, on real chat prompts; and its weights matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+
+from megakernel import LLM, SamplingParams
+from megakernel.isa import Buffer, Dtype
+from megakernel.model import open_checkpoint
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences.",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many?",
+    "Write a Python function that returns the 17 largest of 1,024 numbers.",
+)
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    with LLM("smollm2-135m", dtype="f32", max_context=512, max_seqs=4) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    """The same weights in transformers, put back into its RoPE order."""
+    checkpoint = open_checkpoint("smollm2-135m")
+    c = checkpoint.config
+
+    def rotate_half(rows):
+        return rows.reshape(-1, c.head_dim // 2, 2, c.hidden).swapaxes(1, 2).reshape(rows.shape)
+
+    state = {"model.embed_tokens.weight": checkpoint.load(Buffer.EMBED, 0, Dtype.F32)}
+    state["model.norm.weight"] = checkpoint.load(Buffer.FINAL_NORM, 0, Dtype.F32)
+    for layer in range(c.layers):
+        at = f"model.layers.{layer}."
+        edges = np.cumsum([c.heads, c.kv_heads]) * c.head_dim
+        q, k, v = np.split(checkpoint.load(Buffer.W_QKV, layer, Dtype.F32), edges)
+        gate, up = checkpoint.load(Buffer.W_GATE_UP, layer, Dtype.F32)
+        state |= {
+            f"{at}self_attn.q_proj.weight": rotate_half(q),
+            f"{at}self_attn.k_proj.weight": rotate_half(k),
+            f"{at}self_attn.v_proj.weight": v,
+            f"{at}self_attn.o_proj.weight": checkpoint.load(Buffer.W_O, layer, Dtype.F32),
+            f"{at}mlp.gate_proj.weight": gate,
+            f"{at}mlp.up_proj.weight": up,
+            f"{at}mlp.down_proj.weight": checkpoint.load(Buffer.W_DOWN, layer, Dtype.F32),
+            f"{at}input_layernorm.weight": checkpoint.load(Buffer.ATTN_NORM, layer, Dtype.F32),
+            f"{at}post_attention_layernorm.weight": checkpoint.load(Buffer.MLP_NORM, layer, Dtype.F32),
+        }
+    model = LlamaForCausalLM(
+        HfConfig(
+            vocab_size=c.vocab,
+            hidden_size=c.hidden,
+            intermediate_size=c.ffn,
+            num_hidden_layers=c.layers,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads,
+            max_position_embeddings=c.max_context,
+            rms_norm_eps=c.rms_eps,
+            rope_theta=c.rope.theta,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    theta = (getattr(model.config, "rope_parameters", None) or {}).get("rope_theta", c.rope.theta)
+    assert theta == c.rope.theta == 100000
+    missing, unexpected = model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()}, False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    return model
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens_and_logprobs(llm, reference, prompt):
+    """Teacher-forced on our own tokens, so that every position is compared.
+
+    A token may differ from the reference's only where the reference's own two best are within 0.05.
+    """
+    ids = llm.chat_ids([{"role": "user", "content": prompt}])
+    result = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))[0]
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids + result.token_ids])).logits[0, len(ids) - 1 : -1]
+    best = logits.topk(2).values
+    tokens = torch.tensor(result.token_ids)
+    differs = logits.argmax(-1) != tokens
+    assert len(tokens) == TOKENS and not (differs & (best[:, 0] - best[:, 1] >= 0.05)).any()
+    want = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+    assert np.abs(want.numpy() - result.logprobs).max() < 1e-3
+
+
+def test_answers_in_english(llm):
+    result = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0.0, max_tokens=32))
+    assert (result.text, result.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+class _Zeroed:
+    """The default model with one layer's MLP output zeroed."""
+
+    def __init__(self, inner, layer):
+        self._inner, self._layer = inner, layer
+        self.name, self.config, self.dtype = inner.name, inner.config, inner.dtype
+
+    def load(self, buffer, layer, dtype):
+        weight = self._inner.load(buffer, layer, dtype)
+        return np.zeros_like(weight) if (buffer, layer) == (Buffer.W_DOWN, self._layer) else weight
+
+
+def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
+    monkeypatch.setattr("megakernel.serving.llm.open_checkpoint", lambda spec: _Zeroed(open_checkpoint(spec), 12))
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with LLM("smollm2-135m", max_context=256, max_seqs=1) as broken:
+        text = broken.chat([{"role": "user", "content": PROMPTS[1]}], params).text
+    monkeypatch.undo()
+    with LLM("smollm2-135m", max_context=256, max_seqs=1) as whole:
+        assert whole.chat([{"role": "user", "content": PROMPTS[1]}], params).text != text
