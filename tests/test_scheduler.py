@@ -48,6 +48,16 @@ def test_any_interleaving_gives_the_results_of_program_order(layers: int, worker
     check(program, seed=layers * 100 + workers * 10 + tokens)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
+    """A record holds 8 signals; a tile here has a part of up to 30 KV heads."""
+    config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
+    program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
+    attention = program.body.records[opcode(program.body.records) == BY_NAME["attention"].opcode]
+    assert int(BY_NAME["attention"].columns(attention)["group_heads"][0]) > 1
+    check(program, seed=workers, rounds=20)
+
+
 def test_random_shapes() -> None:
     rng = np.random.default_rng(5)
     for seed in range(14):
