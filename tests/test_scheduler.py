@@ -207,7 +207,12 @@ def test_disassembly_names_operands_counters_and_totals() -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [({"tp": 2}, "tensor parallel"), ({"tokens": 0}, "tokens"), ({"logit_rows": -1}, "logit_rows")],
+    [
+        ({"tp": 2}, "tensor parallel"),
+        ({"tokens": 0}, "tokens"),
+        ({"logit_rows": -1}, "logit_rows"),
+        ({"tokens": 10**9}, "at most"),
+    ],
 )
 def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> None:
     arguments = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8, "tp": 1} | change
