@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import BY_NAME, Dtype
-from ..isa.record import COUNTER_MASK, LAYER_MASK, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WAIT_WORD, WAITS, WORDS, Records
+from ..isa.record import LAYER_MASK, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WAIT_WORD, WAITS, WORDS, Records
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
@@ -15,6 +15,9 @@ from .derive import derive
 from .lower import Phase, Tasks, lower, program_dims
 from .place import Placed, place
 from .sync import Join, Words, synchronise
+
+# Row blocks of a program: keeps compiling under a minute, and counters far below what a record can name.
+_MAX_BLOCKS = 4096
 
 
 def compile_program(
@@ -49,9 +52,6 @@ def compile_program(
 def build_program(tasks: Tasks, machine: Machine, *, ranks: int = 1) -> Program:
     """Synchronise and place tasks, and encode them."""
     sync = synchronise(tasks, derive(tasks))
-    counters = len(sync.totals_first)
-    if (tasks.dims.layers + 1) * counters > COUNTER_MASK:
-        raise MegakernelError(f"the program needs {counters} counters per layer, too many: compile fewer tokens")
     segments = [
         _segment(
             phases,
@@ -68,7 +68,7 @@ def build_program(tasks: Tasks, machine: Machine, *, ranks: int = 1) -> Program:
         machine=machine.name,
         ranks=ranks,
         workers=machine.workers,
-        counters=counters,
+        counters=len(sync.totals_first),
         prologue=segments[0],
         body=segments[1],
         epilogue=segments[2],
@@ -84,6 +84,10 @@ def _check(config: LlamaConfig, machine: Machine, *, tp: int, **sizes: int) -> N
     for name, value in sizes.items():
         if value < 1:
             raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
+    for name in ("tokens", "logit_rows"):
+        if sizes[name] > _MAX_BLOCKS * machine.tile_rows:
+            most = _MAX_BLOCKS * machine.tile_rows
+            raise MegakernelError(f"cannot compile {sizes[name]} {name} for machine {machine.name}: at most {most}")
     if config.layers > LAYER_MASK:
         raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {LAYER_MASK}")
     if machine.col_unit % 2:

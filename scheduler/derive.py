@@ -11,7 +11,9 @@ of this block": as a consumer it is what an INDEXED wait waits for, as a produce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,8 +98,8 @@ def _groups(segment: int, number: int, phase: Phase, labels: NDArray[np.int64], 
     accesses = phase.instruction.accesses(phase.columns, dims)
     plain = [(a, boxes(a)) for a in accesses if a.index is Index.NONE]
     out = []
-    for label in np.unique(labels) if plain else ():
-        members = np.flatnonzero(labels == label)
+    order = np.argsort(labels, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if plain else ():
         touches = []
         for access, all_boxes in plain:
             inside = np.flatnonzero(nonempty(all_boxes[members]))
@@ -128,12 +130,12 @@ def _edges(groups: list[Group], layers: int) -> Dependencies | Cut:
     copies = [PROLOGUE, *[BODY] * layers, EPILOGUE]
     node_group = [g for copy in copies for g, group in enumerate(groups) if group.segment == copy]
     node_copy = [c for c, copy in enumerate(copies) for group in groups if group.segment == copy]
-    candidates = _candidates(groups, node_group, node_copy)
     before = [0] * len(node_group)  # bit sets: the nodes that precede each node
     found = Dependencies(groups)
-    for b, gb in enumerate(node_group):
+    for b, producers in enumerate(_candidates(groups, node_group, node_copy)):
+        gb = node_group[b]
         consumer = groups[gb]
-        for a in np.flatnonzero(candidates[:, b])[::-1].tolist():
+        for a in producers[::-1].tolist():
             # Nearest first: whatever implies this edge passes through a later producer of the same consumer.
             if before[b] >> a & 1:
                 continue
@@ -150,26 +152,38 @@ def _edges(groups: list[Group], layers: int) -> Dependencies | Cut:
     return found
 
 
-def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> NDArray[np.bool_]:
-    """[nodes, nodes], producer before consumer: whose hulls overlap on a buffer that one of them writes."""
-    out = np.zeros((len(node_group),) * 2, dtype=bool)
-    hulls: dict[tuple[Buffer, int], list[tuple[int, bool, list[int]]]] = {}
+def _candidates(
+    groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]
+) -> Iterator[NDArray[np.int64]]:
+    """For each node in order, the earlier nodes whose hulls overlap its own on a buffer that one of them writes."""
+    touched: dict[tuple[Buffer, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for node, g in enumerate(node_group):
         for t in groups[g].touches:
-            low, high = t.boxes.min(axis=0), t.boxes.max(axis=0)
             layer = node_copy[node] if BUFFERS[t.buffer].layered else 0
-            hull = [int(low[0]), int(high[1]), int(low[2]), int(high[3])]
-            hulls.setdefault((t.buffer, layer), []).append((node, t.writes, hull))
-    for touched in hulls.values():
-        nodes = np.array([n for n, _, _ in touched])
-        writes = np.array([w for _, w, _ in touched])
-        around = np.array([h for _, _, h in touched], dtype=np.int32)
-        i, j = np.nonzero(overlap(around, around) & (writes[:, None] | writes[None, :]))
-        out[nodes[i], nodes[j]] = True
-    phase = np.array([groups[g].phase for g in node_group])
-    copy = np.array(node_copy)
-    out &= (copy[:, None] < copy) | ((copy[:, None] == copy) & (phase[:, None] < phase))
-    return out
+            low, high = t.boxes.min(axis=0).tolist(), t.boxes.max(axis=0).tolist()
+            touched[t.buffer, layer].append((low[0], high[1], low[2], high[3], node, int(t.writes)))
+    pairs = [_overlapping(np.array(sorted(rows), dtype=np.int64)) for rows in touched.values()]
+    a, b = np.concatenate(pairs, axis=1)
+    run = np.array(node_copy) * (1 + max(g.phase for g in groups)) + [groups[g].phase for g in node_group]
+    a, b = np.unique(np.stack([a, b])[:, run[a] < run[b]], axis=1)
+    order = np.argsort(b, kind="stable")
+    ends = np.searchsorted(b[order], np.arange(len(node_group) + 1))
+    for first, last in itertools.pairwise(ends.tolist()):
+        yield a[order[first:last]]
+
+
+def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[2, pairs] of nodes; a hull is (row, row_end, col, col_end, node, writes), sorted by row.
+
+    Hulls are short in rows, so those that may overlap one lie in a short range of the sorted ones.
+    """
+    row, row_end, col, col_end, node, writes = hulls.T
+    first = np.searchsorted(row, row - (row_end - row).max(), side="right")
+    count = np.searchsorted(row, row_end) - first
+    i = np.repeat(np.arange(len(row)), count)
+    j = np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    meet = (row[i] < row_end[j]) & (col[i] < col_end[j]) & (col[j] < col_end[i]) & ((writes[i] | writes[j]) != 0)
+    return np.stack([node[i[meet]], node[j[meet]]])
 
 
 def _whole(conflicts: NDArray[np.bool_], producer: Group, consumer: Group) -> bool:

@@ -42,7 +42,8 @@ class Table:
             while a < b:
                 block = a // dims.row_block
                 end = min(b, (block + 1) * dims.row_block, a + int(rng.integers(1, dims.row_block + 1)))
-                heads = sorted({0, dims.kv_heads, int(rng.integers(0, dims.kv_heads + 1))})
+                cut_heads = rng.integers(0, dims.kv_heads + 1, size=int(rng.integers(0, dims.kv_heads + 1)))
+                heads = sorted({0, dims.kv_heads, *cut_heads.tolist()})
                 first = block if start < 0 else start // dims.row_block
                 for h, h_end in itertools.pairwise(heads):
                     n = int(rng.integers(1, 4)) if start >= 0 else 1

@@ -48,6 +48,16 @@ def test_any_interleaving_gives_the_results_of_program_order(layers: int, worker
     check(program, seed=layers * 100 + workers * 10 + tokens)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
+    """A record holds 8 signals; a tile here has a part of up to 30 KV heads."""
+    config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
+    program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
+    attention = program.body.records[opcode(program.body.records) == BY_NAME["attention"].opcode]
+    assert int(BY_NAME["attention"].columns(attention)["group_heads"][0]) > 1
+    check(program, seed=workers, rounds=10)
+
+
 def test_random_shapes() -> None:
     rng = np.random.default_rng(5)
     for seed in range(14):
@@ -197,7 +207,12 @@ def test_disassembly_names_operands_counters_and_totals() -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [({"tp": 2}, "tensor parallel"), ({"tokens": 0}, "tokens"), ({"logit_rows": -1}, "logit_rows")],
+    [
+        ({"tp": 2}, "tensor parallel"),
+        ({"tokens": 0}, "tokens"),
+        ({"logit_rows": -1}, "logit_rows"),
+        ({"tokens": 10**9}, "at most"),
+    ],
 )
 def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> None:
     arguments = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8, "tp": 1} | change
