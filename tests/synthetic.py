@@ -100,8 +100,8 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
         body.append(record("attn_norm", (b * rows, rows), [word(x + b)], [word(h + b)]))
     for b in range(n):
         for t in range(tiles):
-            signal = word(grid + b * groups + t * groups // tiles)
-            body.append(record("qkv_rope", (b * rows, rows, t * cols, cols), [word(h + b)], [signal]))
+            into = word(grid + b * groups + t * groups // tiles)
+            body.append(record("qkv_rope", (b * rows, rows, t * cols, cols), [word(h + b)], [into]))
     for slot in range(n * 2):
         indexed = [word(grid, indexed=True)], [word(att, indexed=True)]
         body.append(record("attention", (slot, 1, groups), *indexed))

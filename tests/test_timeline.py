@@ -25,6 +25,7 @@ from megakernel.timeline import render, summarise, write_html, write_perfetto
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import resolve
 from megakernel.timeline.spans import Spans
+from megakernel.timeline.summary import wait_causes
 from megakernel.timeline.waits import causes, finishes, releasers
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Trace
 
@@ -105,6 +106,13 @@ def test_busy_wait_idle_and_imbalance() -> None:
     assert s.busy == pytest.approx(0.475) and s.imbalance == pytest.approx(0.49 / 0.475 - 1)
 
 
+def test_a_wait_under_work_is_not_time_lost() -> None:
+    """A worker whose loader or controller waits while its consumers compute is busy."""
+    p = chain()
+    s = summarise(p, synthetic.trace(p, rows((COMPUTE, 0, 0, 0, 0, 60), (WAIT, 0, 1, 0, 20, 100))))
+    assert (s.per_worker[0].busy, s.per_worker[0].wait) == pytest.approx((0.6, 0.4))
+
+
 def test_time_by_instruction() -> None:
     s = summarise(*chain_trace())
     found = {i.name: (i.count, i.total_s, i.mean_s) for i in s.instructions}
@@ -121,9 +129,12 @@ def test_waits_name_the_producers_of_their_counters() -> None:
         ("o_proj", "qkv_rope"): (2, 53),  # through the join
         ("final_norm", "o_proj"): (1, 9),  # INDEXED, signalled with NEXT by the last layer
     }
-    c = causes(chain())
-    name = lambda table, r: c.names[table[r, 0]]  # noqa: E731
-    assert name(c.first, 0) == "embed" and name(c.body, 0) == "o_proj"
+
+
+def test_the_first_layer_waits_for_the_prologue() -> None:
+    p = chain()
+    t = synthetic.trace(p, rows((WAIT, 0, 0, 0, 0, 5), (WAIT, 0, 0, 1, 5, 7)))
+    assert {w.cause: w.total_s * 1e9 for w in summarise(p, t).waits} == pytest.approx({"embed": 5, "o_proj": 2})
 
 
 def test_signals_to_every_rank_have_a_cause_there() -> None:
@@ -390,13 +401,15 @@ def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]
     assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [p.workers, len(t.intervals)]
     r = resolve(p, t)
     found = releasers(r, finishes(r))
+    names, cause = causes(p).names, wait_causes(r, causes(p))
+    assert "embed" in {names[n] for n in cause if n >= 0}
     shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
     for i, d in enumerate(shown):
         assert d["name"] == r.instruction(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
         assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9) and d["duration_s"] * 1e9 == pytest.approx(
             r.end[i] - r.begin[i]
         )
-        assert d["operands"] == r.operands(i)
+        assert d["operands"] == r.operands(i) and d["cause"] == (names[cause[i]] if cause[i] >= 0 else "")
     worst = max(shown, key=lambda d: d["duration_s"] if d["kind"] == "compute" else 0)
     assert worst["duration_s"] > 5e-3 and worst["layer"] == f"layer {STALLED[1]}"
     assert page.log() == []

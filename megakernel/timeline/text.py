@@ -16,6 +16,7 @@ from .summary import Summary
 
 _LANES = 16  # lanes of the map; more are thinned out evenly
 _WAITS = 6  # rows of the wait table
+_WIDE = 110  # columns that hold both tables
 # Black on black would vanish: a terminal's own foreground stands in for it.
 _STYLES = {f: "default" if f is Family.CONTROL else f.value for f in Family}
 
@@ -23,7 +24,7 @@ _STYLES = {f: "default" if f is Family.CONTROL else f.value for f in Family}
 def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
     """Print the summary and a map of the lanes to `console`."""
     console.print(Group(_headline(summary), Text(), _map(resolve(program, trace), console.width), Text()))
-    console.print(_side_by_side(_instructions(summary), _waits(summary)))
+    console.print(_tables(_instructions(summary), _waits(summary), console.width))
     console.print(_overlap(summary))
 
 
@@ -124,10 +125,13 @@ def _waits(s: Summary) -> Table:
     return table
 
 
-def _side_by_side(*tables: RenderableType) -> Table:
+def _tables(left: Table, right: Table, width: int) -> RenderableType:
+    """Next to each other where the terminal is wide enough, else one below the other."""
+    if width < _WIDE:
+        return Group(left, Text(), right, Text())
     grid = Table.grid(padding=(0, 4))
-    grid.add_row(*tables)
-    return grid
+    grid.add_row(left, right)
+    return Group(grid, Text())
 
 
 def _overlap(s: Summary) -> Table:

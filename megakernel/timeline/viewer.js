@@ -74,7 +74,7 @@
   const gutter = () => 96 * size.k, top = () => 78 * size.k;
   const laneHeight = () => {
     const room = size.h - top() - 8 * size.k;
-    return Math.max(16 * size.k, Math.min(104 * size.k, Math.floor(room / lanes)));
+    return Math.max(16 * size.k, Math.min(128 * size.k, Math.floor(room / lanes)));
   };
   const laneY = (l) => top() + l * laneHeight() - view.scroll;
   const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
@@ -505,7 +505,7 @@
       ${number(percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers")}
       ${number(percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1")}</div>
       <h2>Overlap</h2><div class="numbers">
-      ${number(percent(o.phases), "phases", "time in which workers compute instructions of two or more (layer, opcode) ÷ time in which some worker computes")}
+      ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, opcode) ÷ time in which some worker computes")}
       ${number(percent(o.inside_worker), "loads hidden", "LOAD time under a wait or an earlier instruction's compute ÷ LOAD time")}
       ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
       ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote ÷ (workers × step)")}</div>
@@ -513,7 +513,7 @@
       <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]])).join("")}</div>
       <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]])).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]])}</div>
       ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
-    $("headline").innerHTML = `<b>${seconds(s.step_s)}</b> per step · ${escape(meta.source)} on ${escape(meta.machine)} · ${lanes} worker${lanes > 1 ? "s" : ""} · ${meta.tokens} token rows × ${meta.layers} layers · ${count.toLocaleString("en")} intervals · program ${escape(meta.program)}`;
+    $("headline").innerHTML = `<b>${seconds(s.step_s)}</b> per step · ${escape(meta.source)} on ${escape(meta.machine)} · ${lanes} worker${lanes > 1 ? "s" : ""} · ${meta.tokens} token row${meta.tokens > 1 ? "s" : ""} × ${meta.layers} layers · ${count.toLocaleString("en")} intervals · program ${escape(meta.program)}`;
   }
   function legend() {
     const used = new Set(familyOf);
