@@ -115,9 +115,10 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         progress = heads * np.rint(progress / heads)
     head = np.clip(progress, 0, heads - 1).astype(np.int64)
     rest = progress - head
-    border = np.rint(rest)
-    near = np.abs(rest - border) * cost[tile] <= SLACK * share
-    grain = np.where(near, border, np.rint(rest * grains[tile])).astype(np.int64)
+    nearest = np.rint(rest)
+    near = np.abs(rest - nearest) * cost[tile] <= SLACK * share
+    border = nearest.astype(np.int64) * grains[tile]
+    grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
     # Splits take partials, first come first served; the others' cuts move to the head's border.
     part = tile * heads + head
@@ -125,7 +126,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     split = np.unique(part[inside & by_blocks[tile]])
     too_many = split[np.cumsum((tiles.rows * tiles.blocks)[split // heads]) > dims.partials]
     unsplit = np.isin(part, too_many)
-    grain = np.where(unsplit, border.astype(np.int64) * grains[tile], grain)
+    grain = np.where(unsplit, border, grain)
     inside &= ~unsplit
 
     # Items lie between cuts, tile borders, and the borders of a head's part that is cut inside.

@@ -27,8 +27,7 @@ class Context:
 
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
         values: NDArray[Any] = self.buffer(buffer)[index]
-        f32: F32 = to_f32(values)
-        return f32
+        return to_f32(values)
 
     def write(self, buffer: Buffer, index: Any, values: F32) -> None:
         """Store float values in the buffer's own type: the only rounding there is."""
@@ -37,7 +36,8 @@ class Context:
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+    scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x / scale * weight
 
 
 def embed(c: Context, row: int, rows: int) -> None:

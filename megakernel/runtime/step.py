@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
@@ -83,11 +84,11 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     table.positions[:rows] = np.arange(rows) + np.repeat(start - first_row, count)
     table.row_seq[:rows] = row_slot
     table.row_seq[rows:] = -1
-    for chunk, length in zip(chunks, lengths, strict=True):
-        needed = -(-(chunk.start + length) // dims.page)
+    block_tables = table.block_tables
+    for chunk, needed in zip(chunks, (-(-(start + count) // dims.page)).tolist(), strict=True):
         if len(chunk.pages) < needed:
             raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
-        table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
+        block_tables[chunk.slot, :needed] = chunk.pages[:needed]
     deal_items(table, slot, start, count)
     _fill_samples(table, chunks, first_row.tolist())
     return table
@@ -99,6 +100,9 @@ def _fits(capacity: str, wanted: int, limit: int) -> None:
 
 
 _WORD = 0xFFFFFFFF
+# Fields of SampleRow that the table has under the same name.
+_INTS = ("prompt_length", "target", "top_k", "choice")
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[int]) -> None:
@@ -115,10 +119,10 @@ def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[in
     table.logit_rows[:n] = [row + s.index for _, row, s in samples]
     table.sample_slot[:n] = [chunk.slot if s.store else -1 for chunk, _, s in samples]
     table.sample_position[:n] = [chunk.start + s.index + 1 for chunk, _, s in samples]
-    for name in ("prompt_length", "target", "temperature", "top_p", "min_p", "top_k", "choice"):
-        getattr(table, name)[:n] = [getattr(s, name) for _, _, s in samples]
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        getattr(table, name)[:n] = [getattr(s, name) for _, _, s in samples]
+    for names, dtype in ((_INTS, np.int32), (_FLOATS, np.float32)):
+        columns = np.array([attrgetter(*names)(s) for _, _, s in samples], dtype).T
+        for name, column in zip(names, columns, strict=True):
+            getattr(table, name)[:n] = column
     table.seed_low[:n] = np.array([s.seed & _WORD for _, _, s in samples], np.uint32).view(np.int32)
     table.seed_high[:n] = np.array([s.seed >> 32 & _WORD for _, _, s in samples], np.uint32).view(np.int32)
     table.bias_begin[:n], table.bias_end[:n] = pairs[:-1], pairs[1:]

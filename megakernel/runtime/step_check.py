@@ -65,8 +65,9 @@ def _check_rows(t: StepTable) -> None:
     _require(len(np.unique(seq)) == new.sum(), "a sequence's rows are not one run")
     _require(new[1:] | (np.diff(position) == 1), "a sequence's positions are not consecutive")
     first = np.flatnonzero(new)
-    last = np.append(first[1:], rows) - 1
-    _check_pages(t, seq[first], position[first], position[last])
+    if rows:
+        last = np.append(first[1:], rows) - 1
+        _check_pages(t, seq[first], position[first], position[last])
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
@@ -80,14 +81,13 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     order = np.argsort(pages, kind="stable")
     pages, owners = pages[order], owner[written][order]
     _require(np.diff(pages) != 0, "a page is written twice")
-    if len(pages):
-        at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
-        foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
-        _require(~foreign, "a page that one sequence writes is used by another")
-        # The same sequence must not meet a written page again among its older ones.
-        older = used & ~written
-        at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
-        _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
+    at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
+    foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
+    _require(~foreign, "a page that one sequence writes is used by another")
+    # Nor may a sequence meet a page that it writes again among its older ones.
+    older = used & ~written
+    at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
+    _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
 
 
 def _check_items(t: StepTable) -> None:

@@ -1,0 +1,303 @@
+"""Step tables: whatever the engine asks for is dealt into a valid table, and an invalid one is recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hand_program import make_dims
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dims, StepTable
+from megakernel.model.config import LlamaConfig
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+
+CONFIG = LlamaConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3, head_dim=16, max_context=4096)
+
+
+def decode(lengths: list[int], page: int = 16) -> list[Chunk]:
+    """One decode row for each sequence, with pages of its own; the token is deferred."""
+    per = -(-CONFIG.max_context // page)
+    return [Chunk(i, n - 1, [-1], range(i * per, (i + 1) * per), [SampleRow(0)]) for i, n in enumerate(lengths)]
+
+
+def random_chunks(rng: np.random.Generator, dims: Dims) -> list[Chunk]:
+    pages = rng.permutation(dims.max_seqs * dims.pages_per_seq).reshape(dims.max_seqs, -1)
+    chunks, left, samples = [], dims.tokens, dims.logit_rows
+    for slot in rng.permutation(dims.max_seqs)[: rng.integers(0, dims.max_seqs + 1)]:
+        length = min(left, int(rng.choice([1, 1, 1, 2, rng.integers(1, 60)])))
+        if not length:
+            break
+        start = int(rng.choice([0, rng.integers(0, 40), rng.integers(0, dims.max_context - length)]))
+        wanted = rng.permutation(length)[: min(samples, int(rng.integers(0, 3)))]
+        rows = [SampleRow(int(i), bias={int(i): 1.0}) for i in wanted]
+        chunks.append(Chunk(int(slot), start, rng.integers(0, 100, length).tolist(), pages[slot], rows))
+        left, samples = left - length, samples - len(rows)
+    return chunks
+
+
+def live_items(table: StepTable) -> range:
+    return range(int(table.slot_items[-1]))
+
+
+def test_random_steps_are_valid() -> None:
+    rng = np.random.default_rng(0)
+    splits = cut_rows = 0
+    for _ in range(150):
+        slots = int(rng.choice([1, 2, 7, 40]))
+        dims = make_dims(
+            CONFIG,
+            tokens=int(rng.integers(1, 120)),
+            row_block=int(rng.choice([8, 32, 96])),
+            attention_slots=slots,
+            items=int(rng.choice([130, 400])),
+            partials=int(rng.choice([0, 40, 2000])),
+            bias_entries=100,
+        )
+        chunks = random_chunks(rng, dims)
+        table = build_step(dims, chunks)
+        check_step(table)
+        splits += int((table.item_split >= 0).sum())
+        cut_rows += sum(table.item_rows[i] % 8 != 0 and table.item_seq[i] >= 0 for i in live_items(table))
+
+        rows = [(c, i) for c in chunks for i in range(len(c.tokens))]
+        for row, (chunk, i) in enumerate(rows):
+            assert table.token_ids[row] == chunk.tokens[i]
+            assert table.positions[row] == chunk.start + i
+            assert table.row_seq[row] == chunk.slot
+            page = table.block_tables[chunk.slot, (chunk.start + i) // dims.page]
+            assert page == chunk.pages[(chunk.start + i) // dims.page]
+    assert splits > 100 and cut_rows > 100
+
+
+def naive_cover(table: StepTable) -> dict[tuple[int, int], list[int]]:
+    """The KV blocks that items run for each (row, KV head)."""
+    cover: dict[tuple[int, int], list[int]] = {}
+    for i in live_items(table):
+        for row in range(table.item_row[i], table.item_row[i] + table.item_rows[i]):
+            for head in range(table.item_kv_head[i], table.item_kv_head[i] + table.item_kv_heads[i]):
+                blocks = range(table.item_block[i], table.item_block[i] + table.item_blocks[i])
+                cover.setdefault((row, head), []).extend(blocks)
+    return cover
+
+
+@pytest.mark.parametrize("slots", [1, 2, 13, 132])
+def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
+    dims = make_dims(CONFIG, tokens=100, row_block=32, max_seqs=8, attention_slots=slots, items=900, partials=4000)
+    chunks = decode([4000, 1, 300])
+    pages = range(256 * 3, 256 * 4)
+    table = build_step(dims, [*chunks, Chunk(3, 250, list(range(70)), pages)])
+    check_step(table)
+    cover = naive_cover(table)
+    assert sorted(cover) == [(row, head) for row in range(100) for head in range(3)]
+    for (row, _), blocks in cover.items():
+        needed = table.positions[row] // dims.kv_block + 1 if table.row_seq[row] >= 0 else 0
+        assert sorted(blocks)[:needed] == list(range(needed))
+        assert len(set(blocks)) == len(blocks)
+    for i in live_items(table):
+        waits = range(table.item_wait_block[i], table.item_wait_block[i] + table.item_wait_blocks[i])
+        held = range(table.item_block[i] * 128, (table.item_block[i] + table.item_blocks[i]) * 128)
+        own = table.item_row[i] // dims.row_block
+        assert own in waits
+        for row in range(table.item_row[i] + table.item_rows[i]):
+            if table.row_seq[row] == table.item_seq[i] >= 0 and table.positions[row] in held:
+                assert row // dims.row_block in waits
+
+
+@pytest.mark.parametrize("slots", [2, 13, 132])
+@pytest.mark.parametrize("shape", ["decode", "prefill", "one long"])
+def test_slots_get_equal_work(slots: int, shape: str) -> None:
+    dims = make_dims(
+        CONFIG,
+        tokens=512,
+        row_block=96,
+        max_seqs=64,
+        logit_rows=64,
+        attention_slots=slots,
+        items=1100,
+        partials=16000,
+        max_context=4096,
+    )
+    chunks = {
+        "decode": decode([1500 + 7 * i for i in range(64)]),
+        "prefill": [Chunk(0, 0, [1] * 512, range(32))],
+        "one long": decode([4096]),
+    }[shape]
+    table = build_step(dims, chunks)
+    check_step(table)
+    work = np.zeros(slots)
+    for slot in range(slots):
+        for i in range(*table.slot_items[slot : slot + 2]):
+            end = min(
+                (table.item_block[i] + table.item_blocks[i]) * 128,
+                table.positions[table.item_row[i]] + table.item_rows[i],
+            )
+            tokens = 0 if table.item_seq[i] < 0 else end - table.item_block[i] * 128
+            work[slot] += tokens * table.item_rows[i] * table.item_kv_heads[i]
+    grain = 256 if shape == "one long" else 0  # the shortest piece of a split
+    assert work.max() <= 1.3 * work.mean() + grain
+
+
+def test_scarce_capacities_cut_less() -> None:
+    generous = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000)
+    chunks = [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 20, range(1000, 1010))]
+    few, none = ({"partials": n} for n in (150, 0))
+    counts = []
+    for change in ({}, few, none, {"items": 12}, {"items": 8}):
+        dims = make_dims(CONFIG, **{"tokens": 24, "attention_slots": 20, "items": 100, "partials": 5000} | change)
+        table = build_step(dims, chunks)
+        check_step(table)
+        counts.append((len(live_items(table)), len(set(table.item_split[table.item_split >= 0].tolist()))))
+    items, splits = zip(*counts, strict=True)
+    assert splits[0] > splits[1] > splits[2] == 0
+    assert items[0] > items[3] >= items[4]
+    with pytest.raises(MegakernelError, match="items = "):
+        build_step(make_dims(CONFIG, tokens=24, items=3), chunks)
+    assert generous.items == 100
+
+
+@pytest.mark.parametrize(
+    ("capacity", "chunks"),
+    [
+        ("tokens", [Chunk(0, 0, [1] * 25, range(2))]),
+        ("logit_rows", [Chunk(0, 0, [1] * 20, range(2), [SampleRow(i % 20) for i in range(25)])]),
+        ("max_seqs", [Chunk(8, 0, [1], range(1))]),
+        ("max_context", [Chunk(0, 4090, [1] * 7, range(300))]),
+        ("bias_entries", [Chunk(0, 0, [1], range(1), [SampleRow(0, bias=dict.fromkeys(range(17), 1.0))])]),
+        ("pages", [Chunk(0, 16, [1], range(1))]),
+        ("same slot", [Chunk(0, 0, [1], range(1)), Chunk(0, 1, [1], range(1))]),
+        ("no tokens", [Chunk(0, 0, [], range(1))]),
+    ],
+)
+def test_what_does_not_fit_is_named(capacity: str, chunks: list[Chunk]) -> None:
+    with pytest.raises(MegakernelError, match=capacity):
+        build_step(make_dims(CONFIG), chunks)
+
+
+def test_sampling_fields() -> None:
+    rows = [
+        SampleRow(2, 3, seed=(7 << 32) | 0xFFFFFFFF, temperature=0.5, top_k=4, bias={5: -1.0, 9: float("-inf")}),
+        SampleRow(0, target=11, store=False, bias={1: 2.0}),
+    ]
+    table = build_step(make_dims(CONFIG), [*decode([40]), Chunk(1, 10, [4, 5, 6], range(256, 257), rows)])
+    check_step(table)
+    assert table.token_ids[:4].tolist() == [-1, 4, 5, 6]
+    assert table.logit_rows[:4].tolist() == [0, 3, 1, -1]
+    assert table.sample_slot[:4].tolist() == [0, 1, -1, -1]
+    assert table.sample_position[:3].tolist() == [40, 13, 11]
+    assert table.target[:3].tolist() == [-1, -1, 11]
+    assert (table.seed_low[1], table.seed_high[1]) == (-1, 7)
+    assert table.bias_begin[:3].tolist() == [0, 0, 2] and table.bias_end[:3].tolist() == [0, 2, 3]
+    assert table.bias_ids[:3].tolist() == [5, 9, 1] and table.bias_values[:3].tolist() == [-1.0, -np.inf, 2.0]
+    assert (table.temperature[1], table.top_k[1], table.top_p[1], table.prompt_length[1]) == (0.5, 4, 1.0, 3)
+
+
+def test_an_empty_step_is_all_padding() -> None:
+    table = build_step(make_dims(CONFIG), [])
+    check_step(table)
+    assert (table.row_seq == -1).all() and len(naive_cover(table)) == 24 * 3
+
+
+def _first_split(t: StepTable) -> int:
+    return int(np.flatnonzero(t.item_split >= 0)[0])
+
+
+def _set(name: str, index: object, value: float) -> Callable[[StepTable], None]:
+    def change(t: StepTable) -> None:
+        getattr(t, name)[index(t) if callable(index) else index] = value
+
+    return change
+
+
+def _both(*changes: Callable[[StepTable], None]) -> Callable[[StepTable], None]:
+    def change(t: StepTable) -> None:
+        for one in changes:
+            one(t)
+
+    return change
+
+
+def _next(name: str, step: int, index: Callable[[StepTable], int] = _first_split) -> Callable[[StepTable], None]:
+    def change(t: StepTable) -> None:
+        getattr(t, name)[index(t)] += step
+
+    return change
+
+
+def _last(t: StepTable) -> int:
+    return int(t.slot_items[-1]) - 1
+
+
+def _prefill(t: StepTable) -> int:
+    """An item whose rows need an earlier row block of this step."""
+    return int(np.flatnonzero(t.item_wait_blocks > 1)[0])
+
+
+def _share_partials(t: StepTable) -> None:
+    t.item_partial[t.item_split >= 0] = 0
+
+
+def _steal_page(t: StepTable) -> None:
+    t.block_tables[0, 3] = t.block_tables[3, 0]
+
+
+BROKEN: dict[str, Callable[[StepTable], None]] = {
+    "live rows do not come first": _set("row_seq", 1, -1),
+    "padding row's token": _set("token_ids", 23, 5),
+    "outside max_seqs": _set("row_seq", 0, 8),
+    "position is outside": _set("positions", 0, 4096),
+    "token is outside": _set("token_ids", 4, 100),
+    "page id is negative": _set("block_tables", (0, 0), -1),
+    "not one run": _set("row_seq", 2, 0),
+    "not consecutive": _set("positions", 5, 9),
+    "written twice": lambda t: t.block_tables[1].__setitem__(1999 // 16, t.block_tables[3, 0]),
+    "used by another": _steal_page,
+    "older page of its sequence": lambda t: t.block_tables[0].__setitem__(3, t.block_tables[0, 3999 // 16]),
+    "slot_items does not ascend": _set("slot_items", 1, 99),
+    "rows are outside": _next("item_rows", 30, _last),
+    "heads are outside": _set("item_kv_heads", _last, 4),
+    "cross a row block": _set("item_rows", _prefill, 9),
+    "not of its sequence": _set("item_seq", _last, 2),
+    "split index is below": _set("item_split", _last, -2),
+    "does not cover its KV$": _set("item_blocks", _last, 1),
+    "do not partition": _set("item_kv_heads", _last, 1),
+    "item_splits in number": _next("item_splits", 1),
+    "differ in span": _next("item_span", 1),
+    "cover its KV blocks once": _next("item_blocks", 1),
+    "outside PARTIALS": lambda t: t.item_partial.__setitem__(t.item_split == 0, 4990),
+    "share partials": _share_partials,
+    "its own row block": _next("item_wait_block", 1, _last),
+    "not there": _next("item_wait_blocks", 9, _last),
+    "rows whose KV it reads": _both(_next("item_wait_block", 1, _prefill), _next("item_wait_blocks", -1, _prefill)),
+    "not a live row": _set("logit_rows", 0, 23),
+    "sample slot is outside": _set("sample_slot", 0, 8),
+    "padding logit row": _set("sample_slot", 10, 0),
+    "outside HISTORY": _set("sample_position", 0, 4098),
+    "target is outside": _set("target", 0, 100),
+    "negative": _set("top_k", 0, -1),
+    "temperature": _set("temperature", 0, np.nan),
+    "top_p": _set("top_p", 0, 0.0),
+    "min_p": _set("min_p", 0, 1.5),
+    "presence_penalty": _set("presence_penalty", 0, np.inf),
+    "repetition_penalty": _set("repetition_penalty", 0, 0.0),
+    "bias range": _set("bias_end", 0, 17),
+    "bias token": _set("bias_ids", 0, -3),
+    "bias is NaN": _set("bias_values", 0, np.nan),
+    "one place": _both(_set("sample_slot", 1, 0), _set("sample_position", 1, 4000)),
+    "deferred token is sampled": _both(_set("sample_slot", 1, 0), _set("sample_position", 1, 3999)),
+    "has no slot": _both(_set("sample_slot", 0, -1), _set("presence_penalty", 0, 1.0)),
+    "penalised row reads": _both(
+        _set("presence_penalty", 0, 1.0), _set("sample_slot", 1, 0), _set("sample_position", 1, 40)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_tables_are_recognised(what: str) -> None:
+    dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000)
+    table = build_step(dims, [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 18, range(1024, 1034))])
+    check_step(table)
+    BROKEN[what](table)
+    with pytest.raises(MegakernelError, match=what):
+        check_step(table)
