@@ -54,17 +54,18 @@ class Step:
     tokens: Seq[Token]
 
     @property
-    def rows(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+    def rows(self) -> list[int]:
+        """New tokens of each sequence."""
+        return [len(chunk.tokens) for chunk in self.chunks]
+
+    @property
+    def contexts(self) -> list[int]:
+        """KV tokens of each sequence after the step."""
+        return [chunk.start + len(chunk.tokens) for chunk in self.chunks]
 
     @property
     def logit_rows(self) -> int:
         return sum(len(chunk.samples) for chunk in self.chunks)
-
-    @property
-    def contexts(self) -> list[int]:
-        """KV tokens that each row attends to, its own included."""
-        return [chunk.start + i + 1 for chunk in self.chunks for i in range(len(chunk.tokens))]
 
 
 class Engine:

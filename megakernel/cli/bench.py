@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
 def measured_ceilings(llm: LLM) -> Ceilings:
     """What this machine can do, measured now, with the engine's threads."""
-    from ..roofline import measure_ceilings
+    from ..serving.ceilings import host_ceilings
 
     with output.busy("measuring this machine's ceilings"):
-        return measure_ceilings(llm.threads)
+        return host_ceilings(llm.threads)
 
 
 def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
-        measured = measure(llm, ids, tokens, runs, lambda number: advance(number + 1, runs + 1))
+        measured = measure(llm, ids, tokens, runs, lambda done: advance(done, runs + 1))
     return report(measured, ceilings) | {"ceilings": asdict(ceilings)}
 
 
@@ -84,7 +84,9 @@ def show(figures: dict[str, Any]) -> None:
         (
             "prefill",
             f"{prefill['tokens_per_s']:.0f} tokens/s over {prefill['tokens']} tokens, {prefill['gflops']:.0f} GFLOP/s,"
-            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['f32_flops'] / 1e9:.0f}",
+            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['flops'] / 1e9:.0f}",
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
     )
+    for error in figures["errors"]:
+        output.stderr.print(f"megakernel: warning: {error}")

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         ("simd path", core or "none: the native core is missing"),
     ]
     if ceilings:
-        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['f32_flops'] / 1e9:.0f} GFLOP/s"
+        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['flops'] / 1e9:.0f} GFLOP/s"
         rows.append(("ceilings", f"reads {rates}, measured now"))
     rows += [
         ("compilers", ", ".join(compilers.values()) or "none"),
@@ -96,11 +97,11 @@ def _native_core(findings: list[str]) -> str | None:
         return None
 
 
-def _ceilings(threads: int) -> dict[str, float]:
-    from ..roofline import measure_ceilings
+def _ceilings(threads: int) -> dict[str, Any]:
+    from ..serving.ceilings import host_ceilings
 
     with output.busy("measuring memory and arithmetic"):
-        return asdict(measure_ceilings(threads))
+        return asdict(host_ceilings(threads))
 
 
 def _cpu_name() -> str:
