@@ -69,6 +69,7 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
     decode_work, prefill = runs[0].decode.step_work, runs[0].prefill  # the work of every run is the same
     decode_rates = achieved(decode_work, ceilings, step_s)
     prefill_rates = achieved(prefill.work, ceilings, prefill_s)
+    rates = (("decode", decode_rates), ("prefill", prefill_rates))
     return {
         "tokens_per_s": 1.0 / step_s,
         "step_s": step_s,
@@ -87,9 +88,7 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
             "gflops": prefill_rates.flops / 1e9,
             "fma_fraction": prefill_rates.flops / ceilings.flops,
         },
-        "errors": [
-            f"{name}: {r.error}" for name, r in (("decode", decode_rates), ("prefill", prefill_rates)) if r.error
-        ],
+        "errors": [f"{name}: {rate.error}" for name, rate in rates if rate.error],
         "runs": [{"prefill_s": run.prefill.seconds, "decode_step_s": run.decode.step_s} for run in runs],
         "vs": {},
     }

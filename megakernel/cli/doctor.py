@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     output.rows(*rows)
     for finding in findings:
-        output.stdout.print(f"[red]![/red] {finding}")
+        output.stdout.print(f"! {finding}", style="red")
     if report["ok"]:
-        output.stdout.print("[green]all is well[/green]")
+        output.stdout.print("all is well", style="green")
     return 0 if report["ok"] else 1
 
 
