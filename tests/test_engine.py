@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_support import CONFIG, EOS, Letters, fake_engine
-
-from megakernel import LLM, SamplingParams
-from megakernel.errors import MegakernelError
-from megakernel.model import LlamaConfig, RandomCheckpoint
 from megakernel.serving.engine import Engine
 from megakernel.serving.logprobs import top_logprobs
 from megakernel.serving.memory import kv_capacity, weight_bytes
 from megakernel.serving.programs import bucket
 from megakernel.serving.text import TextStream
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model import LlamaConfig, RandomCheckpoint
 
 
 def finish(engine: Engine) -> None:
@@ -321,7 +321,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def test_company_and_cuts_do_not_change_a_bit(backend: str) -> None:
+def test_company_and_cuts_do_not_change_a_bit() -> None:
+    """On the CPU backend; the reference leaves the order of its sums to NumPy."""
     rng = np.random.default_rng(1)
     mine, *others = (rng.integers(0, 97, int(length)).tolist() for length in (45, *rng.integers(1, 60, 8)))
     params = SamplingParams(
@@ -335,7 +336,7 @@ def test_company_and_cuts_do_not_change_a_bit(backend: str) -> None:
         ({"step_tokens": 7, "max_seqs": 7}, 0),
         ({"step_tokens": 11, "max_seqs": 4}, 8),
     ]:
-        with LLM(TINY, backend=backend, max_context=128, threads=2, **limits) as llm:
+        with LLM(TINY, backend="cpu", max_context=128, threads=2, **limits) as llm:
             prompts = [*others[: company // 2], mine, *others[company // 2 : company]]
             given = [*strangers[: company // 2], params, *strangers[company // 2 : company]]
             result = llm.generate(prompts, given)[company // 2]
@@ -359,8 +360,8 @@ def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
         scored = llm.generate([*made.prompt_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
     assert scored.prompt_logprobs is not None and scored.prompt_top_logprobs is not None
     assert scored.prompt_logprobs[0] is None
-    assert scored.prompt_logprobs[2:] == made.logprobs
-    assert scored.prompt_top_logprobs[2:] == made.top_logprobs
+    assert scored.prompt_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
+    assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
 
 
 def test_an_interrupt_frees_everything_and_the_next_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
