@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_support import CONFIG
+from megakernel.serving import ceilings
 from model_helpers import tiny_llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,6 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from megakernel import model as model_room
 from megakernel.cli import main
 from megakernel.cli.options import prompt_ids
+from megakernel.roofline import Ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
 
@@ -37,6 +39,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return str(folder)
+
+
+@pytest.fixture
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes seconds; `test_doctor` does it once."""
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e12, 1e15, threads, "made up"))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -81,7 +89,7 @@ def test_generate_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
     again = run_json(capsys, "generate", "--prompt-ids", ",".join(map(str, result["prompt_ids"])), *flags)
     assert again["token_ids"] == result["token_ids"]
     several = run_json(capsys, "generate", "--prompt", "hello", "--n", "2", *flags)
-    assert [choice["token_ids"] for choice in several["choices"]][0] == result["token_ids"]
+    assert len(several["choices"]) == 2 and several["choices"][0]["token_ids"] == result["token_ids"]
     chat = run_json(capsys, "generate", "--chat", "hello", *flags)
     assert len(chat["prompt_ids"]) == len("<user>hello<assistant>")
 
@@ -248,7 +256,8 @@ def test_a_violation_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: 
 # -- measurements
 
 
-def test_bench_json(capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick_ceilings")
+def test_bench_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
     flags = ["bench", "latency", "--model", model, "--tokens", "3", "--runs", "2", "--prompt-tokens", "600"]
     for extra in (["--backend", "cpu"], ["--backend", "null"]):
         figures = run_json(capsys, *flags, *extra)
@@ -260,6 +269,16 @@ def test_bench_json(capsys: pytest.CaptureFixture[str], model: str, monkeypatch:
         assert figures["step_s_min"] <= figures["step_s_max"]
         assert figures["ceilings"]["read_bytes_per_s"] > 0
         assert figures["settings"]["backend"] == extra[1]
+        assert figures["errors"] == []
+
+
+def test_a_fraction_above_the_roofline_is_named(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1.0, 1.0, threads, "made up"))
+    status, out, err = run(capsys, "bench", "latency", "--model", model, "--tokens", "2", "--runs", "1")
+    assert status == 0 and "tokens/s" in out
+    assert "decode: " in err and "made up" in err
 
 
 def test_default_prompts(model: str) -> None:
@@ -292,6 +311,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))
 
 
+@pytest.mark.usefixtures("quick_ceilings")
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
     page = tmp_path / "demo.html"
     flags = ["demo", "--model", model, "--prompt", "[bold]hello", "-o", str(page)]
@@ -311,6 +331,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(report["settings"]) == {s.env for s in SETTINGS.values() if s.env}
 
 
+@pytest.mark.usefixtures("quick_ceilings")
 def test_doctor_keeps_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:password@host/simple")

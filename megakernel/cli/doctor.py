@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import os
 import platform
+import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
+from ..settings import SETTINGS, Setting
 from . import output
 from .options import AddVerb
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
-    settings = {s.env: "set" if s.secret and os.environ.get(s.env) else s.value() for s in SETTINGS.values() if s.env}
+    settings = {s.env: _shown(s) for s in SETTINGS.values() if s.env}
     core = _native_core(findings)
     ceilings = _ceilings(machine.cpu_count()) if core else None
     gpus, gpu_note = _gpus()
@@ -77,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
     if report["ok"]:
         output.stdout.print("all is well", style="green")
     return 0 if report["ok"] else 1
+
+
+def _shown(setting: Setting) -> str:
+    """The value in force, without passwords: reports end up in public issues."""
+    if setting.secret and setting.env and os.environ.get(setting.env):
+        return "set"
+    return re.sub(r"//[^/@]*@", "//***@", setting.value())
 
 
 def _version(package: str) -> str | None:
