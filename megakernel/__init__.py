@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ _HOMES = {"LLM": ".serving", "SamplingParams": ".serving", "MegakernelError": ".
 def __getattr__(name: str) -> Any:
     """Import on first use, so that reading the instruction table does not load an engine."""
     if name == "__version__":
+        from importlib.metadata import version
+
         return version("megakernel")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,6 @@ import numpy as np
 from ..errors import MegakernelError
 from ..isa import Dims
 from ..program import Program
-from ..roofline import Work, step_work
 from ..runtime import build_step
 from ..runtime.backend import Backend, Output
 from ..runtime.step import Chunk, SampleRow
@@ -55,18 +54,18 @@ class Step:
     tokens: Seq[Token]
 
     @property
-    def rows(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+    def rows(self) -> list[int]:
+        """New tokens of each sequence."""
+        return [len(chunk.tokens) for chunk in self.chunks]
+
+    @property
+    def contexts(self) -> list[int]:
+        """KV tokens of each sequence after the step."""
+        return [chunk.start + len(chunk.tokens) for chunk in self.chunks]
 
     @property
     def logit_rows(self) -> int:
         return sum(len(chunk.samples) for chunk in self.chunks)
-
-    def work(self, *, tied: bool) -> Work:
-        """What the launch could not avoid computing and reading."""
-        rows = [len(chunk.tokens) for chunk in self.chunks]
-        contexts = [chunk.start + len(chunk.tokens) for chunk in self.chunks]
-        return step_work(self.program.dims, rows, contexts, self.logit_rows, tied=tied)
 
 
 class Engine:

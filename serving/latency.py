@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
-from ..roofline import Ceilings, Work, achieved
+from ..roofline import Ceilings, Work, achieved, step_work
 from .engine import Step
 from .llm import LLM
 from .sampling import SamplingParams
@@ -15,15 +16,21 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of one run: wall seconds from step to step, the host's share included, and the steps' work."""
+    """One phase of one run: `rows` tokens in steps of `step_s` seconds, the host's share between steps included."""
 
-    tokens: int
+    rows: int
     step_s: list[float]
-    work: Work
+    work: Work  # of all steps together
 
     @property
     def seconds(self) -> float:
         return sum(self.step_s)
+
+    @property
+    def step_work(self) -> Work:
+        """Work of a mean step."""
+        n = len(self.step_s)
+        return Work(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
 
 
 @dataclass(frozen=True)
@@ -33,68 +40,78 @@ class Run:
 
 
 def measure(
-    llm: LLM, prompt_ids: list[int], tokens: int, runs: int, on_run: Callable[[int], None] | None = None
+    llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
 ) -> list[Run]:
-    """`runs` greedy continuations of `prompt_ids` by `tokens` tokens each, after one that is not counted."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    """`runs` greedy continuations of `prompt_ids` by `decode_steps` steps each, after one that is not counted.
+
+    `on_run` is told how many are done, the uncounted one included.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []
     for number in range(runs + 1):
-        steps: list[tuple[Step, float]] = []
-        last = perf_counter()
-
-        def record(step: Step, steps: list[tuple[Step, float]] = steps) -> None:
-            nonlocal last
-            now = perf_counter()
-            steps.append((step, now - last))
-            last = now
-
-        llm.generate([prompt_ids], params, on_step=record)
-        first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
+        run = _one(llm, prompt_ids, params)
         if number:
-            done.append(Run(_phase(steps[: first + 1], llm.config.tied), _phase(steps[first + 1 :], llm.config.tied)))
+            done.append(run)
         if on_run:
-            on_run(number)
+            on_run(number + 1)
     return done
 
 
-def report(runs: list[Run], ceilings: Ceilings) -> dict[str, object]:
-    """The figures of `bench latency`: medians over runs, decode first; every run is kept."""
+def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
+    """The figures of `bench latency`: medians over every decode step, and over the runs' prefills.
+
+    `roofline_fraction` is the least time that `ceilings` allow over the time taken. A fraction above 1 is an error of
+    the measurement (or weights that stay in a cache) and is named in `errors`.
+    """
     step_s = median(s for run in runs for s in run.decode.step_s)
-    per_run = [median(run.decode.step_s) for run in runs]
-    decode = achieved(runs[0].decode.work, ceilings, step_s * len(runs[0].decode.step_s))
+    medians = [median(run.decode.step_s) for run in runs]
     prefill_s = median(run.prefill.seconds for run in runs)
-    prefill = achieved(runs[0].prefill.work, ceilings, prefill_s)
+    decode_work, prefill = runs[0].decode.step_work, runs[0].prefill  # the work of every run is the same
+    decode_rates = achieved(decode_work, ceilings, step_s)
+    prefill_rates = achieved(prefill.work, ceilings, prefill_s)
+    rates = (("decode", decode_rates), ("prefill", prefill_rates))
     return {
         "tokens_per_s": 1.0 / step_s,
         "step_s": step_s,
-        "step_s_min": min(per_run),
-        "step_s_max": max(per_run),
-        "roofline_fraction": decode.fraction,
-        "read_GBps": decode.read_bytes_per_s / 1e9,
-        "gflops": decode.flops / 1e9,
-        "read_fraction": decode.read_bytes_per_s / ceilings.read_bytes_per_s,
+        "step_s_min": min(medians),
+        "step_s_max": max(medians),
+        "roofline_fraction": decode_rates.fraction,
+        "read_GBps": decode_rates.read_bytes_per_s / 1e9,
+        "read_fraction": decode_rates.read_bytes_per_s / ceilings.read_bytes_per_s,
+        "gflops": decode_rates.flops / 1e9,
         "prefill": {
-            "tokens": runs[0].prefill.tokens,
+            "tokens": prefill.rows,
             "seconds": prefill_s,
-            "tokens_per_s": runs[0].prefill.tokens / prefill_s,
-            "gflops": prefill.flops / 1e9,
-            "fma_fraction": prefill.flops / ceilings.flops,
-            "roofline_fraction": prefill.fraction,
+            "tokens_per_s": prefill.rows / prefill_s,
+            "roofline_fraction": prefill_rates.fraction,
+            "read_GBps": prefill_rates.read_bytes_per_s / 1e9,
+            "gflops": prefill_rates.flops / 1e9,
+            "fma_fraction": prefill_rates.flops / ceilings.flops,
         },
-        "errors": [phase.error for phase in (decode, prefill) if phase.error],
+        "errors": [f"{name}: {rate.error}" for name, rate in rates if rate.error],
         "runs": [{"prefill_s": run.prefill.seconds, "decode_step_s": run.decode.step_s} for run in runs],
         "vs": {},
     }
 
 
+def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
+    steps: list[tuple[Step, float]] = []
+    moments = [perf_counter()]
+
+    def record(step: Step) -> None:
+        moments.append(perf_counter())
+        steps.append((step, moments[-1] - moments[-2]))
+
+    llm.generate([prompt_ids], params, on_step=record)
+    first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
+    tied = llm.config.tied
+    return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied))
+
+
 def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
-    works = [step.work(tied=tied) for step, _ in steps]
+    works = [step_work(s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied) for s, _ in steps]
     return Phase(
-        tokens=sum(step.rows for step, _ in steps),
+        rows=sum(sum(step.rows) for step, _ in steps),
         step_s=[seconds for _, seconds in steps],
-        work=Work(
-            sum(work.flops for work in works),
-            sum(work.weight_bytes for work in works),
-            sum(work.kv_bytes for work in works),
-        ),
+        work=Work(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
     )

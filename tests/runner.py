@@ -29,7 +29,9 @@ class Piece:
 class Runner:
     """A backend with `max_seqs` slots whose pages are dealt out in a shuffled order."""
 
-    def __init__(self, checkpoint, backend="cpu", dtype=Dtype.F32, *, workers=2, threads=2, max_seqs=8, max_context=256):
+    def __init__(
+        self, checkpoint, backend="cpu", dtype=Dtype.F32, *, workers=2, threads=2, max_seqs=8, max_context=256
+    ):
         self.checkpoint, self.dtype = checkpoint, dtype
         self.machine = machines.host(workers)
         self.limits = {"max_seqs": max_seqs, "max_context": max_context}

@@ -17,7 +17,15 @@ from megakernel.runtime import create
 
 SHAPES = {
     "small": {"heads": 6, "kv_heads": 2, "head_dim": 16},
-    "odd": {"vocab": 211, "ffn": 173, "heads": 3, "kv_heads": 1, "head_dim": 40, "attention_bias": True, "mlp_bias": True},
+    "odd": {
+        "vocab": 211,
+        "ffn": 173,
+        "heads": 3,
+        "kv_heads": 1,
+        "head_dim": 40,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 RELATIVE = {Dtype.F32: 2e-5, Dtype.BF16: 2**-7}
 # Private to a split's items; what they amount to is in ATTN.

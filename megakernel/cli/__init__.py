@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
-from . import bench, demo, doctor, generate, programs, pull, timeline
 
 FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Returns its exit status; usage errors exit with 2 through argparse."""
-    args = _parser().parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
     try:
+        args = _parser().parse_args(arguments)
+        logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -46,6 +46,12 @@ def _fail(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Imported here, where Ctrl-C already has a handler.
+    from importlib.metadata import version
+
+    from ..settings import SETTINGS
+    from . import bench, demo, doctor, generate, programs, pull, timeline
+
     level = SETTINGS["log level"]
     parser = argparse.ArgumentParser(
         prog="megakernel",

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from . import output
 from .options import AddVerb, add_model_run, open_llm, positive, prompt_ids, token_ids
 
@@ -54,11 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 def measured_ceilings(llm: LLM) -> Ceilings:
     """What this machine can do, measured now, with the engine's threads."""
-    from ..roofline import measure_ceilings
-    from ..runtime.native import probe_fma, probe_read
+    from ..serving.ceilings import host_ceilings
 
     with output.busy("measuring this machine's ceilings"):
-        return measure_ceilings(llm.threads, probe_read, probe_fma)
+        return host_ceilings(llm.threads)
 
 
 def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -66,27 +67,48 @@ def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
-        measured = measure(llm, ids, tokens, runs, lambda number: advance(number + 1, runs + 1))
+        measured = measure(llm, ids, tokens, runs, lambda done: advance(done, runs + 1))
     return report(measured, ceilings) | {"ceilings": asdict(ceilings)}
 
 
 def show(figures: dict[str, Any]) -> None:
     """The figures as a person reads them."""
     prefill, ceilings = figures["prefill"], figures["ceilings"]
-    spread = f"{figures['step_s_min'] * 1e3:.2f} to {figures['step_s_max'] * 1e3:.2f} ms over runs"
+    spread = (
+        f", {figures['step_s_min'] * 1e3:.2f} to {figures['step_s_max'] * 1e3:.2f} over {len(figures['runs'])} runs"
+    )
     output.rows(
-        ("decode", f"[bold]{figures['tokens_per_s']:.1f} tokens/s[/bold], {figures['step_s'] * 1e3:.2f} ms a step"),
-        ("", f"[dim]{spread}[/dim]"),
         (
-            "reads",
-            f"{figures['read_GBps']:.1f} GB/s, [bold]{figures['read_fraction']:.0%}[/bold] of the measured"
-            f" {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s",
+            "decode",
+            Text.assemble(
+                (f"{figures['tokens_per_s']:.1f} tokens/s", "bold"),
+                f", {figures['step_s'] * 1e3:.2f} ms a step",
+                (spread, "dim"),
+            ),
+        ),
+        (
+            "  reads",
+            Text.assemble(
+                f"{figures['read_GBps']:.1f} GB/s, ",
+                (f"{figures['read_fraction']:.0%}", "bold"),
+                f" of the {ceilings['read_bytes_per_s'] / 1e9:.1f} that this machine reads",
+            ),
         ),
         (
             "prefill",
-            f"{prefill['tokens_per_s']:.0f} tokens/s over {prefill['tokens']} tokens, {prefill['gflops']:.0f} GFLOP/s,"
-            f" {prefill['fma_fraction']:.0%} of the measured {ceilings['flops'] / 1e9:.0f}",
+            Text.assemble(
+                (f"{prefill['tokens_per_s']:.0f} tokens/s", "bold"), f", {prefill['tokens']} tokens in one prompt"
+            ),
+        ),
+        (
+            "  arithmetic",
+            Text.assemble(
+                f"{prefill['gflops']:.0f} GFLOP/s, ",
+                (f"{prefill['fma_fraction']:.0%}", "bold"),
+                f" of the {ceilings['flops'] / 1e9:.0f} that this machine multiplies and adds",
+            ),
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
-        *(("error", error) for error in figures["errors"]),
     )
+    for error in figures["errors"]:
+        output.stderr.print(f"megakernel: warning: {error}")

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout.flush()
 
         if not args.json:
-            output.stdout.print(f"[dim]{args.prompt}[/dim]", markup=True)
+            output.stdout.print(f"> {args.prompt}", style="dim")
         result = llm.generate([ids], params, on_token=None if args.json else show)[0]
         if not args.json:
             sys.stdout.write("\n\n")
@@ -63,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
     if trace is not None:
         output.stdout.print()
         render(summarise(step.program, trace), step.program, trace, output.stdout)
-        output.stdout.print(f"\nThe timeline of one decode step: [bold]{page.as_uri()}[/bold]")
+        output.stdout.print(f"\ntimeline of this step: {page.as_uri()}", style="bold", soft_wrap=True)
     return 0

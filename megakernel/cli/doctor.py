@@ -6,13 +6,15 @@ import argparse
 import ctypes
 import os
 import platform
+import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
+from ..settings import SETTINGS, Setting
 from . import output
 from .options import AddVerb
 
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
-    settings = {s.env: "set" if s.secret and os.environ.get(s.env) else s.value() for s in SETTINGS.values() if s.env}
+    settings = {s.env: _shown(s) for s in SETTINGS.values() if s.env}
     core = _native_core(findings)
     ceilings = _ceilings(machine.cpu_count()) if core else None
     gpus, gpu_note = _gpus()
@@ -72,10 +74,17 @@ def run(args: argparse.Namespace) -> int:
     ]
     output.rows(*rows)
     for finding in findings:
-        output.stdout.print(f"[red]![/red] {finding}")
+        output.stdout.print(f"! {finding}", style="red")
     if report["ok"]:
-        output.stdout.print("[green]all is well[/green]")
+        output.stdout.print("all is well", style="green")
     return 0 if report["ok"] else 1
+
+
+def _shown(setting: Setting) -> str:
+    """The value in force, without passwords: reports end up in public issues."""
+    if setting.secret and setting.env and os.environ.get(setting.env):
+        return "set"
+    return re.sub(r"//[^/@]*@", "//***@", setting.value())
 
 
 def _version(package: str) -> str | None:
@@ -96,12 +105,11 @@ def _native_core(findings: list[str]) -> str | None:
         return None
 
 
-def _ceilings(threads: int) -> dict[str, float]:
-    from ..roofline import measure_ceilings
-    from ..runtime.native import probe_fma, probe_read
+def _ceilings(threads: int) -> dict[str, Any]:
+    from ..serving.ceilings import host_ceilings
 
     with output.busy("measuring memory and arithmetic"):
-        return asdict(measure_ceilings(threads, probe_read, probe_fma))
+        return asdict(host_ceilings(threads))
 
 
 def _cpu_name() -> str:

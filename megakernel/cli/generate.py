@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             timing.append(f"first token {result.ttft_s * 1e3:.0f} ms")
         if result.tpot_s:
             timing.append(f"{1 / result.tpot_s:.1f} tokens/s")
-        output.stderr.print("[dim]" + " · ".join(timing) + "[/dim]")
+        output.stderr.print(" · ".join(timing), style="dim")
     return 0
 
 

@@ -12,9 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+# Text may hold a user's own words, so nothing in it is markup. A file or a pipe gets lines that are not cut at 80.
+_WIDE = 160
+stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
+stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any]) -> None:
@@ -30,11 +33,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def rows(*pairs: tuple[str, str]) -> None:
+def rows(*pairs: tuple[str, str | Text]) -> None:
     """Name and value lines, aligned."""
     table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(f"[dim]{name}[/dim]", value)
+        table.add_row(Text(name), Text(value) if isinstance(value, str) else value)
     stdout.print(table)
 
 

@@ -174,6 +174,9 @@ def run_verify(args: argparse.Namespace) -> int:
     else:
         for violation in report.violations:
             print(violation)
-        verdict = "[green]ok[/green]" if report.ok else f"[red]{len(report.violations)} violations[/red]"
-        output.stdout.print(f"{verdict}: {report.checked:,} instructions checked in {report.seconds:.2f} s")
+        verdict = "ok" if report.ok else f"{len(report.violations)} violations"
+        output.stdout.print(
+            f"{verdict}: {report.checked:,} instructions checked in {report.seconds:.2f} s",
+            style="green" if report.ok else "red",
+        )
     return 0 if report.ok else 1

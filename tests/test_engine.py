@@ -1,0 +1,422 @@
+"""The engine: who runs when, when a choice ends, and that company does not change what is generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_support import CONFIG, EOS, Letters, fake_engine
+from megakernel.serving.engine import Engine
+from megakernel.serving.logprobs import top_logprobs
+from megakernel.serving.memory import kv_capacity, weight_bytes
+from megakernel.serving.programs import bucket
+from megakernel.serving.text import TextStream
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model import LlamaConfig, RandomCheckpoint
+
+
+def finish(engine: Engine) -> None:
+    for _ in engine.run():
+        pass
+
+
+# -- scheduling
+
+
+def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    request = engine.add(list(range(20)), SamplingParams(max_tokens=3))
+    finish(engine)
+    assert [[count for _, count in step] for step in backend.steps()] == [[8], [8], [4], [1], [1]]
+    assert [table.dims.tokens for table in backend.tables] == [8, 8, 4, 1, 1]
+    assert request.choices[0].output_ids == [19, 20, 21]
+
+
+def test_decoding_sequences_come_before_prompts() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    first = engine.add([1, 2], SamplingParams(max_tokens=6))
+    engine.step()
+    engine.add(list(range(20)), SamplingParams(max_tokens=1))
+    finish(engine)
+    slot = next(iter(backend.history))
+    assert backend.steps() == [[(slot, 2)], *([[(slot, 1), (slot + 1, n)] for n in (7, 7, 6)]), *([[(slot, 1)]] * 2)]
+    assert first.choices[0].finish_reason == "length"
+
+
+def test_prompts_share_a_step_in_order_of_arrival() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    for length in (3, 4, 5):
+        engine.add(list(range(length)), SamplingParams(max_tokens=1))
+    finish(engine)
+    assert [[count for _, count in step] for step in backend.steps()] == [[3, 4, 1], [4]]
+
+
+def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
+    # Two sequences of 3 pages fit; slots would allow four.
+    engine, backend = fake_engine(pages=7, step_tokens=64)
+    requests = [engine.add([1] * 40, SamplingParams(max_tokens=8)) for _ in range(5)]
+    finish(engine)
+    assert max(len(step) for step in backend.steps()) == 2
+    assert all(r.choices[0].finish_reason == "length" and r.choices[0].outputs == 8 for r in requests)
+    whole = engine.add([1] * 40, SamplingParams(max_tokens=7 * 16 - 40))  # only if every page came back
+    finish(engine)
+    assert whole.choices[0].outputs == 72
+
+    engine, backend = fake_engine(max_seqs=2)
+    for _ in range(5):
+        engine.add([1], SamplingParams(max_tokens=2))
+    finish(engine)
+    assert max(len(step) for step in backend.steps()) == 2
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    engine, _ = fake_engine(pages=3)
+    with pytest.raises(MegakernelError, match="need 4 KV pages and the pool has 3"):
+        engine.add([1] * 20, SamplingParams(max_tokens=40))
+    engine.add([1] * 20, SamplingParams(max_tokens=29))  # 48 tokens are fed, 3 pages
+
+
+def test_choices_have_their_own_number_and_the_same_seed() -> None:
+    engine, backend = fake_engine()
+    request = engine.add([1, 2, 3], SamplingParams(n=3, max_tokens=2))
+    finish(engine)
+    assert [c.output_ids for c in request.choices] == [[2, 3]] * 3
+    table = backend.tables[-1]
+    assert table.choice[:3].tolist() == [0, 1, 2]
+    assert len(set(table.seed_low[:3].tolist())) == 1
+    assert len({int(s) for s in table.row_seq[:3]}) == 3
+
+
+def test_seeds_are_drawn_unless_given() -> None:
+    engine, _ = fake_engine()
+    seeds = {engine.add([1], SamplingParams()).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert engine.add([1], SamplingParams(seed=2**64 - 1)).seed == 2**64 - 1
+
+
+def test_an_aborted_request_leaves_no_trace() -> None:
+    engine, _ = fake_engine(max_seqs=1, pages=4)
+    running, waiting = (engine.add([1] * 8, SamplingParams(max_tokens=50)) for _ in range(2))
+    engine.step()
+    engine.abort(waiting)
+    engine.abort(running)
+    assert engine.idle
+    assert running.choices[0].finish_reason == waiting.choices[0].finish_reason == "abort"
+    again = engine.add([1] * 8, SamplingParams(max_tokens=50))
+    finish(engine)
+    assert again.choices[0].outputs == 50
+
+
+def test_sampling_parameters_reach_the_step_table() -> None:
+    engine, backend = fake_engine()
+    given: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "top_k": 7,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+    }
+    engine.add([1, 2], SamplingParams(**given, seed=5, logit_bias={9: -2.0}, max_tokens=1))
+    finish(engine)
+    table = backend.tables[0]
+    assert {name: getattr(table, name)[0].item() for name in given} == given
+    assert (table.seed_low[0], table.prompt_length[0], table.sample_position[0]) == (5, 2, 2)
+    assert (table.bias_ids[0], table.bias_values[0]) == (9, -2.0)
+    engine.add([1], SamplingParams(top_k=-1, max_tokens=1))
+    finish(engine)
+    assert backend.tables[-1].top_k[0] == 0
+
+
+@pytest.mark.parametrize("count, most, expected", [(1, 512, 1), (2, 512, 2), (3, 512, 4), (65, 512, 128), (6, 7, 7)])
+def test_buckets(count: int, most: int, expected: int) -> None:
+    assert bucket(count, most) == expected
+
+
+# -- how a choice ends
+
+
+def ends(params: SamplingParams, reply: list[int], prompt: int = 1, **kwargs: Any) -> tuple[list[int], str | None, str]:
+    engine, _ = fake_engine(lambda position: reply[position - prompt + 1], **kwargs)
+    request = engine.add([1] * prompt, params)
+    pieces = [token.text for step in engine.run() for token in step.tokens]
+    choice = request.choices[0]
+    assert choice.stream is not None
+    assert "".join(pieces) == choice.stream.text
+    return choice.output_ids, choice.finish_reason, choice.stream.text
+
+
+@pytest.mark.parametrize(
+    "params, reply, expected",
+    [
+        (SamplingParams(max_tokens=3), [1, 2, 3, 4], ([1, 2, 3], "length", "ABC")),
+        (SamplingParams(), [1, EOS], ([1, EOS], "stop", "A")),
+        (SamplingParams(max_tokens=3, ignore_eos=True), [1, EOS, 2], ([1, EOS, 2], "length", "A\x7fB")),
+        (SamplingParams(stop_token_ids=[5]), [1, 5], ([1, 5], "stop", "A")),
+        (SamplingParams(stop="BC"), [1, 2, 3], ([1, 2, 3], "stop", "A")),
+        (SamplingParams(stop=["ZZ", "C"], max_tokens=4), [1, 2, 3], ([1, 2, 3], "stop", "AB")),
+        (SamplingParams(stop="BX", max_tokens=3), [1, 2, 3], ([1, 2, 3], "length", "ABC")),
+        (SamplingParams(min_tokens=2), [EOS, 4, EOS], ([0, 4, EOS], "stop", "@D")),
+        (SamplingParams(min_tokens=2, stop_token_ids=[5]), [5, 1, 5], ([6, 1, 5], "stop", "FA")),
+        (SamplingParams(min_tokens=3, stop="A"), [1, 2, 1], ([1, 2, 1], "stop", "AB")),
+        (SamplingParams(max_tokens=2), [62, 1], ([62, 1], "length", "é")),
+        (SamplingParams(max_tokens=2), [1, 62], ([1, 62], "length", "A\ufffd")),
+    ],
+)
+def test_finish(params: SamplingParams, reply: list[int], expected: tuple[list[int], str, str]) -> None:
+    assert ends(params, reply) == expected
+
+
+def test_the_context_ends_a_choice() -> None:
+    ids, reason, _ = ends(SamplingParams(max_tokens=None), [1] * 40, prompt=10, max_context=32)
+    assert (len(ids), reason) == (22, "length")
+    ids, reason, _ = ends(SamplingParams(max_tokens=30), [1] * 40, prompt=31, max_context=32)
+    assert (len(ids), reason) == (1, "length")
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    stream = TextStream(Letters(), ["BCD"])
+    shown = []
+    for token in (1, 2, 3, 5, 2):
+        stream.add(token)
+        shown.append(stream.take(final=False))
+    assert shown == ["A", "", "", "BCE", ""]
+    assert stream.take(final=True) == "B"
+
+
+# -- scores
+
+
+def test_top_logprobs_are_a_log_softmax_with_ties_by_id() -> None:
+    logits = np.array([1.0, 3.0, 2.0, 3.0, -1.0], np.float32)
+    top = top_logprobs(logits, 3)
+    expected = logits - np.log(np.exp(logits).sum())
+    assert list(top) == [1, 3, 2]
+    assert all(math.isclose(value, expected[token], rel_tol=1e-6) for token, value in top.items())
+    assert list(top_logprobs(logits, 20)) == [1, 3, 2, 0, 4]
+    assert top_logprobs(logits, 0) == {}
+
+
+@pytest.mark.parametrize("step_tokens", [4, 16, 300])
+def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -> None:
+    engine, backend = fake_engine(step_tokens=step_tokens)
+    prompt = [position % 50 for position in range(150)]
+    scored = engine.add(prompt, SamplingParams(prompt_logprobs=0, n=2, max_tokens=2))
+    other = engine.add([1], SamplingParams(max_tokens=12))
+    finish(engine)
+    assert scored.prompt_logprobs == [-float(position) for position in range(1, 150)]
+    assert [list(top) for top in scored.prompt_top_logprobs] == [[token] for token in prompt[1:]]
+    assert [c.logprobs for c in scored.choices] == [[-150.0, -151.0]] * 2
+    assert other.choices[0].outputs == 12
+    assert max(table.dims.logit_rows for table in backend.tables) <= 64
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 64], {}, "token 64 is outside the vocabulary of 64"),
+        ([-1], {}, "token -1 is outside"),
+        ([1] * 32, {}, "32 tokens and the context 32"),
+        ([1], {"stop_token_ids": [64]}, "stop_token_ids: token 64"),
+        ([1], {"logit_bias": {99: 1.0}}, "logit_bias: token 99"),
+    ],
+)
+def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], message: str) -> None:
+    engine, _ = fake_engine(max_context=32)
+    with pytest.raises(MegakernelError, match=message):
+        engine.add(prompt, SamplingParams(**params))
+    assert engine.idle
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    engine, _ = fake_engine(text=False)
+    with pytest.raises(MegakernelError, match="stop strings need a tokenizer"):
+        engine.add([1], SamplingParams(stop="x"))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", math.nan),
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("n", 0),
+        ("n", True),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", dict.fromkeys(range(301), 1.0)),
+    ],
+)
+def test_sampling_parameters_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(MegakernelError, match=f"sampling parameter {field}="):
+        SamplingParams(**{field: value})
+
+
+# -- memory
+
+
+def test_kv_capacity() -> None:
+    from megakernel.isa import Dtype
+
+    per_token = 2 * 8 * 4  # K and V, one layer, one head of 8, float32
+    assert kv_capacity(CONFIG, Dtype.F32, 1e9, None, 4) == (256, 1024)
+    assert kv_capacity(CONFIG, Dtype.F32, 4 * 300 * per_token, None, 4) == (256, 300)
+    assert kv_capacity(CONFIG, Dtype.F32, 4 * 100 * per_token, None, 4) == (100, 100)
+    assert kv_capacity(CONFIG, Dtype.F32, 4 * 100 * per_token, 200, 4) == (200, 200)
+    with pytest.raises(MegakernelError, match="more than the 256"):
+        kv_capacity(CONFIG, Dtype.F32, 1e9, 257, 4)
+    with pytest.raises(MegakernelError, match="more than memory"):
+        kv_capacity(CONFIG, Dtype.F32, 100 * per_token, 200, 4)
+
+
+def test_weight_bytes_counts_every_weight_once() -> None:
+    engine, _ = fake_engine()
+    embed, qkv, o, mlp = 64 * 16, 32 * 16, 16 * 16, 3 * 24 * 16
+    vectors = 4 + 2 * 16 + 32 + 16 + 2 * 24 + 16 + 16  # frequencies, norms, biases
+    expected = 4 * (embed + qkv + o + mlp + vectors)
+    assert weight_bytes(engine.dims, tied=True) == expected
+    assert weight_bytes(engine.dims, tied=False) == expected + 4 * embed
+
+
+# -- end to end on random weights
+
+
+TINY = RandomCheckpoint(
+    "tiny", LlamaConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+def test_company_and_cuts_do_not_change_a_bit() -> None:
+    """On the CPU backend; the reference leaves the order of its sums to NumPy."""
+    rng = np.random.default_rng(1)
+    mine, *others = (rng.integers(0, 97, int(length)).tolist() for length in (45, *rng.integers(1, 60, 8)))
+    params = SamplingParams(
+        temperature=0.8, seed=3, top_k=30, presence_penalty=0.5, max_tokens=10, logprobs=3, prompt_logprobs=1
+    )
+    strangers = [SamplingParams(temperature=1.5, max_tokens=int(n)) for n in rng.integers(1, 12, 8)]
+    seen = []
+    for limits, company in [
+        ({}, 0),
+        ({}, 8),
+        ({"step_tokens": 7, "max_seqs": 7}, 0),
+        ({"step_tokens": 11, "max_seqs": 4}, 8),
+    ]:
+        with LLM(TINY, backend="cpu", max_context=128, threads=2, **limits) as llm:
+            prompts = [*others[: company // 2], mine, *others[company // 2 : company]]
+            given = [*strangers[: company // 2], params, *strangers[company // 2 : company]]
+            result = llm.generate(prompts, given)[company // 2]
+        assert result.prompt_ids == mine
+        seen.append((result.token_ids, result.logprobs, result.top_logprobs, result.prompt_logprobs))
+    assert all(other == seen[0] for other in seen[1:])
+
+
+def test_choices_differ_and_the_first_is_the_one_alone(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64) as llm:
+        several = llm.generate([1, 2, 3], SamplingParams(n=3, seed=1, max_tokens=8))[0]
+        alone = llm.generate([1, 2, 3], SamplingParams(seed=1, max_tokens=8))[0]
+    assert len({tuple(choice.token_ids) for choice in several.choices}) == 3
+    assert several.token_ids == alone.token_ids
+    assert several.text is None
+
+
+def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64) as llm:
+        made = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2))[0]
+        scored = llm.generate([*made.prompt_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
+    assert scored.prompt_logprobs is not None and scored.prompt_top_logprobs is not None
+    assert scored.prompt_logprobs[0] is None
+    assert scored.prompt_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
+    assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
+
+
+def test_an_interrupt_frees_everything_and_the_next_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(TINY, backend="reference", max_context=64, max_seqs=2) as llm:
+        expected = llm.generate([1, 2, 3], SamplingParams(temperature=0.0))[0].token_ids
+
+        def interrupt(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.backend, "launch", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]] * 5)
+        assert llm.engine.idle
+        assert [r.token_ids for r in llm.generate([[1, 2, 3]] * 2, SamplingParams(temperature=0.0))] == [expected] * 2
+
+
+def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
+    with LLM(TINY, backend="reference", max_context=64) as llm:
+        with pytest.raises(MegakernelError, match="outside the vocabulary"):
+            llm.generate([[1], [97]])
+        with pytest.raises(MegakernelError, match="2 sampling parameters for 1 prompts"):
+            llm.generate([[1]], [SamplingParams()] * 2)
+        with pytest.raises(MegakernelError, match="no tokenizer"):
+            llm.generate("text")
+        with pytest.raises(MegakernelError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "x"}])
+        with pytest.raises(MegakernelError, match="mix token ids and prompts"):
+            llm.generate([1, [2]])  # type: ignore[list-item]
+        with pytest.raises(MegakernelError, match="prompt is empty"):
+            llm.generate([[]])
+        assert llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp": 2}, "tp=2"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
+        ({"threads": 0}, "threads=0"),
+        ({"max_context": 257}, "more than the 256"),
+        ({"step_tokens": 8, "max_seqs": 9}, "step_tokens=8 must be at least max_seqs=9"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegakernelError, match=message):
+        LLM(TINY, **options)
+
+
+def test_traced_steps(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64, step_tokens=8, max_seqs=1) as llm:
+        prefill, decode = llm.trace_steps(list(range(12)), decode_steps=2)
+    assert [step.rows for step in prefill + decode] == [[8], [4], [1], [1]]
+    assert [step.contexts for step in prefill + decode] == [[8], [12], [13], [14]]
+    for step in prefill + decode:
+        assert step.output.trace is not None
+        assert step.output.trace.header.program == step.program.hash
