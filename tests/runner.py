@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+from megakernel.scheduler import compile_program
 from numpy.typing import NDArray
 
 from megakernel import machine as machines
@@ -14,7 +16,6 @@ from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step import Chunk, SampleRow
-from megakernel.scheduler import compile_program
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Runner:
         """Logits of one sequence, [len(tokens), vocab], computed in steps cut at `cuts`."""
         edges = [0, *cuts, len(tokens)]
         parts = []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             piece = Piece(slot, start, tokens[start:end])
             parts.append(self.step([piece], **options).logits[: end - start].copy())
         return np.concatenate(parts)
