@@ -62,7 +62,7 @@ class TraceHeader:
     """`program` is the program's hash; ticks are `tick_s` seconds; `read_s` is the cost of reading the clock.
 
     `clock_error_s` bounds the offset between ranks after alignment (0 within one clock); `dropped` intervals did
-    not fit. `source` is cpu, cuda, protocol or simulator.
+    not fit. `source` is reference, cpu, cuda, protocol or simulator.
     """
 
     program: str

@@ -211,6 +211,19 @@ def test_a_missing_wait_shows(name: str) -> None:
     assert not (got == expected).all()
 
 
+def test_what_an_earlier_launch_left_is_not_read() -> None:
+    """A program that lacks a phase gives NaN, not the last launch's values."""
+    backend, program, table = simple(1)
+    assert np.isfinite(backend.launch(program, table).logits).all()
+    keep = (program.epilogue.records[:, 0] & 0xFF) != BY_NAME["final_norm"].opcode
+    records = program.epilogue.records[keep]
+    epilogue = replace(program.epilogue, records=records, offsets=np.array([0, len(records)], np.int32))
+    totals = program.totals_last.copy()
+    totals[-2] = 0  # the counter that final_norm signals
+    got = backend.launch(replace(program, epilogue=epilogue, totals_last=totals), table)
+    assert np.isnan(got.logits).all()
+
+
 def test_a_deadlock_names_the_stuck_and_the_next_launch_works() -> None:
     backend, program, table = simple()
     expected = backend.launch(program, table).logits.copy()
@@ -242,7 +255,7 @@ def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) 
 def test_totals_that_are_exceeded_are_refused() -> None:
     backend, program, table = simple()
     totals = program.totals_last.copy()
-    totals[-2] -= 1  # one lm_head tile less than there are
+    totals[-1] -= 1  # one lm_head tile less than there are
     with pytest.raises(MegakernelError, match="arrivals, its total is"):
         backend.launch(replace(program, totals_last=totals), table)
 
@@ -401,6 +414,16 @@ def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
     chi2 = ((got[live] - n * p[live]) ** 2 / (n * p[live])).sum()
     k = live.sum() - 1
     assert chi2 < k + 4 * (2 * k) ** 0.5  # four standard deviations; the seed is fixed
+
+
+def test_a_draw_walks_the_kept_ids_in_order() -> None:
+    z = np.log(
+        np.array([0, 1, 2, 4, 1], np.float32), where=[False, True, True, True, True], out=np.full(5, -np.inf, "f")
+    )
+    for eighth, token in enumerate([1, 2, 2, 3, 3, 3, 3, 4]):
+        assert sampling.draw(z, np.array([3, 2, 1, 4, 0]), eighth / 8) == token
+        assert sampling.draw(z, np.array([3, 2, 1, 4, 0]), (eighth + 0.99) / 8) == token
+    assert sampling.draw(z, np.array([4, 2]), 0.6) == 2
 
 
 def test_draws_depend_on_seed_choice_and_position_only() -> None:
