@@ -19,7 +19,7 @@ class AddVerb(Protocol):
     def __call__(self, name: str, what: str, example: str) -> argparse.ArgumentParser: ...
 
 
-def add_setting(parser: argparse.ArgumentParser, name: str, *, optional: bool = False) -> None:
+def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
     """The flag of a setting. `optional`: None where it is not given, for verbs that also take a file."""
     setting = SETTINGS[name]
     assert setting.flag is not None
