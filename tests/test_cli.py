@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 from engine_support import CONFIG
 from megakernel.serving import ceilings
 from model_helpers import tiny_llama
+from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megakernel import model as model_room
-from megakernel.cli import main
+from megakernel.cli import main, output
 from megakernel.cli.options import prompt_ids
 from megakernel.roofline import Ceilings
 from megakernel.settings import SETTINGS
@@ -343,6 +345,19 @@ def test_doctor_keeps_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_the_settings_page_is_current() -> None:
     page = Path(__file__).parent.parent / "docs" / "settings.md"
     assert page.read_text() == settings_page()
+
+
+@pytest.mark.parametrize("unit", ["", "bytes"])
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    screen = StringIO()
+    monkeypatch.setattr(output, "stderr", Console(file=screen, force_terminal=True, width=100))
+    with output.progress("fetching", unit) as advance:
+        advance(1, 4)
+        advance(4, 4)
+    assert "fetching" in screen.getvalue() and "4/4" in screen.getvalue()
+    with output.busy("waiting"):
+        pass
+    assert "waiting" in screen.getvalue()
 
 
 # -- the process

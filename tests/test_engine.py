@@ -48,6 +48,16 @@ def test_decoding_sequences_come_before_prompts() -> None:
     assert first.choices[0].finish_reason == "length"
 
 
+def test_a_scored_prompt_does_not_take_the_logit_rows_of_others() -> None:
+    engine, backend = fake_engine(step_tokens=100)
+    engine.add([1] * 200, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    young = engine.add([1], SamplingParams(max_tokens=3))
+    for _ in range(3):
+        engine.step()
+    assert young.done
+    assert [[count for _, count in step] for step in backend.steps()] == [[1, 63]] * 3
+
+
 def test_prompts_share_a_step_in_order_of_arrival() -> None:
     engine, backend = fake_engine(step_tokens=8)
     for length in (3, 4, 5):

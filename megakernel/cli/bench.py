@@ -24,7 +24,7 @@ def register(add: AddVerb) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
     prompt.add_argument(
-        "--prompt-tokens", type=positive, default=128, metavar="N", help="length of the default prompt (default: 128)"
+        "--prompt-tokens", type=positive, default=256, metavar="N", help="length of the default prompt (default: 256)"
     )
     bench.add_argument("--tokens", type=positive, default=64, metavar="N", help="decode steps a run (default: 64)")
     bench.add_argument("--runs", type=positive, default=5, metavar="N", help="runs, after one to warm up (default: 5)")

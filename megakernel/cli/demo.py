@@ -8,10 +8,10 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import as_json
-from .options import AddVerb, add_model_run, open_llm
+from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
-_TOKENS, _RUNS = 48, 3  # a steady median within seconds on two cores
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # steady medians within seconds on two cores
 
 
 def register(add: AddVerb) -> None:
@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             sys.stdout.write("\n\n")
         ceilings = bench.measured_ceilings(llm)
-        figures = bench.latency(llm, ids, _TOKENS, _RUNS, ceilings)
+        measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.max_context // 2))
+        figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
-            _, decode = llm.trace_steps(ids, decode_steps=2)
+            _, decode = llm.trace_steps(measured, decode_steps=2)
         step = decode[-1]
         trace = step.output.trace
         if trace is not None:

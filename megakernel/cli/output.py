@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -56,7 +56,7 @@ def busy(what: str) -> Iterator[None]:
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """A bar that is gone when done, moved by calls with (done, total); nothing where there is no terminal."""
-    counted = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
