@@ -18,8 +18,10 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from megakernel import SamplingParams
 from megakernel import model as model_room
-from megakernel.cli import main, output
+from megakernel.cli import main, output, parser
+from megakernel.cli.generate import sampling_params
 from megakernel.cli.options import prompt_ids
 from megakernel.roofline import Ceilings
 from megakernel.settings import SETTINGS
@@ -129,6 +131,39 @@ def test_bad_generation_is_one_line(
     capsys: pytest.CaptureFixture[str], model: str, flags: list[str], message: str
 ) -> None:
     assert message in fails(capsys, "generate", "--model", model, *flags)
+
+
+def test_every_sampling_flag_arrives() -> None:
+    flags = "--temperature .5 --top-p .6 --min-p .1 --top-k 3 --presence-penalty .1 --frequency-penalty .2 --n 2"
+    flags += " --repetition-penalty 1.1 --seed 4 --max-tokens 5 --min-tokens 1 --logprobs 6 --prompt-logprobs 7"
+    flags += " --stop a --stop b --stop-token-ids 8,9 --ignore-eos --logit-bias 1=2.5 --logit-bias 2=-1"
+    parsed = sampling_params(parser().parse_args(["generate", "--prompt", "x", *flags.split()]))
+    assert parsed == SamplingParams(
+        temperature=0.5,
+        top_p=0.6,
+        min_p=0.1,
+        top_k=3,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        n=2,
+        repetition_penalty=1.1,
+        seed=4,
+        max_tokens=5,
+        min_tokens=1,
+        logprobs=6,
+        prompt_logprobs=7,
+        stop=["a", "b"],
+        stop_token_ids=[8, 9],
+        ignore_eos=True,
+        logit_bias={1: 2.5, 2: -1.0},
+    )
+
+
+def test_a_wrong_log_level_in_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAKERNEL_LOG_LEVEL", "loud")
+    assert "MEGAKERNEL_LOG_LEVEL=loud" in fails(capsys, "pull", "smollm2-135m")
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "missing.gguf", "random:none", "./missing/folder"])

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Returns its exit status; usage errors exit with 2 through argparse."""
     try:
-        args = _parser().parse_args(arguments)
+        args = parser().parse_args(arguments)
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
@@ -45,7 +46,8 @@ def _fail(text: str) -> int:
     return FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of a whole command line; `args.run(args)` executes it."""
     # Imported here, where Ctrl-C already has a handler.
     from importlib.metadata import version
 
@@ -53,21 +55,23 @@ def _parser() -> argparse.ArgumentParser:
     from . import bench, demo, doctor, generate, programs, pull, timeline
 
     level = SETTINGS["log level"]
-    parser = argparse.ArgumentParser(
+    if level.value() not in LOG_LEVELS:
+        raise MegakernelError(f"{level.env}={level.value()} is none of {', '.join(LOG_LEVELS)}")
+    top = argparse.ArgumentParser(
         prog="megakernel",
         description="Compile a Llama forward pass into one program, run it, and see where the time goes.",
         epilog="Start with: megakernel demo",
     )
-    parser.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
+    top.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object; all else goes to standard error")
     common.add_argument(
         "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default=level.value().lower(),
+        choices=LOG_LEVELS,
+        default=level.value(),
         help=f"{level.what} (default: {level.default}; {level.env})",
     )
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs = top.add_subparsers(metavar="VERB", required=True)
 
     def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
         return verbs.add_parser(
@@ -80,4 +84,4 @@ def _parser() -> argparse.ArgumentParser:
 
     for room in (demo, pull, generate, programs, bench, timeline, doctor):
         room.register(add)
-    return parser
+    return top
