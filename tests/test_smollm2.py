@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from megakernel import LLM, SamplingParams
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import open_checkpoint
+from megakernel.timeline import summarise
 
 PROMPTS = (
     "What is the capital of France?",
@@ -118,3 +119,30 @@ def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
     monkeypatch.undo()
     with LLM("smollm2-135m", max_context=256, max_seqs=1) as whole:
         assert whole.chat([{"role": "user", "content": PROMPTS[1]}], params).text != text
+
+
+def test_same_bits_alone_in_company_and_cut(smollm2):
+    """Greedy and seeded choices of one prompt: alone, among 64 strangers, and with its prefill in pieces."""
+    rng = np.random.default_rng(3)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=12, ignore_eos=True),
+    ]
+    strangers = [rng.integers(3, 49152, int(n)).tolist() for n in rng.integers(1, 30, 64)]
+    other = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+    with LLM("smollm2-135m", max_context=256, max_seqs=66) as llm:
+        ids = llm.chat_ids([{"role": "user", "content": PROMPTS[2]}])
+        alone = [(r.token_ids, r.logprobs) for p in params for r in llm.generate([ids], p)]
+        crowd = llm.generate([*strangers[:30], ids, ids, *strangers[30:]], [other] * 30 + params + [other] * 34)
+    assert [(r.token_ids, r.logprobs) for r in crowd[30:32]] == alone
+    with LLM("smollm2-135m", max_context=256, max_seqs=2, step_tokens=7) as llm:
+        assert [(r.token_ids, r.logprobs) for r in llm.generate([ids, ids], params)] == alone
+    assert alone[0] != alone[1]
+
+
+def test_phases_overlap(llm):
+    """Two workers, several row blocks: a worker computes one phase while another computes the next."""
+    prefill, _ = llm.trace_steps(np.random.default_rng(1).integers(3, 49152, 300).tolist())
+    summary = summarise(prefill[0].program, prefill[0].output.trace)
+    if llm.threads > 1:
+        assert summary.overlap.phases > 0.01
