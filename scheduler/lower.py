@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..isa import BY_NAME, KV_BLOCK, Column, Dims, Dtype, Index, Instruction, Kind
 from ..isa.record import SIGNALS
 from ..machine import Machine
+from ..model.checkpoint import weight_dims
 from ..model.config import LlamaConfig
 from .cost import panel_blocks, seconds
 from .regions import boxes, head_group_boxes, nonempty, overlap
@@ -62,19 +63,8 @@ def program_dims(
 ) -> Dims:
     """Sizes of a bucket, with room in its step table that depends on the bucket and the worker count only."""
     kv_blocks = -(-max_context // KV_BLOCK)
-    return Dims(
-        vocab=config.vocab,
-        hidden=config.hidden,
-        ffn=config.ffn,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        attention_bias=int(config.attention_bias),
-        mlp_bias=int(config.mlp_bias),
-        rms_eps=config.rms_eps,
-        dtype=int(dtype),
-        kv_block=KV_BLOCK,
+    return replace(
+        weight_dims(config, dtype),
         page=machine.page,
         row_block=min(machine.tile_rows, tokens),
         tokens=tokens,

@@ -14,7 +14,7 @@ from model_helpers import tiny_gguf
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, Space, from_f32
 from megakernel.model import Rope, RopeKind, load_config, open_checkpoint
-from megakernel.model.files import weight_dims
+from megakernel.model.checkpoint import weight_dims
 from megakernel.model.rope import inverse_frequencies
 
 

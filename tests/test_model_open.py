@@ -10,7 +10,7 @@ import pytest
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, Space, to_f32
 from megakernel.model import KNOWN_SHAPES, LlamaConfig, RandomCheckpoint, load_config, load_tokenizer, open_checkpoint
-from megakernel.model.files import weight_dims
+from megakernel.model.checkpoint import weight_dims
 
 
 @pytest.mark.parametrize(

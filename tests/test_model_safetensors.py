@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, Space, from_f32, to_f32
 from megakernel.model import Checkpoint, open_checkpoint
-from megakernel.model.files import weight_dims
+from megakernel.model.checkpoint import weight_dims
 
 HEADS, KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 

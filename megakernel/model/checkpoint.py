@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Buffer, Dtype
+from ..isa import KV_BLOCK, Buffer, Dims, Dtype
 from .config import LlamaConfig
 
 
@@ -25,3 +25,31 @@ class Checkpoint(Protocol):
         rows are in the interleaved RoPE order. Absent biases are zeros.
         """
         ...
+
+
+def weight_dims(config: LlamaConfig, dtype: Dtype) -> Dims:
+    """`config` as Dims for the shapes of weight buffers; what a weight's shape cannot depend on is 1."""
+    return Dims(
+        vocab=config.vocab,
+        hidden=config.hidden,
+        ffn=config.ffn,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        attention_bias=int(config.attention_bias),
+        mlp_bias=int(config.mlp_bias),
+        rms_eps=config.rms_eps,
+        dtype=int(dtype),
+        kv_block=KV_BLOCK,
+        page=1,
+        row_block=1,
+        tokens=1,
+        logit_rows=1,
+        max_seqs=1,
+        max_context=1,
+        items=1,
+        attention_slots=1,
+        partials=1,
+        bias_entries=1,
+    )

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Buffer, Dtype, to_f32
+from .checkpoint import weight_dims
 from .config import LlamaConfig, Rope, RopeKind
-from .files import weight_dims
 from .rope import inverse_frequencies
 
 
