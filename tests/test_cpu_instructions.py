@@ -98,6 +98,13 @@ def test_norms(backend: CpuBackend) -> None:
     close(backend, value(backend, B.Y), expected)
 
 
+def test_nan_stays_nan(backend: CpuBackend) -> None:
+    """Whatever its payload: rounding all ones up to bfloat16 must not wrap to zero."""
+    backend.buffer(B.X).view(np.uint32)[3] = 0x7FFFFFFF
+    backend.execute(record("attn_norm", 3, 1), 0, make_table(DIMS, {0: (0, 40)}))
+    assert np.isnan(value(backend, B.H)[3]).all()
+
+
 # Row counts on both sides of every register block and of the tile; columns across heads and to the ragged end.
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 40])
 def test_qkv_rope(backend: CpuBackend, rows: int) -> None:

@@ -14,7 +14,9 @@ namespace {
 
 constexpr int64_t kPrefetchLimit = 256 << 10;  // stays in a core's second-level cache
 constexpr int64_t kPrefetchSlice = 4 << 10;    // between two polls
-constexpr int kSpins = 1000, kYields = 200;
+// Spinning lasts longer than most waits of a step, so that a busy machine does not take the core at each of
+// them.
+constexpr int kSpins = 4000, kYields = 200;
 constexpr long kNapNs = 50'000;
 
 void relax() {
