@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# Installed, scheduler and serving lie inside this package. In a checkout, which Python prefers when it is the current
+# folder, they lie beside it.
+if not (Path(__file__).parent / "scheduler").exists():
+    __path__.append(str(Path(__file__).parents[1]))
 
 if TYPE_CHECKING:
     from .errors import MegakernelError

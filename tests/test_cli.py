@@ -399,7 +399,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, unit: str) -> N
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
+    return [sys.executable, "-P", "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
 
 
 def test_interrupt_exits_with_130(model: str) -> None:
