@@ -38,9 +38,13 @@ def tiny_gguf(
     *,
     tensors: dict[str, NDArray[Any]] | None = None,
     quantise: gguf.GGMLQuantizationType | None = None,
+    raw: dict[str, tuple[NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
     **metadata: Any,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write a one-layer llama GGUF; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`."""
+    """Write a one-layer llama GGUF; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`.
+
+    `raw` replaces a tensor by the bytes of its rows, in a quantised type.
+    """
     rng = np.random.default_rng(2)
     hidden, heads, kv_heads, head_dim, ffn, vocab = 256, 4, 2, 64, 512, 70
     shapes: dict[str, tuple[int, ...]] = {
@@ -70,7 +74,10 @@ def tiny_gguf(
     for key, value in metadata.items():
         writer.add_key_value(key.replace("__", "."), value, _gguf_type(value))
     for name, value in values.items():
-        if quantise is not None and value.ndim == 2:
+        if raw is not None and name in raw:
+            rows, raw_type = raw[name]
+            writer.add_tensor(name, rows, raw_dtype=raw_type)
+        elif quantise is not None and value.ndim == 2:
             writer.add_tensor(name, gguf.quants.quantize(value, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(name, value)

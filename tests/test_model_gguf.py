@@ -45,6 +45,17 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", gguf.quants._type_traits, ids=lambda kind: kind.name)
+def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> None:
+    """Arbitrary bytes, so scales may be infinite or no number: the loader passes on what the package makes of them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = np.random.default_rng(int(kind)).integers(0, 256, (256, 512 // block * size), dtype=np.uint8)
+    tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, kind)})
+    got = open_checkpoint(str(tmp_path / "m.gguf")).load(Buffer.W_DOWN, 0, Dtype.F32)
+    np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
+
+
 def test_shape_from_metadata(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     bias = {"blk.0.attn_q.bias": np.ones(256, np.float32)}
