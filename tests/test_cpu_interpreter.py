@@ -241,6 +241,12 @@ def test_programs_for_another_model_are_refused(make: Callable[..., CpuBackend])
         backend.launch(bad, mixed_table())
     with pytest.raises(MegakernelError, match="one rank"):
         backend.launch(replace(p, ranks=2), mixed_table())
+    table = mixed_table()
+    table.block_tables[0, 0] = PAGES
+    with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):
+        backend.launch(p, table)
+    with pytest.raises(MegakernelError, match="no room"):
+        backend.write_history(0, DIMS.max_context, np.zeros(2, np.int32))
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: RandomCheckpoint) -> None:

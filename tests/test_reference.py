@@ -294,14 +294,14 @@ def test_trace_has_an_interval_for_each_piece_of_work() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     backend, program, table = simple()
     other = replace(program, dims=replace(program.dims, max_seqs=9))
-    with pytest.raises(MegakernelError, match="max_seqs 9, the backend 8"):
+    with pytest.raises(MegakernelError, match="max_seqs = 9, the backend has 8"):
         backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
         backend.launch(replace(program, dims=replace(program.dims, tokens=16)), table)
     with pytest.raises(MegakernelError, match="runs one rank"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
-    with pytest.raises(MegakernelError, match=f"page {PAGES}"):
+    with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):
         backend.launch(program, table)
     with pytest.raises(MegakernelError, match="no room"):
         backend.write_history(0, 500, np.zeros(14, np.int32))

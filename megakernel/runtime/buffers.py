@@ -1,11 +1,16 @@
-"""Allocation of what is not a weight: activations, state and outputs in the row-major layout of BUFFERS."""
+"""What every backend does alike with its buffers: allocate them, write prompts into them, refuse what does not fit."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dims
+from ..errors import MegakernelError
+from ..isa import BUFFERS, Buffer, Dims, StepTable
+from ..program import Program
+
+# What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
+_BUCKET = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries"}
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
@@ -13,3 +18,28 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
     spec = BUFFERS[buffer]
     layers = (dims.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims).numpy)
+
+
+def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
+    """HISTORY[slot, start : start + len(tokens)] = tokens. Raises MegakernelError where there is no such place."""
+    if not (0 <= slot < history.shape[0] and 0 <= start <= history.shape[1] - len(tokens)):
+        raise MegakernelError(f"history of slot {slot} has no room for {len(tokens)} tokens at {start}")
+    history[slot, start : start + len(tokens)] = tokens
+
+
+def check_program(dims: Dims, program: Program) -> None:
+    """Raise MegakernelError naming the size in which `program` differs from a backend made for `dims`."""
+    for name, value in vars(program.dims).items():
+        if name not in _BUCKET and value != getattr(dims, name):
+            raise MegakernelError(
+                f"the program was compiled for {name} = {value}, the backend has {getattr(dims, name)}: "
+                "compile it again for this model and these limits"
+            )
+
+
+def check_table(program: Program, table: StepTable, pages: int) -> None:
+    """Raise MegakernelError unless `table` was made for `program` and names pages of a pool of `pages` only."""
+    if table.dims != program.dims:
+        raise MegakernelError("the step table was made for another program's sizes")
+    if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:
+        raise MegakernelError(f"the step table names a page outside the pool of {pages}")

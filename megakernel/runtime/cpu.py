@@ -21,12 +21,11 @@ from ..program import Program
 from ..trace import DTYPE, Trace, TraceHeader
 from . import native
 from .backend import Output
+from .buffers import check_program, check_table, write_history
 
 _ALIGNMENT = 64
 _SLICE_MS = 50
 _DEADLOCK_S = 60.0
-# What programs of one backend may differ in.
-_BUCKET_FIELDS = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries"}
 
 
 @dataclass
@@ -144,7 +143,7 @@ class CpuBackend:
             raise MegakernelError(
                 f"{checkpoint.name} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
                 f"{need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available: "
-                "use bf16, a smaller model or fewer pages"
+                "use bf16, a smaller model or a shorter context"
             )
 
     def buffer(self, buffer: Buffer, layer: int = 0) -> NDArray[Any]:
@@ -157,8 +156,7 @@ class CpuBackend:
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step. Ctrl-C aborts it within a second; the next launch works."""
         loaded = self._loaded(program)
-        if table.dims != program.dims:
-            raise MegakernelError("the step table was made for another program's sizes")
+        check_table(program, table, self.pages)
         begin = time.perf_counter()
         if self._lib.mk_launch_start(self._engine, loaded.handle, table.words.ctypes.data, trace):
             raise native.error()
@@ -191,12 +189,7 @@ class CpuBackend:
             raise MegakernelError("the backend is closed: make another one")
         if (known := self._programs.get(id(program))) is not None:
             return known
-        for name, value in vars(program.dims).items():
-            if name not in _BUCKET_FIELDS and value != getattr(self.dims, name):
-                raise MegakernelError(
-                    f"the program was compiled for {name} = {value}, the backend has {getattr(self.dims, name)}: "
-                    "compile it again for this model and these limits"
-                )
+        check_program(self.dims, program)
         for spec in BUFFERS.values():
             if spec.space in (Space.ACTIVATION, Space.OUTPUT):
                 self._grow(spec, program.dims)
@@ -238,7 +231,7 @@ class CpuBackend:
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         """Set HISTORY[slot, start : start + len(tokens)]; for prompts, between launches."""
-        self.buffer(Buffer.HISTORY)[slot, start : start + len(tokens)] = tokens
+        write_history(self.buffer(Buffer.HISTORY), slot, start, tokens)
 
     # -- for tests
 

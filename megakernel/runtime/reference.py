@@ -8,7 +8,6 @@ be shuffled.
 from __future__ import annotations
 
 import time
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,10 @@ from ..isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, rec
 from ..model.checkpoint import Checkpoint
 from ..program import Program
 from .backend import Output
-from .buffers import allocate
+from .buffers import allocate, check_program, check_table, write_history
 from .reference_instructions import EXECUTE, Context
 from .reference_launch import Counters, Launch
 
-# What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
-_BUCKET = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries"}
 _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
 
 
@@ -75,10 +72,7 @@ class ReferenceBackend:
         return Context(self.dims, table, partial(self.buffer, layer=layer))
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        history = self.buffer(Buffer.HISTORY)
-        if not (0 <= slot < history.shape[0] and 0 <= start <= history.shape[1] - len(tokens)):
-            raise MegakernelError(f"history of slot {slot} has no room for {len(tokens)} tokens at {start}")
-        history[slot, start : start + len(tokens)] = tokens
+        write_history(self.buffer(Buffer.HISTORY), slot, start, tokens)
 
     def close(self) -> None:
         self._arrays.clear()
@@ -119,16 +113,8 @@ class ReferenceBackend:
     def _check(self, program: Program, table: StepTable) -> None:
         if program.ranks != 1:
             raise MegakernelError(f"the reference backend runs one rank, the program has {program.ranks}")
-        for field in fields(Dims):
-            mine, its = getattr(self.dims, field.name), getattr(program.dims, field.name)
-            if field.name not in _BUCKET and mine != its:
-                raise MegakernelError(
-                    f"program has {field.name} {its}, the backend {mine}: compile it for this model and these limits"
-                )
-        if table.dims != program.dims:
-            raise MegakernelError("the step table was built for another program's dims")
-        if table.block_tables.max() >= self.pages:
-            raise MegakernelError(f"the step table names page {table.block_tables.max()}, the pool has {self.pages}")
+        check_program(self.dims, program)
+        check_table(program, table, self.pages)
 
     def _poison(self) -> None:
         """Make reads of what this launch has not yet written visible."""
