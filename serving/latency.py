@@ -115,3 +115,8 @@ def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
         step_s=[seconds for _, seconds in steps],
         work=Work(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
     )
+
+
+def typical(steps: list[Step]) -> Step:
+    """The step of median duration: what the machine did to one step by chance is not shown."""
+    return sorted(steps, key=lambda step: step.output.seconds)[len(steps) // 2]

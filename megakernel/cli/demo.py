@@ -31,6 +31,7 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..serving import SamplingParams
     from ..serving.engine import Token
+    from ..serving.latency import typical
     from ..timeline import render, summarise, write_html
 
     with open_llm(args, max_seqs=1) as llm:
@@ -50,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
-            _, decode = llm.trace_steps(measured, decode_steps=2)
-        step = decode[-1]
+            _, decode = llm.trace_steps(measured, decode_steps=5)
+        step = typical(decode)
         trace = step.output.trace
         if trace is not None:
             write_html(step.program, trace, args.output)

@@ -67,9 +67,11 @@ def _saved(args: argparse.Namespace) -> tuple[Program, Trace]:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, Trace]:
+    from ..serving.latency import typical
+
     with open_llm(args, max_seqs=1) as llm, output.busy(f"tracing a {args.phase} step"):
-        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=2)
-        step = (prefill if args.phase == "prefill" else decode)[-1]
+        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=5)
+        step = prefill[-1] if args.phase == "prefill" else typical(decode)
         if step.output.trace is None:
             raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
         return step.program, step.output.trace
