@@ -10,27 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from megakernel.isa import BY_NAME, KV_BLOCK, Dims, Dtype
+from megakernel.isa import BY_NAME, Dims, Dtype
 from megakernel.isa.record import OPERAND_WORD, SIGNAL_WORD, WAIT_WORD, WORDS, Records, counter_word
+from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program, Segment
 
 
 def make_dims(config: LlamaConfig, **overrides: Any) -> Dims:
     """Small defaults: 24 token rows in row blocks of 8, pages of 16 tokens, splits possible."""
-    dims = Dims(
-        vocab=config.vocab,
-        hidden=config.hidden,
-        ffn=config.ffn,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        attention_bias=int(config.attention_bias),
-        mlp_bias=int(config.mlp_bias),
-        rms_eps=config.rms_eps,
-        dtype=Dtype.F32,
-        kv_block=KV_BLOCK,
+    dims = replace(
+        weight_dims(config, Dtype.F32),
         page=16,
         row_block=8,
         tokens=24,
