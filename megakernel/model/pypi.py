@@ -119,7 +119,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as e:
         raise MegakernelError(
             f"cannot write to the model cache {folder}: {e.strerror or e}; "
-            "free it up, or set MEGAKERNEL_CACHE to another folder"
+            "make it writable or free space, or set MEGAKERNEL_CACHE to another folder"
         ) from e
 
 
