@@ -27,6 +27,7 @@ from .isa.record import WORDS, Records
 
 _MAGIC = b"MKPROG\0"
 VERSION = 1
+SEGMENTS = ("prologue", "body", "epilogue")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Program:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
     def _arrays(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
-        for name in ("prologue", "body", "epilogue"):
+        for name in SEGMENTS:
             segment: Segment = getattr(self, name)
             yield f"{name}.records", segment.records
             yield f"{name}.offsets", segment.offsets
@@ -132,7 +133,7 @@ def _parse(payload: bytes) -> Program:
         array = np.frombuffer(payload, "<i4", count=words, offset=start).astype(np.int32, copy=False)
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
-    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in ("prologue", "body", "epilogue")}
+    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in SEGMENTS}
     return Program(
         dims=Dims(**header["dims"]),
         machine=header["machine"],

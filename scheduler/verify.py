@@ -31,9 +31,9 @@ from itertools import islice
 
 import numpy as np
 
-from ..program import Program
+from ..program import SEGMENTS, Program
 from .verify_data import check_data, coverage
-from .verify_form import NAMES, Part, check_layout, check_records
+from .verify_form import Part, check_layout, check_records
 from .verify_order import Events, Unrolled
 
 _LAYERS = 3
@@ -67,7 +67,7 @@ def _violations(program: Program) -> Iterator[str]:
     if found:
         yield from found
         return
-    parts = [Part(program, name) for name in NAMES]
+    parts = [Part(program, name) for name in SEGMENTS]
     found = list(check_records(program, parts))
     if found:
         yield from found

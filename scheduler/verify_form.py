@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from ..isa import BUFFERS, BY_NAME, BY_OPCODE, INSTRUCTIONS, Buffer, Dims, Family, Instruction, Kind
 from ..isa import record as bits
-from ..program import Program, Segment
+from ..program import SEGMENTS, Program, Segment
 
 Ints = NDArray[np.int64]
 
-NAMES = ("prologue", "body", "epilogue")
 _OPS = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
 _LAYERED = [i.opcode for i in _OPS if i.layered]
 _KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
@@ -52,12 +51,12 @@ class Word:
 def _words(records: NDArray[np.int32], first: int, count: int) -> Word:
     block = records[:, first : first + count]
     row, slot = np.nonzero(block)
-    word = block[row, slot].astype(np.int64)
+    word = block[row, slot]
     return Word(
         row,
         slot,
-        (word & bits.COUNTER_MASK) - 1,
-        word >> bits.RANK_SHIFT & bits.RANK_MASK,
+        bits.word_counter(word).astype(np.int64),
+        bits.word_rank(word).astype(np.int64),
         word & bits.NEXT != 0,
         word & bits.INDEXED != 0,
     )
@@ -102,7 +101,7 @@ def check_layout(program: Program) -> Iterator[str]:
         yield "ranks, workers, layers and counters must all be at least 1"
     if program.ranks > bits.ALL_RANKS:
         yield f"{program.ranks} ranks do not fit a signal word"
-    for name in NAMES:
+    for name in SEGMENTS:
         segment: Segment = getattr(program, name)
         shape, offsets = segment.records.shape, segment.offsets
         if len(shape) != 2 or shape[1] != bits.WORDS:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from megakernel.scheduler import compile_program
 from numpy.typing import NDArray
 
 from megakernel import machine as machines
@@ -16,6 +15,7 @@ from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step import Chunk, SampleRow
+from megakernel.scheduler import compile_program
 
 
 @dataclass(frozen=True)

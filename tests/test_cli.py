@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from engine_support import CONFIG
-from megakernel.serving import ceilings
 from model_helpers import tiny_llama
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +22,10 @@ from megakernel import model as model_room
 from megakernel.cli import main, output, parser
 from megakernel.cli.generate import sampling_params
 from megakernel.cli.options import prompt_ids
+from megakernel.machine import MACHINES
 from megakernel.roofline import Ceilings
+from megakernel.runtime import BACKENDS
+from megakernel.serving import ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
 
@@ -437,3 +439,10 @@ def test_memory_and_disk_errors_are_one_line(
 
         monkeypatch.setattr(scheduler, "compile_program", fail)
         assert message in fails(capsys, "compile", "--model", tiny_shape)
+
+
+def test_settings_name_every_choice() -> None:
+    for name in ("host", *MACHINES):
+        assert name in SETTINGS["machine"].what
+    for name in set(BACKENDS) - {"cuda"}:
+        assert name in SETTINGS["backend"].what

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_support import CONFIG, EOS, Letters, fake_engine
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model import LlamaConfig, RandomCheckpoint
 from megakernel.serving.engine import Engine
 from megakernel.serving.logprobs import top_logprobs
 from megakernel.serving.memory import kv_capacity, weight_bytes
 from megakernel.serving.programs import bucket
 from megakernel.serving.text import TextStream
-
-from megakernel import LLM, SamplingParams
-from megakernel.errors import MegakernelError
-from megakernel.model import LlamaConfig, RandomCheckpoint
 
 
 def finish(engine: Engine) -> None:

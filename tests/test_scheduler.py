@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from megakernel.scheduler import compile_program, describe, disassemble
-from megakernel.scheduler.compile import build_program
-from megakernel.scheduler.derive import derive
-from megakernel.scheduler.lower import Phase, Tasks, lower, program_dims
 from symbolic import Failure, check
 
 from megakernel import machine
@@ -18,6 +14,10 @@ from megakernel.isa import BY_NAME, BY_OPCODE, Access, Buffer, Dtype, Kind
 from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, opcode
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program
+from megakernel.scheduler import compile_program, describe, disassemble
+from megakernel.scheduler.compile import build_program
+from megakernel.scheduler.derive import derive
+from megakernel.scheduler.lower import Phase, Tasks, lower, program_dims
 
 LLAMA_70B = LlamaConfig(
     vocab=128256, hidden=8192, ffn=28672, layers=80, heads=64, kv_heads=8, head_dim=128, max_context=131072

@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from handmade import handmade, run_once, small_dims
-from megakernel.scheduler import compile_program
-from megakernel.scheduler.verify import verify
 from mutants import mutants
 
 from megakernel.isa import BY_NAME, Dtype, record
 from megakernel.machine import Machine, host
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program, Segment
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.verify import verify
 
 TINY = small_dims(tokens=6, layers=2, heads=2, kv_heads=2, hidden=8, ffn=16, vocab=8)
 

@@ -1,7 +1,7 @@
 """What an instruction is and what a step is. Everything else reads these tables; nothing repeats them."""
 
 from .access import Access, Column, Index, Kind
-from .buffers import BUFFERS, Buffer, BufferSpec, Space
+from .buffers import BIASES, BUFFERS, Buffer, BufferSpec, Space
 from .dims import DIM_FIELDS, KV_BLOCK, Dims
 from .dtypes import Dtype, from_f32, to_f32
 from .instructions import (
@@ -17,6 +17,7 @@ from .instructions import (
 from .step import STEP_FIELDS, StepField, StepTable
 
 __all__ = [
+    "BIASES",
     "BUFFERS",
     "BY_NAME",
     "BY_OPCODE",

@@ -70,17 +70,6 @@ class BufferSpec:
         return Dtype(dims.dtype) if self.dtype is None else self.dtype
 
 
-def _spec(
-    buffer: Buffer,
-    space: Space,
-    dtype: Dtype | None,
-    shape: Callable[[Dims, int], tuple[int, ...]],
-    what: str,
-    layered: bool = False,
-) -> BufferSpec:
-    return BufferSpec(buffer, space, dtype, shape, what, layered)
-
-
 _W, _A, _S, _O = Space.WEIGHT, Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
@@ -89,46 +78,54 @@ _B = Buffer
 # row i, row 2i+1 its row i + head_dim/2 (the order GGUF files use). Scores do not depend on the order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
-    _spec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),
-    _spec(_B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, scaling applied"),
-    _spec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before attention", True),
-    _spec(_B.W_QKV, _W, None, lambda d, p: (d.qkv_cols, d.hidden), "q heads, k heads, v heads; rows", True),
-    _spec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
-    _spec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.q_cols), "attention output projection", True),
-    _spec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
-    _spec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the MLP", True),
-    _spec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.ffn, d.hidden), "gate, then up projection", True),
-    _spec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.ffn), "bias of W_GATE_UP", True),
-    _spec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.ffn), "down projection", True),
-    _spec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
-    _spec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the LM head"),
-    _spec(_B.LM_HEAD, _W, None, lambda d, p: (d.vocab, d.hidden), "LM head; EMBED itself where tied"),
+    BufferSpec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),
+    BufferSpec(_B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, scaling applied"),
+    BufferSpec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before attention", True),
+    BufferSpec(_B.W_QKV, _W, None, lambda d, p: (d.qkv_cols, d.hidden), "q heads, k heads, v heads; rows", True),
+    BufferSpec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
+    BufferSpec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.q_cols), "attention output projection", True),
+    BufferSpec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
+    BufferSpec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the MLP", True),
+    BufferSpec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.ffn, d.hidden), "gate, then up projection", True),
+    BufferSpec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.ffn), "bias of W_GATE_UP", True),
+    BufferSpec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.ffn), "down projection", True),
+    BufferSpec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
+    BufferSpec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the LM head"),
+    BufferSpec(_B.LM_HEAD, _W, None, lambda d, p: (d.vocab, d.hidden), "LM head; EMBED itself where tied"),
     # -- activations
-    _spec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos, sin of each pair, interleaved"),
-    _spec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
-    _spec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
-    _spec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
-    _spec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.q_cols), "attention output by head"),
-    _spec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.ffn), "silu(gate) * up"),
-    _spec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "final norm of the logit rows"),
-    _spec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
-    _spec(
+    BufferSpec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos, sin of each pair, interleaved"),
+    BufferSpec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
+    BufferSpec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
+    BufferSpec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
+    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.q_cols), "attention output by head"),
+    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.ffn), "silu(gate) * up"),
+    BufferSpec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "final norm of the logit rows"),
+    BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
+    BufferSpec(
         _B.PARTIALS,
         _A,
         _F,
         lambda d, p: (d.partials, d.group_size, d.head_dim + 2),
         "m, l, o of one query row, one KV head, one KV block",
     ),
-    _spec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
+    BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
     # -- state
-    _spec(_B.K_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.head_dim, d.page), "keys, transposed", True),
-    _spec(_B.V_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.page, d.head_dim), "values", True),
-    _spec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
+    BufferSpec(_B.K_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.head_dim, d.page), "keys, transposed", True),
+    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.page, d.head_dim), "values", True),
+    BufferSpec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
     # -- outputs
-    _spec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
-    _spec(_B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at that token"),
+    BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
+    BufferSpec(_B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at that token"),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
 if list(BUFFERS) != list(Buffer):
     raise AssertionError("every Buffer needs exactly one BufferSpec, in order")
+
+# Buffers of a model that has biases: the field of Dims, and of a model's config, that says so. Elsewhere they are zero.
+BIASES: dict[Buffer, str] = {
+    Buffer.B_QKV: "attention_bias",
+    Buffer.B_O: "attention_bias",
+    Buffer.B_GATE_UP: "mlp_bias",
+    Buffer.B_DOWN: "mlp_bias",
+}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
+from ..isa import BIASES, BUFFERS, Buffer, Dtype, Space, from_f32, to_f32
 from .checkpoint import weight_dims
 from .config import LlamaConfig
 from .rope import inverse_frequencies
@@ -52,14 +52,6 @@ class Naming:
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
         return [part.format(layer) for part in self.parts[buffer]]
-
-
-_BIASES = {
-    Buffer.B_QKV: "attention_bias",
-    Buffer.B_O: "attention_bias",
-    Buffer.B_GATE_UP: "mlp_bias",
-    Buffer.B_DOWN: "mlp_bias",
-}
 
 
 class FileCheckpoint:
@@ -131,10 +123,10 @@ def _part_shapes(config: LlamaConfig, buffer: Buffer) -> list[tuple[int, ...]]:
 
 
 def _expected_buffers(config: LlamaConfig) -> list[Buffer]:
-    absent = {buffer for buffer, flag in _BIASES.items() if not getattr(config, flag)}
+    absent = {buffer for buffer, flag in BIASES.items() if not getattr(config, flag)}
     if config.tied:
         absent.add(Buffer.LM_HEAD)
-    return [b for b, spec in BUFFERS.items() if spec.space.value == "weight" and b not in absent | {Buffer.INV_FREQ}]
+    return [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in absent | {Buffer.INV_FREQ}]
 
 
 def _check(config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
@@ -145,7 +137,7 @@ def _check(config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
             expected.update(zip(naming.names(buffer, layer), _part_shapes(config, buffer), strict=True))
     optional = {
         name
-        for buffer in (_BIASES if naming.biases_optional else ())
+        for buffer in (BIASES if naming.biases_optional else ())
         for layer in range(config.layers)
         for name in naming.names(buffer, layer)
     }

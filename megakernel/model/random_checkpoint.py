@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dtype, to_f32
+from ..isa import BIASES, BUFFERS, Buffer, Dtype, to_f32
 from .checkpoint import weight_dims
 from .config import LlamaConfig, Rope, RopeKind
 from .rope import inverse_frequencies
@@ -58,8 +58,7 @@ class RandomCheckpoint:
         shape = spec.shape(dims, 0)
         if buffer in (Buffer.ATTN_NORM, Buffer.MLP_NORM, Buffer.FINAL_NORM):
             return np.ones(shape, dtype=np.float32)
-        attention, mlp = (Buffer.B_QKV, Buffer.B_O), (Buffer.B_GATE_UP, Buffer.B_DOWN)
-        if (buffer in attention and not self.config.attention_bias) or (buffer in mlp and not self.config.mlp_bias):
+        if buffer in BIASES and not getattr(self.config, BIASES[buffer]):
             return np.zeros(shape, dtype=np.float32)
         bits = self._draw(int(np.prod(shape)), buffer, layer if spec.layered else 0).reshape(shape)
         return bits if (dtype if spec.dtype is None else spec.dtype) is Dtype.BF16 else to_f32(bits)

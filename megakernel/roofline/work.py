@@ -6,17 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..isa import BUFFERS, Buffer, Dims, Space, attention_cost, itemsize
+from ..isa import BIASES, BUFFERS, Buffer, Dims, Space, attention_cost, itemsize
 from .ceilings import Ceilings
 
 _LAYER_MATRICES = (Buffer.W_QKV, Buffer.W_O, Buffer.W_GATE_UP, Buffer.W_DOWN)
 _HEAD = (Buffer.FINAL_NORM, Buffer.LM_HEAD)
-_BIASES = {
-    Buffer.B_QKV: "attention_bias",
-    Buffer.B_O: "attention_bias",
-    Buffer.B_GATE_UP: "mlp_bias",
-    Buffer.B_DOWN: "mlp_bias",
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_ro
     for buffer, spec in BUFFERS.items():
         if spec.space is not Space.WEIGHT or buffer is Buffer.EMBED:
             continue
-        if (buffer in _HEAD and not logit_rows) or (buffer in _BIASES and not getattr(dims, _BIASES[buffer])):
+        if (buffer in _HEAD and not logit_rows) or (buffer in BIASES and not getattr(dims, BIASES[buffer])):
             continue
         copies = dims.layers if spec.layered else 1
         weights += copies * _elements(buffer, dims) * spec.resolve_dtype(dims).itemsize

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BY_OPCODE, Instruction
 from ..isa import record as rec
-from ..program import Program, Segment
+from ..program import SEGMENTS, Program, Segment
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
-SEGMENTS = ("prologue", "body", "epilogue")
 
 
 @dataclass(frozen=True)
