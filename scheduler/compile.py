@@ -68,13 +68,13 @@ def build_program(tasks: Tasks, machine: Machine, *, ranks: int = 1) -> Program:
         machine=machine.name,
         ranks=ranks,
         workers=machine.workers,
-        counters=len(sync.totals_first),
+        counters=sync.totals_first.shape[-1],
         prologue=segments[0],
         body=segments[1],
         epilogue=segments[2],
-        totals_first=sync.totals_first,
-        totals_middle=sync.totals_middle,
-        totals_last=sync.totals_last,
+        totals_first=sync.totals_first.reshape(ranks, -1),
+        totals_middle=sync.totals_middle.reshape(ranks, -1),
+        totals_last=sync.totals_last.reshape(ranks, -1),
     )
 
 

@@ -85,7 +85,7 @@ def lower(dims: Dims, machine: Machine) -> Tasks:
     qkv = _tiles("qkv_rope", token, dims.qkv_cols, dims, machine)
     return Tasks(
         dims,
-        prologue=[_rows("embed", token, _share(dims.tokens, machine))],
+        prologue=[_rows(name, token, _share(dims.tokens, machine)) for name in ("embed", "rope")],
         body=[
             _rows("attn_norm", token, _share(dims.tokens, machine)),
             qkv,

@@ -144,13 +144,21 @@ class _Builder:
         for producer, successors in self.entering.items():
             group = self.groups[producer]
             counters = {min(self.from_last_run[c]) for c in successors if self.from_last_run[c]}
-            if alone := frozenset(c for c in successors if not self.from_last_run[c]):
+            # What no earlier run feeds waits, in every layer, for tasks that one does: the prologue signals those.
+            fed = {b for c in successors if not self.from_last_run[c] for b in self._fed_before(c)}
+            counters |= {min(self.from_last_run[b]) for b in fed}
+            if alone := frozenset(c for c in successors if not self.from_last_run[c] and not self._fed_before(c)):
                 counter = fresh[alone] if alone in fresh else fresh.setdefault(alone, self._new())
                 counters.add(counter)
                 for consumer in alone:
                     self.waited[consumer].add(counter)
             for counter in sorted(counters):
                 _append(self.signals[group.segment][group.phase], group.members, counter_word(counter))
+
+    def _fed_before(self, consumer: int) -> list[int]:
+        """The nearest tasks before `consumer` in its own run that an earlier run signals."""
+        near = [p for p, successors in self.within.items() if consumer in successors]
+        return [p for p in near if self.from_last_run[p]][:1] or [b for p in near for b in self._fed_before(p)][:1]
 
     def wait_for_groups(self) -> None:
         """Waits of each group; through joins where they are more than its records have room for."""

@@ -97,7 +97,7 @@ def _totals(program: Program, events: list[Events]) -> Iterator[str]:
     if program.dims.layers == 1:
         del blocks[1]
     for name, totals, arrivals, waited in blocks:
-        stored = np.tile(totals.astype(np.int64), program.ranks)
+        stored = totals.astype(np.int64).reshape(-1)
         for counter in np.nonzero(stored != arrivals)[0]:
             label = _counter(program, int(counter), events)
             yield f"{name} block: {label} has total {stored[counter]} but gets {arrivals[counter]} arrivals"

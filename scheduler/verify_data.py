@@ -46,7 +46,7 @@ def phases(events: Events) -> list[Phase]:
     out = []
     for number, instruction in enumerate(INSTRUCTIONS):
         part = events.part
-        if home(instruction) != part.name:
+        if home(instruction) != part.name or not instruction.present(part.program.dims):
             continue
         rows = part.rows(instruction)
         accesses = instruction.accesses(instruction.columns(part.records[rows]), part.program.dims)

@@ -114,8 +114,8 @@ def check_layout(program: Program) -> Iterator[str]:
         ):
             yield f"{name}: worker offsets are not monotone from 0 to {shape[0]} over {streams} streams"
     for name in ("totals_first", "totals_middle", "totals_last"):
-        if getattr(program, name).shape != (program.counters,):
-            yield f"{name}: shape {getattr(program, name).shape}, not ({program.counters},)"
+        if getattr(program, name).shape != (program.ranks, program.counters):
+            yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:

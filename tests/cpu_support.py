@@ -146,5 +146,5 @@ def program(
     dims: Dims, workers: int, counters: int, segments: Sequence[Segment], totals: Sequence[Mapping[int, int]]
 ) -> Program:
     """`totals`: arrivals by counter, for the first, the middle and the last block."""
-    arrays = [np.array([t.get(c, 0) for c in range(counters)], np.int32) for t in totals]
+    arrays = [np.array([[t.get(c, 0) for c in range(counters)]], np.int32) for t in totals]
     return Program(dims, "test", 1, workers, counters, *segments, *arrays)

@@ -84,6 +84,7 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
 
     for i, (row, n) in enumerate(rows):
         b.add(make_record("embed", row, n, signals=[word(x + i)]))
+        b.add(make_record("rope", row, n, signals=[word(x + i)]))
     prologue = b.segment()
 
     for i, (row, n) in enumerate(rows):
@@ -135,7 +136,7 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
     epilogue = b.segment()
 
     first, middle, last = totals[0].copy(), totals[0].copy(), totals[1]
-    first[x : x + blocks] = 1
+    first[x : x + blocks] = 2
     middle[x : x + blocks] = last[x : x + blocks] = len(tiles(d.hidden))
     return Program(
         dims=d,
@@ -146,7 +147,7 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
         prologue=prologue,
         body=body,
         epilogue=epilogue,
-        totals_first=first,
-        totals_middle=middle,
-        totals_last=last,
+        totals_first=first[None],
+        totals_middle=middle[None],
+        totals_last=last[None],
     )

@@ -108,6 +108,7 @@ def handmade(dims: Dims | None = None, workers: int = 2, tile: int = 8) -> Progr
 
     for i, (row, rows) in enumerate(blocks):
         b.add(0, "embed", {"row": row, "rows": rows}, [], [word(x + i)])
+        b.add(0, "rope", {"row": row, "rows": rows}, [], [word(x + i)])
     for i, (row, rows) in enumerate(blocks):
         b.add(1, "attn_norm", {"row": row, "rows": rows}, [word(x + i)], [word(h + i)])
     for i, (row, rows) in enumerate(blocks):

@@ -66,13 +66,13 @@ def test_logits_are_those_of_transformers(shape: dict[str, Any]) -> None:
 def _late_rope(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
     """Rows from 16 on are rotated as if one position further."""
 
-    def embed(c: reference_instructions.Context, row: int, rows: int) -> None:
-        reference_instructions.embed(c, row, rows)
+    def rope(c: reference_instructions.Context, row: int, rows: int) -> None:
+        reference_instructions.rope(c, row, rows)
         if row >= 16:
             angle = (c.table.positions[row : row + rows, None] + np.float32(1)) * c.read(Buffer.INV_FREQ)
             c.write(Buffer.ROPE, slice(row, row + rows), np.stack([np.cos(angle), np.sin(angle)], -1).reshape(rows, -1))
 
-    monkeypatch.setitem(reference.EXECUTE, BY_NAME["embed"].opcode, embed)
+    monkeypatch.setitem(reference.EXECUTE, BY_NAME["rope"].opcode, rope)
 
 
 def _swapped_heads(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
@@ -219,7 +219,7 @@ def test_what_an_earlier_launch_left_is_not_read() -> None:
     records = program.epilogue.records[keep]
     epilogue = replace(program.epilogue, records=records, offsets=np.array([0, len(records)], np.int32))
     totals = program.totals_last.copy()
-    totals[-2] = 0  # the counter that final_norm signals
+    totals[0, -2] = 0  # the counter that final_norm signals
     got = backend.launch(replace(program, epilogue=epilogue, totals_last=totals), table)
     assert np.isnan(got.logits).all()
 
@@ -255,7 +255,7 @@ def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) 
 def test_totals_that_are_exceeded_are_refused() -> None:
     backend, program, table = simple()
     totals = program.totals_last.copy()
-    totals[-1] -= 1  # one lm_head tile less than there are
+    totals[0, -1] -= 1  # one lm_head tile less than there are
     with pytest.raises(MegakernelError, match="arrivals, its total is"):
         backend.launch(replace(program, totals_last=totals), table)
 
@@ -485,6 +485,7 @@ def test_columns_may_be_cut_anywhere() -> None:
     for step in (1000, 10):
         backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
         backend.execute(make_record("embed", 0, dims.tokens), 0, table)
+        backend.execute(make_record("rope", 0, dims.tokens), 0, table)
         backend.execute(make_record("attn_norm", 0, dims.tokens), 1, table)
         for col in range(0, dims.qkv_cols, step):
             cols = min(step, dims.qkv_cols - col)

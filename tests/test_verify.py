@@ -55,13 +55,13 @@ def join(waits: list[int], signals: list[int]) -> np.ndarray:
 
 def with_counters(program: Program, totals: list[int]) -> Program:
     """More counters, with these totals in every block that the body waits on."""
-    more, none = np.array(totals, dtype=np.int32), np.zeros(len(totals), dtype=np.int32)
+    more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
     return replace(
         program,
         counters=program.counters + len(totals),
-        totals_first=np.concatenate([program.totals_first, more]),
-        totals_middle=np.concatenate([program.totals_middle, more]),
-        totals_last=np.concatenate([program.totals_last, none]),
+        totals_first=np.concatenate([program.totals_first, more], axis=1),
+        totals_middle=np.concatenate([program.totals_middle, more], axis=1),
+        totals_last=np.concatenate([program.totals_last, none], axis=1),
     )
 
 

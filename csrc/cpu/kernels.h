@@ -45,7 +45,7 @@ struct Scratch {
 struct Call {
   const Dims* dims;
   const StepView* step;
-  void* const* buffers;  // [buffer][layer]
+  void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
   const int32_t* abort;  // non-zero: leave soon, results no longer matter
   int32_t layer;
@@ -53,8 +53,14 @@ struct Call {
 
   template <class T>
   MK_INLINE T* at(Buffer buffer) const {
+    return copy<T>(buffer, dims->rank);
+  }
+  // A rank's copy. Others' are write-only.
+  template <class T>
+  MK_INLINE T* copy(Buffer buffer, int rank) const {
     const int32_t b = static_cast<int32_t>(buffer);
-    return static_cast<T*>(buffers[int64_t{b} * dims->layers + (kLayered[b] ? layer : 0)]);
+    return static_cast<T*>(
+        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? layer : 0)]);
   }
   MK_INLINE bool aborted() const { return __atomic_load_n(abort, __ATOMIC_RELAXED) != 0; }
 };

@@ -69,7 +69,7 @@ class ReferenceBackend:
         EXECUTE[opcode](self._context(table, layer), *(int(word) for word in operands))
 
     def _context(self, table: StepTable, layer: int) -> Context:
-        return Context(self.dims, table, partial(self.buffer, layer=layer))
+        return Context(self.dims, table, lambda buffer, rank: self.buffer(buffer, layer))
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         write_history(self.buffer(Buffer.HISTORY), slot, start, tokens)

@@ -6,7 +6,7 @@ other backends the last bits of a row may depend on the rows beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,15 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction sees: the sizes, the step, and its layer's copy of each buffer (a view)."""
+    """What one instruction sees: its rank's sizes and step, and its layer's part of any rank's copy of a buffer."""
 
     dims: Dims
     table: StepTable
-    buffer: Callable[[Buffer], NDArray[Any]]
+    copy: Callable[[Buffer, int], NDArray[Any]]
+
+    def buffer(self, buffer: Buffer) -> NDArray[Any]:
+        """The rank's own copy."""
+        return self.copy(buffer, self.dims.rank)
 
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
         values: NDArray[Any] = self.buffer(buffer)[index]
@@ -31,8 +35,22 @@ class Context:
 
     def write(self, buffer: Buffer, index: Any, values: F32) -> None:
         """Store float values in the buffer's own type: the only rounding there is."""
-        array = self.buffer(buffer)
-        array[index] = from_f32(values, Dtype.BF16 if array.dtype == np.uint16 else Dtype.F32)
+        self.store(buffer, (self.dims.rank,), index, values)
+
+    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: F32) -> None:
+        """`write`, into the copies of `ranks`."""
+        for rank in ranks:
+            array = self.copy(buffer, rank)
+            array[index] = from_f32(values, Dtype.BF16 if array.dtype == np.uint16 else Dtype.F32)
+
+    def owners(self, row: int) -> Iterable[int]:
+        """The ranks that keep the residual of a token row."""
+        d = self.dims
+        return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
+
+    def peers(self) -> Iterable[int]:
+        """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
+        return (self.dims.rank,) if self.dims.one_hop else range(self.dims.tp)
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -46,13 +64,18 @@ def embed(c: Context, row: int, rows: int) -> None:
     last = c.buffer(Buffer.HISTORY)
     ids = [t if t >= 0 else last[-1 - t, p] for t, p in zip(tokens, positions, strict=True)]
     c.write(Buffer.X, r, c.read(Buffer.EMBED, ids))
+
+
+def rope(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    positions = c.table.positions[r]
     angle = positions.astype(np.float32)[:, None] * c.read(Buffer.INV_FREQ)
     c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
 
 
 def attn_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, c.peers(), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
 
 
 def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -171,7 +194,7 @@ def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 def mlp_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, c.peers(), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
 
 
 def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -196,6 +219,46 @@ def _add_to_residual(
     if bias is not None:
         t += c.read(bias, columns)
     c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
+
+
+def o_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ATTN, Buffer.W_O, row, rows, col, cols)
+
+
+def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ACT, Buffer.W_DOWN, row, rows, col, cols)
+
+
+def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
+    columns = slice(col, col + cols)
+    t = c.read(source, slice(row, row + rows)) @ c.read(weight, columns).T
+    c.store(Buffer.REDUCE, c.owners(row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
+
+
+def _slot(d: Dims, rank: int, row: int, rows: int) -> slice:
+    """Rows of REDUCE that hold a rank's partials of token rows of one row block, at their owner."""
+    block, offset = divmod(row, d.row_block)
+    start = rank * d.own_rows + (row if d.one_hop else block // d.tp * d.row_block + offset)
+    return slice(start, start + rows)
+
+
+def o_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    bias = Buffer.B_O if c.dims.attention_bias else None
+    _add_partials(c, c.dims.head_ranks, bias, row, rows, col, cols)
+
+
+def down_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_partials(c, c.dims.ffn_ranks, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
+
+
+def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    total = c.read(Buffer.REDUCE, (_slot(c.dims, 0, row, rows), columns))
+    for rank in range(1, ranks):
+        total = total + c.read(Buffer.REDUCE, (_slot(c.dims, rank, row, rows), columns))
+    if bias is not None:
+        total = total + c.read(bias, columns)
+    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + total)
 
 
 def final_norm(c: Context, row: int, rows: int) -> None:
@@ -247,19 +310,29 @@ def join(c: Context) -> None:
     pass
 
 
+def drain(c: Context, queue: int, end: int) -> None:
+    pass
+
+
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
     embed,
+    rope,
     attn_norm,
     qkv_rope,
     attention,
     o_proj,
+    o_partial,
+    o_reduce,
     mlp_norm,
     gate_up_silu,
     down_proj,
+    down_partial,
+    down_reduce,
     final_norm,
     lm_head,
     sample,
     join,
+    drain,
 )
 EXECUTE: dict[int, Callable[..., None]] = {
     i.opcode: f for i in INSTRUCTIONS for f in _FUNCTIONS if f.__name__ == i.name
