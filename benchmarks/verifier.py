@@ -1,0 +1,148 @@
+"""How good is the verifier? Breaks good programs in every way, and finds out by running them which are really unsafe.
+
+    python benchmarks/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
+
+Every mutant of a small program is settled by visiting every state that its counters allow, for several step tables;
+one of a larger program by adversarial runs. A mutant that the verifier accepts and that is unsafe ends the run with
+exit status 1, as does a good program that it rejects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from ground_truth import Verdict, adversarial, expected, explore, make_table  # noqa: E402
+from mutate import KINDS  # noqa: E402
+from small_programs import large, small  # noqa: E402
+
+from megakernel.program import Program  # noqa: E402
+from megakernel.scheduler import verify  # noqa: E402
+
+TABLES = 3
+STATES = 20_000
+RUNS = 6
+OUTCOMES = {
+    (False, False): "unsafe, rejected",
+    (True, False): "UNSAFE, ACCEPTED",
+    (True, True): "equivalent, accepted",
+    (False, True): "equivalent, rejected",
+    (True, None): "no run failed, accepted",
+    (False, None): "no run failed, rejected",
+}
+
+
+def settle(base: Program, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
+    """What the mutant does for several step tables: unsafe if it is for one."""
+    verdict = Verdict(True, "", 0)
+    for table_seed in range(seed, seed + TABLES):
+        table = make_table(base.dims, table_seed)
+        want = expected(base, table)
+        if exhaustive:
+            found = explore(mutant, table, want, STATES)
+        else:
+            found = adversarial(mutant, table, want, seed, RUNS)
+        if found.safe is False:
+            return found
+        if found.safe is None:
+            verdict = found
+    return verdict
+
+
+def work(share: tuple[int, int, int, float]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
+    """Every `processes`-th mutant of each kind from `number` on."""
+    number, processes, per_kind, large_part = share
+    bases = [[(name, p) for name, p in group] for group in (small(), large())]
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    failures: list[str] = []
+    for k, (kind, mutate) in enumerate(KINDS.items()):
+        made, seed = 0, number
+        while made < per_kind // processes:
+            rng = np.random.default_rng([k, seed])
+            seed += processes
+            exhaustive = bool(rng.random() >= large_part)
+            name, base = bases[not exhaustive][int(rng.integers(len(bases[not exhaustive])))]
+            mutant = mutate(base, rng)
+            if mutant is None:
+                continue
+            made += 1
+            accepted = verify(mutant).ok
+            verdict = settle(base, mutant, exhaustive, seed)
+            counts[kind, OUTCOMES[accepted, verdict.safe], exhaustive] += 1
+            if accepted and verdict.safe is False:
+                failures.append(f"{kind}, seed {seed - processes}, of {name}: {verdict.why}")
+    return counts, failures
+
+
+def good_programs() -> tuple[int, list[str]]:
+    """Good programs that were checked, and those that the verifier or the judge does not accept."""
+    wrong, count = [], 0
+    for exhaustive, group in ((True, small()), (False, large())):
+        for name, program in group:
+            count += 1
+            report = verify(program)
+            verdict = settle(program, program, exhaustive, 0)
+            if not report.ok or verdict.safe is False:
+                wrong.append(f"{name}: {report.violations[:1]} {verdict}")
+    return count, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--per-kind", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--large-part", type=float, default=0.2, help="share of mutants of larger programs")
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    bases, failures = good_programs()
+    shares = [(i, arguments.processes, arguments.per_kind, arguments.large_part) for i in range(arguments.processes)]
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    with multiprocessing.Pool(arguments.processes) as pool:
+        for found, wrong in pool.imap_unordered(work, shares):
+            counts += found
+            failures += wrong
+    seconds = time.perf_counter() - begin
+    columns = [name for name in OUTCOMES.values() if any(key[1] == name for key in counts)]
+    rows = {
+        kind: {
+            "mutants": sum(n for key, n in counts.items() if key[0] == kind),
+            "settled exhaustively": sum(
+                n for key, n in counts.items() if key[0] == kind and key[2] and "no run" not in key[1]
+            ),
+            **{c: sum(n for key, n in counts.items() if key[:2] == (kind, c)) for c in columns},
+        }
+        for kind in KINDS
+    }
+    total = {name: sum(row[name] for row in rows.values()) for name in next(iter(rows.values()))}
+    for kind, row in {**rows, "total": total}.items():
+        print(f"{kind:<24}", *(f"{name}: {n:<7}" for name, n in row.items()))
+    print(f"{bases} good programs, {len(failures)} failures, {seconds:.0f} s")
+    for line in failures:
+        print("FAILURE", line)
+    if arguments.output:
+        result = {
+            "command": "python " + " ".join(sys.argv),
+            "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, Python {platform.python_version()}",
+            "base_programs": bases,
+            "seconds": round(seconds),
+            "tables_per_mutant": TABLES,
+            "kinds": rows,
+            "total": total,
+            "failures": failures,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

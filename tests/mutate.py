@@ -1,0 +1,300 @@
+"""Every way in which a program can be broken by one small mistake, by kind, chosen by a seeded generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from megakernel.isa import BY_OPCODE, record
+from megakernel.program import SEGMENTS, Program, Segment
+
+PARTS = (*SEGMENTS, "queues")
+Rng = np.random.Generator
+Mutation = Callable[[Program, Rng], Program | None]  # None: the program has nothing of the kind
+
+
+def _pick(program: Program, rng: Rng, wanted: Callable[[np.ndarray], np.ndarray]) -> tuple[str, np.ndarray] | None:
+    """A part and one (row, word) of it among those that `wanted` marks in the part's records."""
+    found = [(name, np.argwhere(wanted(getattr(program, name).records))) for name in PARTS]
+    found = [(name, at) for name, at in found if len(at)]
+    if not found:
+        return None
+    sizes = np.array([len(at) for _, at in found])
+    name, at = found[int(rng.choice(len(found), p=sizes / sizes.sum()))]
+    return name, at[int(rng.integers(len(at)))]
+
+
+def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -> Program:
+    segment: Segment = getattr(program, name)
+    records = segment.records.copy()
+    change(records)
+    return replace(program, **{name: Segment(records, segment.offsets)})
+
+
+def _set(program: Program, name: str, row: int, word: int, value: int) -> Program:
+    def change(records: np.ndarray) -> None:
+        records[row, word] = np.array(value & 0xFFFFFFFF, np.uint32).astype(np.int32)
+
+    return _edited(program, name, change)
+
+
+def _words(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
+    def wanted(records: np.ndarray) -> np.ndarray:
+        mask = np.zeros(records.shape, dtype=bool)
+        mask[:, first : first + count] = records[:, first : first + count] != 0
+        return mask
+
+    return wanted
+
+
+_WAIT = (record.WAIT_WORD, record.WAITS)
+_SIGNAL = (record.SIGNAL_WORD, record.SIGNALS)
+
+
+def _word(program: Program, rng: Rng, span: tuple[int, int]) -> tuple[str, int, int, int] | None:
+    found = _pick(program, rng, _words(*span))
+    if found is None:
+        return None
+    name, (row, word) = found
+    return name, int(row), int(word), int(getattr(program, name).records[row, word])
+
+
+def _drop(span: tuple[int, int]) -> Mutation:
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _word(program, rng, span)
+        return found and _set(program, *found[:3], 0)
+
+    return mutate
+
+
+def _retarget(span: tuple[int, int]) -> Mutation:
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _word(program, rng, span)
+        if found is None or program.counters < 2:
+            return None
+        name, row, word, old = found
+        counter = old & record.COUNTER_MASK
+        other = 1 + (counter - 1 + int(rng.integers(1, program.counters))) % program.counters
+        return _set(program, name, row, word, (old & ~record.COUNTER_MASK) | other)
+
+    return mutate
+
+
+def _duplicate(span: tuple[int, int]) -> Mutation:
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _word(program, rng, span)
+        if found is None:
+            return None
+        name, row, _, old = found
+        words = getattr(program, name).records[row, span[0] : span[0] + span[1]]
+        free = np.flatnonzero(words == 0)
+        return _set(program, name, row, span[0] + int(free[0]), old) if len(free) else None
+
+    return mutate
+
+
+def weaken_wait(program: Program, rng: Rng) -> Program | None:
+    """Wait for what another instruction waits for instead: a counter that is often reached earlier."""
+    found, other = _word(program, rng, _WAIT), _word(program, rng, _WAIT)
+    if found is None or other is None or found[3] == other[3]:
+        return None
+    return _set(program, *found[:3], other[3])
+
+
+def weaken_signal(program: Program, rng: Rng) -> Program | None:
+    """Signal with the instruction before in the stream, when the work is not done yet."""
+    found = _word(program, rng, _SIGNAL)
+    if found is None:
+        return None
+    name, row, word, value = found
+    segment: Segment = getattr(program, name)
+    if row in segment.offsets or value & record.INDEXED:
+        return None
+    free = np.flatnonzero(segment.records[row - 1, record.SIGNAL_WORD :] == 0)
+    if not len(free):
+        return None
+    return _set(_set(program, name, row, word, 0), name, row - 1, record.SIGNAL_WORD + int(free[0]), value)
+
+
+def _flag(span: tuple[int, int], flag: int) -> Mutation:
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _word(program, rng, span)
+        return found and _set(program, *found[:3], found[3] ^ flag)
+
+    return mutate
+
+
+def change_owner(program: Program, rng: Rng) -> Program | None:
+    """A signal goes to another rank, to all, or to a row's owner."""
+    found = _word(program, rng, _SIGNAL)
+    if found is None or program.ranks == 1:
+        return None
+    name, row, word, old = found
+    ranks = [*range(program.ranks), record.ALL_RANKS, record.OWNER]
+    now = old >> record.RANK_SHIFT & record.RANK_MASK
+    rank = int(rng.choice([r for r in ranks if r != now]))
+    return _set(program, name, row, word, old & ~(record.RANK_MASK << record.RANK_SHIFT) | rank << record.RANK_SHIFT)
+
+
+def change_total(program: Program, rng: Rng) -> Program | None:
+    name = str(rng.choice(["totals_first", "totals_middle", "totals_last"]))
+    totals = getattr(program, name).copy()
+    if name == "totals_middle" and program.dims.layers == 1:
+        return None
+    at = np.argwhere(totals > 0) if rng.random() < 0.8 else np.argwhere(totals >= 0)
+    if not len(at):
+        return None
+    totals[tuple(at[int(rng.integers(len(at)))])] += int(rng.choice([-1, 1, 2]))
+    return replace(program, **{name: totals})
+
+
+def shift_region(program: Program, rng: Rng) -> Program | None:
+    """One operand a little larger or smaller."""
+
+    def operands(records: np.ndarray) -> np.ndarray:
+        mask = np.zeros(records.shape, dtype=bool)
+        for row, words in enumerate(records):
+            count = len(BY_OPCODE[int(words[0]) & 0xFF].operands)
+            mask[row, record.OPERAND_WORD : record.OPERAND_WORD + count] = True
+        return mask
+
+    found = _pick(program, rng, operands)
+    if found is None:
+        return None
+    name, (row, word) = found
+    old = int(getattr(program, name).records[row, word])
+    return _set(program, name, int(row), int(word), old + int(rng.choice([-4, -2, -1, 1, 2, 4])))
+
+
+def shrink_buffer(program: Program, rng: Rng) -> Program | None:
+    """A size that the program was compiled for is smaller than it thinks."""
+    name = str(rng.choice(["tokens", "logit_rows", "hidden", "ffn", "vocab", "heads", "head_dim", "row_block"]))
+    old = getattr(program.dims, name)
+    new = old - int(rng.integers(1, max(2, old // 2 + 1)))
+    if new < 1 or (name == "heads" and new % program.dims.kv_heads):
+        return None
+    return replace(program, dims=replace(program.dims, **{name: new}))
+
+
+def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | None:
+    """A part and the bounds of one of its streams that has at least `least` records."""
+    found = []
+    for name in PARTS:
+        offsets = getattr(program, name).offsets.tolist()
+        found += [(name, a, b) for a, b in zip(offsets, offsets[1:], strict=False) if b - a >= least]
+    return found[int(rng.integers(len(found)))] if found else None
+
+
+def _reordered(program: Program, name: str, first: int, order: np.ndarray) -> Program:
+    def change(records: np.ndarray) -> None:
+        records[first : first + len(order)] = records[first : first + len(order)][order]
+
+    return _edited(program, name, change)
+
+
+def swap(program: Program, rng: Rng) -> Program | None:
+    """Two instructions of a stream or queue change places."""
+    found = _streams(program, rng, 2)
+    if found is None:
+        return None
+    name, first, end = found
+    order = np.arange(end - first)
+    a, b = rng.choice(end - first, 2, replace=False)
+    order[[a, b]] = order[[b, a]]
+    return _reordered(program, name, first, order)
+
+
+def reorder_segment(program: Program, rng: Rng) -> Program | None:
+    """A stream's part of a segment, or a queue, in another order: turned round, rotated or shuffled."""
+    found = _streams(program, rng, 2)
+    if found is None:
+        return None
+    name, first, end = found
+    n = end - first
+    how = int(rng.integers(3))
+    order = np.arange(n)[::-1] if how == 0 else np.roll(np.arange(n), int(rng.integers(1, n)))
+    if how == 2:
+        order = rng.permutation(n)
+    if (order == np.arange(n)).all():
+        return None
+    return _reordered(program, name, first, order)
+
+
+def _rebuilt(program: Program, name: str, streams: list[np.ndarray]) -> Program:
+    offsets = np.cumsum([0, *map(len, streams)]).astype(np.int32)
+    return replace(program, **{name: Segment(np.concatenate(streams).reshape(-1, record.WORDS), offsets)})
+
+
+def _moved(copies: int, elsewhere: bool) -> Mutation:
+    """An instruction is lost (0 copies), doubled (2), or runs on another stream."""
+
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _streams(program, rng, 1)
+        if found is None:
+            return None
+        name, first, end = found
+        segment: Segment = getattr(program, name)
+        count = len(segment.offsets) - 1
+        streams = [segment.stream(i) for i in range(count)]
+        at = int(np.searchsorted(segment.offsets, first, side="right")) - 1
+        while not len(streams[at]):
+            at -= 1
+        row = int(rng.integers(end - first))
+        one = streams[at][row : row + 1]
+        if elsewhere:
+            if count < 2:
+                return None
+            to = (at + int(rng.integers(1, count))) % count
+            streams[at] = np.delete(streams[at], row, axis=0)
+            place = int(rng.integers(len(streams[to]) + 1))
+            streams[to] = np.insert(streams[to], place, one, axis=0)
+        elif copies:
+            streams[at] = np.insert(streams[at], row, one, axis=0)
+        else:
+            streams[at] = np.delete(streams[at], row, axis=0)
+        return _rebuilt(program, name, streams)
+
+    return mutate
+
+
+def change_drain(program: Program, rng: Rng) -> Program | None:
+    """A drain ends too early or too late, or drains another queue."""
+    drain = next(i for i in BY_OPCODE.values() if i.name == "drain")
+
+    def wanted(records: np.ndarray) -> np.ndarray:
+        mask = np.zeros(records.shape, dtype=bool)
+        mask[:, record.OPERAND_WORD : record.OPERAND_WORD + 2] = (records[:, 0] & 0xFF == drain.opcode)[:, None]
+        return mask
+
+    found = _pick(program, rng, wanted)
+    if found is None:
+        return None
+    name, (row, word) = found
+    old = int(getattr(program, name).records[row, word])
+    return _set(program, name, int(row), int(word), old + int(rng.choice([-2, -1, 1, 2])))
+
+
+KINDS: dict[str, Mutation] = {
+    "drop a wait": _drop(_WAIT),
+    "weaken a wait": weaken_wait,
+    "retarget a wait": _retarget(_WAIT),
+    "duplicate a wait": _duplicate(_WAIT),
+    "flip a wait's INDEXED": _flag(_WAIT, record.INDEXED),
+    "drop a signal": _drop(_SIGNAL),
+    "weaken a signal": weaken_signal,
+    "retarget a signal": _retarget(_SIGNAL),
+    "duplicate a signal": _duplicate(_SIGNAL),
+    "flip a signal's NEXT": _flag(_SIGNAL, record.NEXT),
+    "change an owner": change_owner,
+    "change a total": change_total,
+    "shift a region": shift_region,
+    "shrink a buffer": shrink_buffer,
+    "swap two instructions": swap,
+    "reorder a segment": reorder_segment,
+    "lose an instruction": _moved(0, False),
+    "double an instruction": _moved(2, False),
+    "move an instruction": _moved(1, True),
+    "change a drain": change_drain,
+}

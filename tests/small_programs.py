@@ -1,0 +1,76 @@
+"""Good programs small enough that every interleaving can be tried, and some that are not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.program import Program
+from megakernel.scheduler import Options, compile_program
+
+_CONFIG = replace(load_config("random:llama-3.2-1b"), vocab=64, hidden=32, ffn=64, layers=1, heads=2, kv_heads=1, head_dim=8)
+LOWERINGS = list(itertools.product(("sharded", "replicated"), ("dealt", "replicated")))
+QUEUES = ("none", "attention", "body")
+
+
+def make(
+    *,
+    tp: int = 1,
+    workers: int = 1,
+    tokens: int = 2,
+    rows: int = 2,
+    layers: int = 1,
+    logit_rows: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    cols: int = 32,
+    o: str = "sharded",
+    residual: str = "dealt",
+    queue: str = "none",
+    interleave: bool = True,
+    overlap_ranks: bool = True,
+) -> Program:
+    """A compiled program; `rows` and `cols` are the tile's."""
+    config = replace(_CONFIG, layers=layers, heads=heads, kv_heads=kv_heads)
+    machine = replace(machines.host(workers), tile_rows=rows, tile_cols=cols)
+    options = Options(o=o, residual=residual, queue=queue, interleave=interleave, overlap_ranks=overlap_ranks)
+    return compile_program(
+        config,
+        machine,
+        dtype=Dtype.F32,
+        tokens=tokens,
+        logit_rows=logit_rows,
+        max_seqs=2,
+        max_context=16,
+        tp=tp,
+        options=options,
+    )
+
+
+def small() -> Iterator[tuple[str, Program]]:
+    """(what it is, program): 60 programs whose reachable states can all be visited."""
+    for workers, tokens, queue in itertools.product((1, 2), (1, 3, 4), QUEUES):
+        yield _named(workers=workers, tokens=tokens, queue=queue)
+    for layers, heads, kv_heads in ((2, 2, 2), (3, 2, 1), (1, 4, 2)):
+        yield _named(workers=2, layers=layers, heads=heads, kv_heads=kv_heads, logit_rows=2)
+    for (o, residual), tokens, queue in itertools.product(LOWERINGS, (1, 2, 4), QUEUES):
+        yield _named(tp=2, tokens=tokens, rows=1, o=o, residual=residual, queue=queue, cols=64)
+    for interleave, overlap_ranks in ((False, True), (True, False), (False, False)):
+        yield _named(tp=2, tokens=4, rows=1, interleave=interleave, overlap_ranks=overlap_ranks, cols=64)
+
+
+def large() -> Iterator[tuple[str, Program]]:
+    """Programs with more workers, ranks and layers than can be searched."""
+    for (o, residual), (tp, heads, kv_heads) in itertools.product(LOWERINGS, ((2, 3, 1), (4, 4, 2), (8, 6, 3))):
+        yield _named(tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3)
+    for queue in QUEUES:
+        yield _named(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
+        yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)
+
+
+def _named(**shape: int | str | bool) -> tuple[str, Program]:
+    return " ".join(f"{name}={value}" for name, value in shape.items()), make(**shape)  # type: ignore[arg-type]
