@@ -222,10 +222,7 @@ class Model:
             ]
             member = it.row // dims.row_block
             adds = [
-                (c, it.rows * it.heads)
-                for w in signals
-                if w & INDEXED
-                for c in self._targets(w, rank, block, member)
+                (c, it.rows * it.heads) for w in signals if w & INDEXED for c in self._targets(w, rank, block, member)
             ]
             step = Step("item", (*tag, it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
             step.split = (rank, layer, it.split, it.part, it.parts)
@@ -463,9 +460,7 @@ class Explorer:
 
 
 def _meet(a: list[Box], b: list[Box]) -> bool:
-    return any(
-        x[0] == y[0] and x[1] < y[2] and y[1] < x[2] and x[3] < y[4] and y[3] < x[4] for x in a for y in b
-    )
+    return any(x[0] == y[0] and x[1] < y[2] and y[1] < x[2] and x[3] < y[4] and y[3] < x[4] for x in a for y in b)
 
 
 class _Progress:
@@ -532,7 +527,9 @@ def explore(program: Program, table: Table, want: list[bytes], limit: int) -> Ve
             return Verdict(None, "too many states", len(seen))
     if run(explorer, np.random.default_rng(0)) != want:
         return Verdict(False, "wrong data", len(seen))
-    return Verdict(True if not suspects else None, "every interleaving" if not suspects else "races without effect", len(seen))
+    return Verdict(
+        True if not suspects else None, "every interleaving" if not suspects else "races without effect", len(seen)
+    )
 
 
 def run(explorer: Explorer, rng, goal: State | None = None, then=(), favour: list[int] | None = None):

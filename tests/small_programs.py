@@ -12,7 +12,9 @@ from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.scheduler import Options, compile_program
 
-_CONFIG = replace(load_config("random:llama-3.2-1b"), vocab=64, hidden=32, ffn=64, layers=1, heads=2, kv_heads=1, head_dim=8)
+_CONFIG = replace(
+    load_config("random:llama-3.2-1b"), vocab=64, hidden=32, ffn=64, layers=1, heads=2, kv_heads=1, head_dim=8
+)
 LOWERINGS = list(itertools.product(("sharded", "replicated"), ("dealt", "replicated")))
 QUEUES = ("none", "attention", "body")
 
@@ -66,7 +68,9 @@ def small() -> Iterator[tuple[str, Program]]:
 def large() -> Iterator[tuple[str, Program]]:
     """Programs with more workers, ranks and layers than can be searched."""
     for (o, residual), (tp, heads, kv_heads) in itertools.product(LOWERINGS, ((2, 3, 1), (4, 4, 2), (8, 6, 3))):
-        yield _named(tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3)
+        yield _named(
+            tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3
+        )
     for queue in QUEUES:
         yield _named(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
         yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)

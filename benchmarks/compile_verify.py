@@ -1,0 +1,96 @@
+"""Seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, against tokens, layers and ranks.
+
+    python benchmarks/compile_verify.py -o benchmarks/results/compile-verify-70b.json
+
+Each line is a process of its own, so that its peak memory is its own; repeated, the median is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.scheduler import compile_program, verify
+
+TOKENS, LAYERS, RANKS = 8192, 80, 8
+SHAPES = [
+    *((tokens, LAYERS, RANKS) for tokens in (1, 64, 512, 1024, 2048, 4096, 8192)),
+    *((TOKENS, layers, RANKS) for layers in (1, 2, 20, 40)),
+    *((TOKENS, LAYERS, ranks) for ranks in (1, 2, 4)),
+]
+
+
+def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
+    tokens, layers, ranks = shape
+    config = replace(load_config("random:llama-3.1-70b"), layers=layers)
+    begin = time.perf_counter()
+    program = compile_program(
+        config,
+        machines.load("h100"),
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=min(tokens, 1024),
+        max_seqs=min(tokens, 1024),
+        max_context=8192,
+        tp=ranks,
+    )
+    compiled = time.perf_counter()
+    report = verify(program)
+    end = time.perf_counter()
+    if not report.ok:
+        raise SystemExit(f"{shape}: {report.violations[0]}")
+    return {
+        "tokens": tokens,
+        "layers": layers,
+        "ranks": ranks,
+        "instructions": program.instructions,
+        "bytes": len(program.to_bytes()),
+        "compile_s": compiled - begin,
+        "verify_s": end - compiled,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    print("| tokens | layers | ranks | instructions | file | compile | verify | peak memory |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
+    for shape in SHAPES:
+        # One task per process.
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            runs = [pool.apply(measure, (shape,)) for _ in range(arguments.repeat)]
+        rows.append({"runs": runs} | {k: statistics.median(r[k] for r in runs) for k in runs[0]})
+        row = rows[-1]
+        print(
+            f"| {row['tokens']:,} | {row['layers']} | {row['ranks']} | {row['instructions']:,} "
+            f"| {row['bytes'] / 1e6:.2f} MB | {row['compile_s']:.2f} s | {row['verify_s']:.2f} s "
+            f"| {row['peak_bytes'] / 2**20:.0f} MiB |",
+            flush=True,
+        )
+    if arguments.output:
+        result = {
+            "command": "python " + " ".join(sys.argv),
+            "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, Python {platform.python_version()}",
+            "rows": rows,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
