@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ground_truth import Verdict, adversarial, expected, explore, make_table  # noqa: E402
-from mutate import KINDS  # noqa: E402
-from small_programs import large, small  # noqa: E402
+from ground_truth import Verdict, adversarial, expected, explore, make_table
+from mutate import KINDS
+from small_programs import large, small
 
-from megakernel.program import Program  # noqa: E402
-from megakernel.scheduler import verify  # noqa: E402
+from megakernel.program import Program
+from megakernel.scheduler import verify
 
 TABLES = 3
 STATES = 20_000
@@ -47,10 +47,7 @@ def settle(base: Program, mutant: Program, exhaustive: bool, seed: int) -> Verdi
     for table_seed in range(seed, seed + TABLES):
         table = make_table(base.dims, table_seed)
         want = expected(base, table)
-        if exhaustive:
-            found = explore(mutant, table, want, STATES)
-        else:
-            found = adversarial(mutant, table, want, seed, RUNS)
+        found = explore(mutant, table, want, STATES) if exhaustive else adversarial(mutant, table, want, seed, RUNS)
         if found.safe is False:
             return found
         if found.safe is None:

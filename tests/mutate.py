@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -183,7 +184,7 @@ def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | N
     found = []
     for name in PARTS:
         offsets = getattr(program, name).offsets.tolist()
-        found += [(name, a, b) for a, b in zip(offsets, offsets[1:], strict=False) if b - a >= least]
+        found += [(name, a, b) for a, b in itertools.pairwise(offsets) if b - a >= least]
     return found[int(rng.integers(len(found)))] if found else None
 
 

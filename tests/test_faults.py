@@ -1,0 +1,89 @@
+"""Broken programs: a sample of what benchmarks/verifier.py runs at length, and the judge on cases with known answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from ground_truth import Verdict, adversarial, expected, explore, make_table
+from mutate import KINDS
+from small_programs import large, make, small
+
+from megakernel.isa import BY_NAME, record
+from megakernel.program import Program, Segment
+from megakernel.scheduler import verify
+
+SAMPLE = 12
+
+
+@cache
+def bases() -> list[tuple[str, Program]]:
+    return list(small())[::5]
+
+
+def judge(base: Program, program: Program) -> Verdict:
+    for seed in range(2):
+        table = make_table(base.dims, seed)
+        verdict = explore(program, table, expected(base, table), 20_000)
+        if verdict.safe is not True:
+            return verdict
+    return verdict
+
+
+def test_good_programs_are_safe_and_accepted() -> None:
+    for name, program in bases():
+        assert verify(program).ok, name
+        assert judge(program, program).safe, name
+
+
+def test_larger_programs_survive_adversarial_runs() -> None:
+    for name, program in list(large())[::4]:
+        table = make_table(program.dims, 0)
+        assert verify(program).ok, name
+        assert adversarial(program, table, expected(program, table), 0, 2).safe is None, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_unsafe_mutant_is_accepted(kind: str) -> None:
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    unsafe = rejected = 0
+    for _ in range(SAMPLE):
+        name, base = bases()[int(rng.integers(len(bases())))]
+        mutant = KINDS[kind](base, rng)
+        if mutant is None:
+            continue
+        verdict, accepted = judge(base, mutant), verify(mutant).ok
+        assert not (accepted and verdict.safe is False), f"{kind} of {name}: {verdict.why}"
+        unsafe, rejected = unsafe + (verdict.safe is False), rejected + (not accepted)
+    assert rejected >= unsafe
+
+
+def without(program: Program, name: str, opcode: str, first: int, count: int) -> Program:
+    """The program with the wait or signal words of one kind of instruction gone."""
+    segment: Segment = getattr(program, name)
+    records = segment.records.copy()
+    records[record.opcode(records) == BY_NAME[opcode].opcode, first : first + count] = 0
+    return replace(program, **{name: Segment(records, segment.offsets)})
+
+
+def test_the_judge_sees_a_race() -> None:
+    base = make(workers=2)
+    found = judge(base, without(base, "body", "gate_up_silu", record.WAIT_WORD, record.WAITS))
+    assert found.safe is False and "race" in found.why
+
+
+def test_the_judge_sees_a_deadlock() -> None:
+    base = make(workers=2)
+    found = judge(base, without(base, "body", "mlp_norm", record.SIGNAL_WORD, record.SIGNALS))
+    assert found.safe is False and found.why == "deadlock"
+
+
+def test_the_judge_sees_a_total_that_drifts() -> None:
+    base = make(workers=1)
+    records = base.epilogue.records.copy()
+    assert not records[-1, record.SIGNAL_WORD]
+    records[-1, record.SIGNAL_WORD] = record.counter_word(int(np.flatnonzero(base.totals_last[0])[0]))
+    found = judge(base, replace(base, epilogue=Segment(records, base.epilogue.offsets)))
+    assert found.safe is False and found.why == "totals"
