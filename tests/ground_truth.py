@@ -92,12 +92,12 @@ def make_table(dims: Dims, seed: int) -> Table:
     return Table(slots, rng.integers(-1, dims.tokens, size=dims.logit_rows).tolist())
 
 
-Box = tuple[int, int, int, int, int]  # copy, row, row_end, col, col_end
+Box = tuple[int, int, int, int, int]  # copy (numbers a buffer, layer and rank), row, row_end, col, col_end
 
 
 @dataclass
 class Step:
-    """`waits`: counters that must have their totals; `adds`: (counter, arrivals). A copy numbers (buffer, layer, rank)."""
+    """`waits`: counters that must have their totals; `adds`: (counter, arrivals)."""
 
     name: str
     tag: tuple[int, ...]
@@ -533,7 +533,10 @@ def explore(program: Program, table: Table, want: list[bytes], limit: int) -> Ve
 
 
 def run(explorer: Explorer, rng, goal: State | None = None, then=(), favour: list[int] | None = None):
-    """Outputs of one interleaving; None where it deadlocks or totals are off. `goal` is reached first, then streams `then`."""
+    """Outputs of one interleaving; None where it deadlocks or totals are off.
+
+    `goal` is reached first, then streams `then` go on.
+    """
     data, progress, state = Data(explorer.model), _Progress(explorer), explorer.start
     todo = list(then)
     while True:
