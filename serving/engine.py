@@ -110,7 +110,8 @@ class Engine:
     """Runs requests on a backend. Not thread-safe: one caller adds, steps and aborts.
 
     `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; the other limits are
-    those of `dims`. With `prefix_cache` prompts share the pages of what they begin with alike. Token ids go in and come out; `Transcript` makes text of them.
+    those of `dims`. With `prefix_cache`, prompts that begin alike share pages. Token ids go in and come out;
+    `Transcript` makes text of them.
     """
 
     def __init__(
