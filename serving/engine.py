@@ -248,8 +248,8 @@ class Engine:
         """Plan and build the step after the launches so far; None where nobody can take part."""
         for sequence in self._running:
             self._publish(sequence)
-        if self._grow():
-            self._admit()
+        self._grow()
+        self._admit()
         chunks: list[Chunk] = []
         samples: list[_Sample] = []
         plan = self._plan()
@@ -317,26 +317,24 @@ class Engine:
                 self._pool.learn(hashes[i], sequence.pages[i])
             sequence.known_pages = full
 
-    def _grow(self) -> bool:
-        """Give every running sequence room for its next token, the oldest first. False where that cost a younger one
-        its pages."""
+    def _grow(self) -> None:
+        """Give every running sequence room for its next token, the oldest first and, if need be, at the youngest's
+        expense. Who lost its pages cannot be admitted in the same plan: it needs more than it gave up.
+        """
         page = self.dims.page
         short = [s for s in self._running if s.pending and len(s.pages) * page < s.length]
-        if len(short) <= self._pool.free:
-            for sequence in short:
-                sequence.pages += self._pool.take(1)
-            return True
-        for sequence in sorted(short, key=_age):
+        if len(short) > self._pool.free:
+            short.sort(key=_age)
+        for sequence in short:
             while not self._pool.free and sequence.slot >= 0:
                 self._preempt(max(self._running, key=_age))
                 self._preemptions += 1
             if sequence.slot >= 0:
                 sequence.pages += self._pool.take(1)
-        return False
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, with the tokens it has."""
         self._release(sequence)
-        sequence.computed = 0
         self._push(sequence)
 
     def _admit(self) -> None:
