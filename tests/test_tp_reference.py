@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from itertools import product, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,19 @@ from hand_program import make_dims, make_program, make_queue_program
 from numpy.typing import NDArray
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
+from megakernel import machine as machines
 from megakernel import trace
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, OWN, Access, Buffer, Dims, Dtype, Index, Kind, Space, StepTable
 from megakernel.isa.access import EVERY
 from megakernel.isa.record import WAIT_WORD, WAITS, WORDS, opcode
 from megakernel.model.checkpoint import Checkpoint
+from megakernel.model.config import LlamaConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.options import Options
 
 torch.set_num_threads(1)
 PAGES = 40
@@ -59,41 +63,44 @@ def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
 
 
 class Mixed:
-    """Two prompts in pieces beside decode rows that read what was sampled; KV that no sequence wrote is noise."""
+    """Two prompts in pieces beside decode rows that read what was sampled; KV that no sequence wrote is noise.
 
-    def __init__(
-        self, checkpoint: Checkpoint, dims: Dims, seed: int | None = None, noise: float = 0.0, make: Any = make_program
-    ) -> None:
+    Step k runs in the k-th program, or in the last.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
+        dims = self.dims = programs[0].dims
         self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), seed=seed)
-        self.dims, self.make = dims, make
+        self.programs = programs
         for rank, buffer, layer in product(range(dims.tp), (Buffer.K_CACHE, Buffer.V_CACHE), range(dims.layers)):
             self.backend.buffer(buffer, layer, rank)[...] = noise
         self.prompts = [np.random.default_rng(n).integers(0, dims.vocab, n).tolist() for n in (17, 26)]
         self.tokens: list[int] = []
 
-    def steps(self) -> list[StepTable]:
+    def steps(self) -> list[tuple[Program, StepTable]]:
         pages = np.random.default_rng(1).permutation(PAGES).reshape(2, -1)
         short, long = self.prompts
-
-        def table(*pieces: tuple[int, int, list[int], list[int]]) -> StepTable:
-            """Of (slot, start, tokens, indices of sampled tokens)."""
-            rows = [[SampleRow(i, store=start + i >= 16) for i in sampled] for _, start, _, sampled in pieces]
-            chunks = [Chunk(*p[:3], pages[p[0]], r) for p, r in zip(pieces, rows, strict=True)]
-            step = build_step(self.dims, chunks)
-            check_step(step)
-            return step
-
-        return [
-            table((0, 0, short, [16]), (1, 0, long[:5], [])),
-            table((1, 5, long[5:], [0, 8, 20]), (0, 17, [-1], [0])),
-            table((0, 18, [-1], [0]), (1, 26, [-1], [0])),
+        # (slot, start, tokens, indices of sampled tokens)
+        plan: list[list[tuple[int, int, list[int], list[int]]]] = [
+            [(0, 0, short, [16]), (1, 0, long[:5], [])],
+            [(1, 5, long[5:], [0, 8, 20]), (0, 17, [-1], [0])],
+            [(0, 18, [-1], [0]), (1, 26, [-1], [0])],
         ]
+        steps = []
+        for pieces, program in zip_longest(plan, self.programs[: len(plan)], fillvalue=self.programs[-1]):
+            chunks = []
+            for slot, start, tokens, sampled in pieces:
+                rows = [SampleRow(i, store=start + i >= 16) for i in sampled]
+                chunks.append(Chunk(slot, start, tokens, pages[slot], rows))
+            table = build_step(program.dims, chunks)
+            check_step(table)
+            steps.append((program, table))
+        return steps
 
-    def run(self, workers: int = 1) -> NDArray[np.float32]:
+    def run(self) -> NDArray[np.float32]:
         """The logits of all steps, [rows, vocab]; the sampled tokens go to `tokens`."""
-        program = self.make(self.dims, workers, tile=64)
         logits = []
-        for table in self.steps():
+        for program, table in self.steps():
             out = self.backend.launch(program, table)
             rows = int((table.logit_rows >= 0).sum())
             logits.append(out.logits[:rows].copy())
@@ -105,37 +112,60 @@ def small(checkpoint: Checkpoint, **overrides: Any) -> Dims:
     return make_dims(checkpoint.config, **({"logit_rows": 5} | overrides))
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
+def by_hand(dims: Dims, workers: int = 2) -> Program:
+    return make_program(dims, workers, tile=64)
+
+
+def by_scheduler(dims: Dims, workers: int = 2) -> Program:
+    """A program of the same lowering for the same bucket; capacities and row blocks are the scheduler's choice."""
+    o, residual = (("sharded", "dealt", "replicated")[i] for i in (2 * dims.replicated_o, 1 + dims.one_hop))
+    bucket = {name: getattr(dims, name) for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
+    config = LlamaConfig(**{f.name: getattr(dims, f.name) for f in fields(LlamaConfig) if hasattr(dims, f.name)})
+    options = Options(o=o, residual=residual)
+    return compile_program(config, machines.host(workers), dtype=Dtype(dims.dtype), options=options, **bucket)
+
+
+@pytest.mark.parametrize(("make", "tp"), [(by_hand, 4), (by_scheduler, 2), (by_scheduler, 4), (by_scheduler, 8)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_compute_what_one_computes(shape: str, tp: int) -> None:
+def test_ranks_compute_what_one_computes(shape: str, make: Callable[[Dims], Program], tp: int) -> None:
     hf, checkpoint = make_llama(1, **SHAPES[shape])
-    one = Mixed(checkpoint, small(checkpoint))
+    dims = small(checkpoint)
+    one = Mixed(checkpoint, make(dims))
     expected = one.run()
-    prompt = one.prompts[0]
-    assert error(expected[0], hf_logits(hf, prompt)[-1]) < 1e-4
+    assert error(expected[0], hf_logits(hf, one.prompts[0])[-1]) < 1e-4
     found = {}
     for lowering in LOWERINGS:
-        ranks = Mixed(checkpoint, rank_dims(one.dims, tp, lowering), seed=tp, noise=1e4)
-        found[lowering] = ranks.run(workers=2)
+        ranks = Mixed(checkpoint, make(rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
+        found[lowering] = ranks.run()
         assert ranks.tokens == one.tokens
         assert error(found[lowering], expected) < 1e-4
         history = [ranks.backend.buffer(Buffer.HISTORY, rank=r) for r in range(tp)]
         assert all((h == one.backend.buffer(Buffer.HISTORY)).all() for h in history)
     for replicated_o in (0, 1):
-        assert (found[replicated_o, 0] == found[replicated_o, 1]).all()
+        assert error(found[replicated_o, 0], found[replicated_o, 1]) < 1e-6
+
+
+@pytest.mark.parametrize("replicated_o", [0, 1])
+def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
+    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
+    few = replace(dims, tokens=2, logit_rows=2, row_block=1, one_hop=1)
+    mixed = Mixed(checkpoint, by_hand(dims), by_hand(dims), by_hand(few))
+    assert error(mixed.run(), Mixed(checkpoint, by_hand(dims)).run()) < 1e-6
 
 
 @pytest.mark.parametrize("replicated_o", [0, 1])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_bf16_is_as_good_as_torch_in_bf16(tp: int, replicated_o: int) -> None:
     hf, checkpoint = make_llama(2, layers=3)
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint, dtype=Dtype.BF16, logit_rows=24), tp, (replicated_o, 0)))
+    dims = rank_dims(small(checkpoint, dtype=Dtype.BF16, logit_rows=24), tp, (replicated_o, 0))
+    backend, program = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.BF16), by_hand(dims)
     tokens = np.random.default_rng(5).integers(0, 101, 48).tolist()
     got = []
     for start in (0, 24):
         samples = [SampleRow(i, store=False) for i in range(24)]
-        table = build_step(mixed.dims, [Chunk(0, start, tokens[start : start + 24], range(9), samples)])
-        got.append(mixed.backend.launch(make_program(mixed.dims), table).logits)
+        table = build_step(dims, [Chunk(0, start, tokens[start : start + 24], range(9), samples)])
+        got.append(backend.launch(program, table).logits)
     exact = hf_logits(hf, tokens)
     with torch.no_grad():
         theirs = hf.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float().numpy()
@@ -146,10 +176,9 @@ def test_bf16_is_as_good_as_torch_in_bf16(tp: int, replicated_o: int) -> None:
 def test_order_workers_and_queues_change_nothing(lowering: tuple[int, int]) -> None:
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     dims = rank_dims(small(checkpoint), 4, lowering)
-    expected = Mixed(checkpoint, dims).run()
-    assert (Mixed(checkpoint, dims).run() == expected).all()
-    for seed, make in enumerate((make_program, make_queue_program, make_queue_program)):
-        assert (Mixed(checkpoint, dims, seed=seed, make=make).run(workers=3 + seed) == expected).all()
+    expected = Mixed(checkpoint, make_program(dims)).run()
+    for seed, program in ((None, make_program(dims)), (1, make_program(dims, 3)), (2, make_queue_program(dims, 5))):
+        assert (Mixed(checkpoint, program, seed=seed).run() == expected).all()
 
 
 def test_splits_over_kv_of_a_cut_group() -> None:
@@ -220,11 +249,11 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
     """Each cell of a declared write is written and no other, on every rank; bytes to others are those declared."""
     checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
-    mixed = Mixed(checkpoint, dims)
-    backend, table = mixed.backend, mixed.steps()[0]
+    mixed = Mixed(checkpoint, make_program(dims, 2))
+    backend, (program, table) = mixed.backend, mixed.steps()[0]
     copies = list(product(range(tp), SHARED))
     sent = {Index.ITEM: 0, Index.LOGIT_OWNER: 0}
-    for rank, layer, words in in_order(make_program(dims, workers=2), backend, table):
+    for rank, layer, words in in_order(program, backend, table):
         views = {(r, b): backend.buffer(b, layer, r) for r, b in copies}
         allowed = {key: np.zeros(view.shape, bool) for key, view in views.items()}
         exact = {key: mask.copy() for key, mask in allowed.items()}
@@ -273,8 +302,8 @@ def _stored_tokens(table: StepTable, words: NDArray[np.int32]) -> int:
 
 def test_a_deadlock_names_rank_and_worker_and_the_next_launch_works() -> None:
     checkpoint = make_llama(1, layers=1)[1]
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint), 2))
-    program, table = make_program(mixed.dims, 2), mixed.steps()[0]
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 2), 2))
+    program, table = mixed.steps()[0]
     expected = mixed.backend.launch(program, table).logits.copy()
     totals = program.totals_first.copy()
     ready = int(np.flatnonzero(totals[1])[0])  # a row block of the residual that rank 1 owns
@@ -288,8 +317,8 @@ def test_a_deadlock_names_rank_and_worker_and_the_next_launch_works() -> None:
 
 def test_a_queue_that_is_not_emptied_is_refused() -> None:
     checkpoint = make_llama(1, layers=1)[1]
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint), 2))
-    program = make_queue_program(mixed.dims)
+    mixed = Mixed(checkpoint, make_queue_program(rank_dims(small(checkpoint), 2)))
+    program, table = mixed.steps()[0]
     spare = np.zeros((1, WORDS), np.int32)
     spare[0, 0] = BY_NAME["join"].opcode
     queues = replace(
@@ -299,7 +328,7 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
     )
     n = len(queues.records) - queues.offsets[1]
     with pytest.raises(MegakernelError, match=f"claimed {n - 1} of the {n} records of queue 0 of rank 1"):
-        mixed.backend.launch(replace(program, queues=queues), mixed.steps()[0])
+        mixed.backend.launch(replace(program, queues=queues), table)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +348,8 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
 def test_a_missing_wait_shows(name: str) -> None:
     """Each wait of the hand-written program is needed, so an executor that ignored one would show."""
     checkpoint = make_llama(1, layers=2)[1]
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint), 2), seed=2)
-    program, table = make_program(mixed.dims, 12), mixed.steps()[0]
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 2), 12), seed=2)
+    program, table = mixed.steps()[0]
     expected = mixed.backend.launch(program, table).logits[:1].copy()
     records = program.body.records.copy()
     records[opcode(records) == BY_NAME[name].opcode, WAIT_WORD : WAIT_WORD + WAITS] = 0
@@ -330,9 +359,9 @@ def test_a_missing_wait_shows(name: str) -> None:
 
 def test_a_trace_tells_ranks_and_queued_instructions() -> None:
     checkpoint = make_llama(1, layers=2)[1]
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint), 2))
-    program = make_queue_program(mixed.dims, 3)
-    got = mixed.backend.launch(program, mixed.steps()[0], trace=True).trace
+    mixed = Mixed(checkpoint, make_queue_program(rank_dims(small(checkpoint), 2), 3))
+    program, table = mixed.steps()[0]
+    got = mixed.backend.launch(program, table, trace=True).trace
     assert got is not None
     body = got.intervals[got.intervals["layer"] == 1]
     queued = body["instruction"].astype(int) - len(program.body.records)
@@ -343,6 +372,6 @@ def test_a_trace_tells_ranks_and_queued_instructions() -> None:
 
 def test_prompts_go_to_every_rank() -> None:
     checkpoint = make_llama(1, layers=1)[1]
-    mixed = Mixed(checkpoint, rank_dims(small(checkpoint), 4))
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 4)))
     mixed.backend.write_history(3, 2, np.array([7, 8], np.int32))
     assert all(mixed.backend.buffer(Buffer.HISTORY, rank=r)[3, :5].tolist() == [0, 0, 7, 8, 0] for r in range(4))
