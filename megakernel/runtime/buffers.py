@@ -31,7 +31,8 @@ def check_program(dims: Dims, program: Program) -> None:
     """Raise MegakernelError naming the size in which `program` differs from a backend made for `dims`."""
     if program.ranks != dims.tp:
         raise MegakernelError(
-            f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: compile it for --tp {dims.tp}"
+            f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: "
+            f"compile it with --tp {dims.tp}"
         )
     for name, value in vars(program.dims).items():
         if name not in _BUCKET and value != getattr(dims, name):
