@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Access, Dims
+from ..isa import Access, Dims, item_columns
 
 Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
@@ -35,18 +35,14 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
 
 
 def head_group_boxes(access: Access, dims: Dims, block: int, group_heads: int) -> Boxes:
-    """What attention items of `block` touch, one box per group of `group_heads` KV heads.
-
-    The columns of an attention access divide evenly among the KV heads.
-    """
+    """What attention items of `block` touch, one box per group of `group_heads` of the rank's KV heads."""
     low, high = block_rows(dims, block)
-    first = np.arange(0, dims.kv_heads, group_heads)
-    per_head = int(access.col_end[0]) // dims.kv_heads
-    out = np.empty((len(first), 4), dtype=np.int32)
-    out[:, 0], out[:, 1] = low, high
-    out[:, 2] = first * per_head
-    out[:, 3] = np.minimum(first + group_heads, dims.kv_heads) * per_head
-    return out
+    heads = dims.rank_kv_heads
+    spans = [
+        item_columns(access.buffer, dims, first, min(first + group_heads, heads))
+        for first in range(0, heads, group_heads)
+    ]
+    return np.array([(low, high, *span) for span in spans], dtype=np.int32)
 
 
 def block_box(access: Access, dims: Dims, block: int) -> Boxes:
