@@ -28,7 +28,7 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler import verify
 
-TABLES = 3
+STEPS, TABLES = 8, 3  # of each base program, and tried on a mutant
 STATES = 20_000
 RUNS = 6
 OUTCOMES = {
@@ -41,12 +41,19 @@ OUTCOMES = {
 }
 
 
-def settle(base: Program, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """What the mutant does for several step tables: unsafe if it is for one."""
+class Base:
+    """A good program, and steps of it with their right outputs."""
+
+    def __init__(self, name: str, program: Program) -> None:
+        self.name, self.program = name, program
+        self.steps = [(t, expected(program, t)) for t in (make_table(program.dims, seed) for seed in range(STEPS))]
+
+
+def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
+    """What the mutant does in several steps: unsafe if it is in one."""
     verdict = Verdict(True, "", 0)
-    for table_seed in range(seed, seed + TABLES):
-        table = make_table(base.dims, table_seed)
-        want = expected(base, table)
+    for number in range(seed, seed + TABLES):
+        table, want = base.steps[number % STEPS]
         found = explore(mutant, table, want, STATES) if exhaustive else adversarial(mutant, table, want, seed, RUNS)
         if found.safe is False:
             return found
@@ -58,7 +65,7 @@ def settle(base: Program, mutant: Program, exhaustive: bool, seed: int) -> Verdi
 def work(share: tuple[int, int, int, float]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
     """Every `processes`-th mutant of each kind from `number` on."""
     number, processes, per_kind, large_part = share
-    bases = [[(name, p) for name, p in group] for group in (small(), large())]
+    bases = [[Base(name, program) for name, program in group] for group in (small(), large())]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []
     for k, (kind, mutate) in enumerate(KINDS.items()):
@@ -67,8 +74,8 @@ def work(share: tuple[int, int, int, float]) -> tuple[Counter[tuple[str, str, bo
             rng = np.random.default_rng([k, seed])
             seed += processes
             exhaustive = bool(rng.random() >= large_part)
-            name, base = bases[not exhaustive][int(rng.integers(len(bases[not exhaustive])))]
-            mutant = mutate(base, rng)
+            base = bases[not exhaustive][int(rng.integers(len(bases[not exhaustive])))]
+            mutant = mutate(base.program, rng)
             if mutant is None:
                 continue
             made += 1
@@ -76,7 +83,7 @@ def work(share: tuple[int, int, int, float]) -> tuple[Counter[tuple[str, str, bo
             verdict = settle(base, mutant, exhaustive, seed)
             counts[kind, OUTCOMES[accepted, verdict.safe], exhaustive] += 1
             if accepted and verdict.safe is False:
-                failures.append(f"{kind}, seed {seed - processes}, of {name}: {verdict.why}")
+                failures.append(f"{kind}, seed {seed - processes}, of {base.name}: {verdict.why}")
     return counts, failures
 
 
@@ -87,7 +94,7 @@ def good_programs() -> tuple[int, list[str]]:
         for name, program in group:
             count += 1
             report = verify(program)
-            verdict = settle(program, program, exhaustive, 0)
+            verdict = settle(Base(name, program), program, exhaustive, 0)
             if not report.ok or verdict.safe is False:
                 wrong.append(f"{name}: {report.violations[:1]} {verdict}")
     return count, wrong
