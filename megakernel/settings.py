@@ -36,7 +36,16 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
         Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
-        Setting("tp", "tensor-parallel ranks", "1", "--tp"),
+        Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
+        Setting(
+            "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
+        ),
+        Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
+        Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
+        Setting(
+            "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
+        ),
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
         Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),

@@ -22,6 +22,7 @@ from ..isa.record import (
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
+from .choose import choose
 from .derive import EPILOGUE, derive
 from .lower import Phase, Tasks, lower, program_dims
 from .options import Options
@@ -61,10 +62,8 @@ def compile_program(
         max_seqs=max_seqs,
         max_context=max_context,
         tp=tp,
-        replicated_o=options.o == "replicated",
-        one_hop=options.residual == "replicated",
     )
-    return build_program(lower(dims, machine), machine, options)
+    return build_program(lower(choose(dims, machine, options), machine), machine, options)
 
 
 def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -> Program:
