@@ -81,6 +81,16 @@ class Program:
         """Sizes as `rank` sees them."""
         return replace(self.dims, rank=rank)
 
+    def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
+        """Records of segment `index`, numbered as in traces (the body has the queues at its end), and their ranks."""
+        segment: Segment = getattr(self, SEGMENTS[index])
+        ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
+        if SEGMENTS[index] != "body":
+            return segment.records, ranks
+        queues = np.arange(len(self.queues.offsets) - 1) // max(self.rank_queues, 1)
+        ranks = np.concatenate([ranks, np.repeat(queues, np.diff(self.queues.offsets))])
+        return np.concatenate([segment.records, self.queues.records]), ranks
+
     @property
     def total_counters(self) -> int:
         return (self.dims.layers + 1) * self.counters
