@@ -72,12 +72,16 @@ def program_dims(
     max_seqs: int,
     max_context: int,
     tp: int = 1,
+    slots: int | None = None,
 ) -> Dims:
-    """Sizes of a bucket, with room in its step table that depends on the bucket and the worker count only.
+    """Sizes of a bucket, with room in its step table that depends on the bucket and the slots only.
+
+    `slots`: attention instructions of a layer and rank; one for each worker by default.
 
     Row blocks and how the ranks share the work are those of one rank: `choose` has the rest.
     """
     kv_blocks = -(-max_context // KV_BLOCK)
+    slots = slots or machine.workers
     return replace(
         weight_dims(config, dtype),
         page=machine.page,
@@ -86,8 +90,8 @@ def program_dims(
         logit_rows=logit_rows,
         max_seqs=max_seqs,
         max_context=max_context,
-        items=tokens + _ITEMS_PER_SLOT * machine.workers,
-        attention_slots=machine.workers,
+        items=tokens + _ITEMS_PER_SLOT * slots,
+        attention_slots=slots,
         partials=min(config.kv_heads * kv_blocks * min(tokens, _SPLIT_ROWS), _MAX_PARTIALS),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
         tp=tp,

@@ -85,7 +85,7 @@ def _workers(
     out: list[NDArray[np.int64]] = []
     for phase, panel in zip(phases, panels, strict=True):
         if phase.instruction.family is Family.ATTENTION:
-            out.append(phase.columns["slot"].astype(np.int64))
+            out.append(phase.columns["slot"].astype(np.int64) % machine.workers)
             continue
         if not pipelined:
             load[:] = 0.0
