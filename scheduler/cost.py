@@ -29,10 +29,19 @@ def phase_seconds(instruction: Instruction, columns: dict[str, Column], dims: Di
     long again where it has to follow stores to other ranks.
     """
     arithmetic = _arithmetic(instruction, columns, dims, machine) + machine.dispatch_s
-    memory = float(instruction.cost(columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
-    link = float(link_bytes(instruction, columns, dims).sum()) / machine.link_bytes_per_s
+    _, memory, link = unit_seconds(instruction, columns, dims, machine)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
     return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
+
+
+def unit_seconds(
+    instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
+) -> tuple[float, float, float]:
+    """Seconds for which a rank's instructions keep all of its arithmetic, its memory and its link busy."""
+    arithmetic = float(_arithmetic(instruction, columns, dims, machine).sum()) / machine.workers
+    memory = float(instruction.cost(columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
+    link = float(link_bytes(instruction, columns, dims).sum()) / machine.link_bytes_per_s
+    return arithmetic, memory, link
 
 
 def _arithmetic(
