@@ -124,7 +124,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
         (["--prompt", "x", "--logit-bias", "1=nan"], "logit_bias=nan"),
-        (["--prompt", "x", "--tp", "2"], "tp=2"),
+        (["--prompt", "x", "--tp", "3"], "parallel size 3: it must be 1, 2, 4 or 8"),
         (["--prompt", "x", "--dtype", "int4"], "unknown dtype 'int4'"),
         (["--prompt", "x", "--backend", "tpu"], "unknown backend 'tpu'"),
     ],

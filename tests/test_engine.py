@@ -442,7 +442,7 @@ def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tp": 2}, "tp=2"),
+        ({"tp": 3}, "parallel size 3: it must be 1, 2, 4 or 8"),
         ({"dtype": "int4"}, "unknown dtype 'int4'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"threads": 0}, "threads=0"),
