@@ -153,16 +153,6 @@ MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t
   engine->interpreter->delay = {segment, layer, record, ns};
 }
 
-MK_API void mk_audit(mk_engine* engine) { engine->interpreter->audit(); }
-
-// Number of stores at other ranks in the last launch of an audited engine; copies them where `out` is not
-// null.
-MK_API int64_t mk_remote_stores(mk_engine* engine, mk::RemoteStore* out) {
-  const std::vector<mk::RemoteStore>& all = engine->interpreter->remote_stores();
-  if (out != nullptr && !all.empty()) memcpy(out, all.data(), all.size() * sizeof(mk::RemoteStore));
-  return static_cast<int64_t>(all.size());
-}
-
 // Number of intervals of the last traced launch; copies them where `out` is not null.
 MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
   const std::vector<mk::Interval> all = engine->interpreter->intervals();

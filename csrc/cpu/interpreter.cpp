@@ -122,7 +122,6 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   traced_ = trace;
   failed_ = false;
   error_.clear();
-  if (audit_) audit_->stores.clear();
   ++program.launches;
   cursors_ = std::vector<Cursor>(int64_t{ranks_} * program.workers);
   for (size_t i = 0; i < cursors_.size(); ++i) {
@@ -307,7 +306,9 @@ bool Interpreter::claim(Cursor& c) {
     if (done >= op.end) return false;
   } while (!claims.compare_exchange_weak(seen, static_cast<int32_t>(static_cast<uint32_t>(seen) + 1),
                                          std::memory_order_relaxed));
-  fetch(c, program_->record(kQueues, first + done), program_->body_records() + first + done);
+  // Numbered after the body's records.
+  const int32_t body = program_->end(kBody, program_->stream(program_->ranks - 1, program_->workers - 1));
+  fetch(c, program_->record(kQueues, first + done), body + first + done);
   c.claimed = true;
   return true;
 }
@@ -368,21 +369,6 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-Call Interpreter::make_call(const Cursor& c, int thread) {
-  Memory& memory = memory_[thread];
-  return {.dims = &program_->dims(c.rank),
-          .step = &view(c),
-          .buffers = buffers_.data(),
-          .scratch = &memory.scratch,
-          .abort = reinterpret_cast<const int32_t*>(abort_),
-          .link_bytes = &memory.link_bytes[c.rank],
-          .audit = audit_.get(),
-          .list = c.claimed ? kQueues : c.segment,
-          .record = c.claimed ? c.number - program_->body_records() : c.number,
-          .layer = c.layer,
-          .item = 0};
-}
-
 // Executes the record, of attention as many items as are ready, of a drain one claim. False where the launch
 // was aborted meanwhile.
 template <bool kTrace>
@@ -397,7 +383,16 @@ bool Interpreter::step(Cursor& c, int thread) {
   }
   const int opcode = record_opcode(c.record);
   if (opcode == static_cast<int32_t>(Opcode::drain) && claim(c)) return true;
-  Call call = make_call(c, thread);
+  Memory& memory = memory_[thread];
+  int64_t& link_bytes = memory.link_bytes[c.rank];
+  Call call{&program_->dims(c.rank),
+            &view(c),
+            buffers_.data(),
+            &memory.scratch,
+            reinterpret_cast<const int32_t*>(abort_),
+            &link_bytes,
+            c.layer,
+            0};
   if (opcode == static_cast<int32_t>(Opcode::attention)) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;
@@ -410,10 +405,10 @@ bool Interpreter::step(Cursor& c, int thread) {
   } else {
     kernels_.ops[opcode](call, c.record);
     if (kernels_.send[opcode]) {
-      const int64_t sent = *call.link_bytes;
+      const int64_t sent = link_bytes;
       const uint64_t computed = kTrace ? clock_ns() : 0;
       kernels_.send[opcode](call, c.record);
-      if (kTrace && *call.link_bytes > sent) {
+      if (kTrace && link_bytes > sent) {
         record_interval(c, kind, begin, computed, 0);
         kind = IntervalKind::STORE;
         begin = computed;
@@ -535,17 +530,8 @@ void Interpreter::execute(const Dims& dims, const int32_t* step_words, const int
   const StepView view = step_view(step_words, dims);
   const int32_t running = 0;
   Memory& memory = memory_[0];
-  Call call{.dims = &dims,
-            .step = &view,
-            .buffers = buffers_.data(),
-            .scratch = &memory.scratch,
-            .abort = &running,
-            .link_bytes = &memory.link_bytes[dims.rank],
-            .audit = nullptr,
-            .list = 0,
-            .record = 0,
-            .layer = layer,
-            .item = 0};
+  Call call{&dims, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
+            layer, 0};
   const int opcode = record_opcode(record);
   if (opcode != static_cast<int32_t>(Opcode::attention)) {
     kernels_.ops[opcode](call, record);

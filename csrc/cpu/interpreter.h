@@ -13,7 +13,6 @@
 #include "kernels.h"
 #include "pool.h"
 #include "program.h"
-#include "remote.h"
 
 namespace mk {
 
@@ -53,10 +52,6 @@ class Interpreter {
   // Bytes that a rank has stored at others so far.
   int64_t link_bytes(int rank) const;
 
-  // Launches from now on are audited (remote.h).
-  void audit() { audit_ = std::make_unique<Audit>(); }
-  const std::vector<RemoteStore>& remote_stores() const { return audit_->stores; }
-
   // The last traced launch, by rank, worker and begin.
   std::vector<Interval> intervals() const;
   int64_t dropped() const;
@@ -94,7 +89,6 @@ class Interpreter {
     return (int64_t{rank} * kBuffers + static_cast<int32_t>(buffer)) * layers_ + layer;
   }
   const StepView& view(const Cursor& c) const { return views_[c.rank - first_rank_]; }
-  Call make_call(const Cursor& cursor, int thread);
   int32_t block(const Cursor& c) const { return program_->block(c.segment, c.layer); }
   void deal_streams();
   template <bool kTrace>
@@ -124,7 +118,6 @@ class Interpreter {
   const Kernels& kernels_;
   std::vector<void*> buffers_;
   std::vector<Memory> memory_;
-  std::unique_ptr<Audit> audit_;
   const double deadlock_seconds_;
   std::atomic<int32_t> own_abort_{0};
   std::atomic<int32_t>* const abort_;

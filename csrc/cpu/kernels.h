@@ -41,8 +41,6 @@ struct Scratch {
   int32_t* counts;     // vocab, zero between calls
 };
 
-struct Audit;
-
 // What an instruction's function may see.
 struct Call {
   const Dims* dims;
@@ -51,8 +49,6 @@ struct Call {
   Scratch* scratch;
   const int32_t* abort;  // non-zero: leave soon, results no longer matter
   int64_t* link_bytes;   // stored by this rank at others
-  Audit* audit;          // remote.h; null: none
-  int32_t list, record;  // where the program has the instruction
   int32_t layer;
   int32_t item;  // attention: the work item
 

@@ -48,8 +48,7 @@ class Program {
   int32_t end(int list, int stream) const { return offsets_[list][stream + 1]; }
   int stream(int rank, int worker) const { return rank * workers + worker; }
   int queue(int rank, int index) const { return rank * queues_ + index; }
-  // What a trace numbers the queues' records from.
-  int32_t body_records() const { return offsets_[kBody].back(); }
+  int queues() const { return queues_; }
 
   // Counter block of a record: the prologue shares the first, the epilogue has the one after the last
   // layer's.

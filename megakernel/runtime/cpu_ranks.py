@@ -31,8 +31,7 @@ class CpuRanks:
 
     All their buffers are made here but for those named in `bound`, which the caller binds: memory that other
     processes write, and the copies of their ranks. `abort` is the address of an int32 that ends a launch while it is
-    not zero, and that the caller clears; by default only `abort` ends one. `audit` keeps `remote_stores`, and expects
-    other ranks' memory to be mapped without access: each store opens the pages that it writes to, and closes them.
+    not zero, and that the caller clears; by default only `abort` ends one.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class CpuRanks:
         deadlock_s: float,
         bound: Collection[Buffer] = (),
         abort: int | None = None,
-        audit: bool = False,
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, ranks
         self._lib = native.library()
@@ -69,8 +67,6 @@ class CpuRanks:
         )
         if self._engine is None:
             raise native.error()
-        if audit:
-            self._lib.mk_audit(self._engine)
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
             self._load_weights(checkpoint)
@@ -254,12 +250,6 @@ class CpuRanks:
     def link_bytes(self, rank: int) -> int:
         """Bytes that a rank has stored in other ranks' copies so far."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
-
-    def remote_stores(self) -> NDArray[np.void]:
-        """What the last launch of audited ranks stored at other ranks, as native.REMOTE_STORE."""
-        stores = np.zeros(self._lib.mk_remote_stores(self._engine, None), native.REMOTE_STORE)
-        self._lib.mk_remote_stores(self._engine, stores.ctypes.data)
-        return stores
 
     def intervals(self) -> tuple[Intervals, int]:
         """Of the last traced launch, by rank, worker and begin in nanoseconds; and how many did not fit."""

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import MegakernelError
 from ..isa import DIM_FIELDS, Dims
 
@@ -50,11 +48,6 @@ class CProgram(ctypes.Structure):
     )
 
 
-# `mk::RemoteStore` of csrc/cpu/remote.h.
-REMOTE_STORE = np.dtype(
-    [("address", "u8"), ("bytes", "i8"), ("list", "i4"), ("layer", "i4"), ("record", "i4"), ("rank", "i4")]
-)
-
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_error": (_TEXT, []),
     "mk_simd": (_TEXT, [_TEXT]),
@@ -72,8 +65,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_abort": (None, [_POINTER]),
     "mk_reset": (None, [_POINTER, _POINTER]),
     "mk_link_bytes": (_I64, [_POINTER, _I32]),
-    "mk_audit": (None, [_POINTER]),
-    "mk_remote_stores": (_I64, [_POINTER, _POINTER]),
     "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _I32]),
     "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),
     "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),
