@@ -19,25 +19,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, EVERY, OWN, Access, Buffer, Dims, Index, Kind
+from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind
 from .lower import Phase, Tasks, kinds
-from .regions import Boxes, block_box, boxes, head_group_boxes, nonempty, overlap
+from .regions import block_box, boxes, hulls, nonempty
 
 PROLOGUE, BODY, EPILOGUE = range(3)
 
 
 @dataclass(frozen=True)
 class Touch:
-    """Boxes of some ranks' copies of a buffer that members of a group touch.
-
-    `member` numbers the group's tasks or head groups.
-    """
+    """The smallest box around what a group touches of some ranks' copies of a buffer: row, row_end, col, col_end."""
 
     buffer: Buffer
     ranks: Sequence[int]
     writes: bool
-    boxes: Boxes
-    member: NDArray[np.int64]
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +49,7 @@ class Group:
     rank: int
     block: int
     index: Index
-    members: NDArray[np.int64]  # tasks of the phase; for a virtual group head groups (ITEM) or one member
+    members: NDArray[np.int64]  # tasks of the phase; none for a virtual group
     touches: tuple[Touch, ...]
 
     @property
@@ -108,71 +104,56 @@ def derive(tasks: Tasks) -> Dependencies:
     return found
 
 
-def relation(producer: Group, consumer: Group) -> NDArray[np.bool_]:
-    """[producer's members, consumer's members]: which conflict on an element."""
-    out = np.zeros((len(producer.members), len(consumer.members)), dtype=bool)
-    for p in producer.touches:
-        for c in consumer.touches:
-            if p.buffer is c.buffer and (p.writes or c.writes) and not set(p.ranks).isdisjoint(c.ranks):
-                i, j = np.nonzero(overlap(p.boxes, c.boxes))
-                out[p.member[i], c.member[j]] = True
-    return out
-
-
 def _groups(segment: int, number: int, kind: int, phase: Phase, d: Dims) -> Iterator[Group]:
     """Real groups by block, then virtual ones by row block."""
     accesses = phase.instruction.accesses(phase.columns, d)
-    plain = [(a, boxes(a)) for a in accesses if a.index in (Index.NONE, Index.LOGIT_OWNER)]
     order = np.argsort(phase.block, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(phase.block[order])) + 1) if plain else ():
-        touches = [t for access, all_boxes in plain for t in _touches(access, all_boxes, members, d)]
-        yield Group(segment, number, kind, d.rank, int(phase.block[members[0]]), Index.NONE, members, tuple(touches))
+    starts = np.flatnonzero(np.diff(phase.block[order], prepend=-1))
+    touches: list[list[Touch]] = [[] for _ in starts]
+    for access in (a for a in accesses if a.index in (Index.NONE, Index.LOGIT_OWNER)):
+        around = hulls(boxes(access)[order], starts)
+        ranks = (
+            [_ranks(rank, d) for rank in access.rank[order[starts]]] if isinstance(access.rank, np.ndarray) else None
+        )
+        one = _ranks(access.rank, d) if ranks is None else ()
+        for g in np.flatnonzero(nonempty(around)).tolist():
+            at = one if ranks is None else ranks[g]
+            touches[g].append(Touch(access.buffer, at, access.kind is not Kind.READ, tuple(around[g].tolist())))
+    blocks = phase.block[order[starts]].tolist()
+    for block, members, touched in zip(blocks, np.split(order, starts[1:]), touches, strict=True):
+        if touched:
+            yield Group(segment, number, kind, d.rank, block, Index.NONE, members, tuple(touched))
     for index in (Index.ITEM, Index.LOGIT_ROW):
         picked = [a for a in accesses if a.index is index]
         for block in range(d.row_blocks) if picked else ():
-            if index is Index.LOGIT_ROW and not d.one_hop and block % d.tp != d.rank:
+            owner = block % d.tp
+            if index is Index.LOGIT_ROW and not d.one_hop and owner != d.rank:
                 continue
-            touches = []
-            for access in picked:
-                if index is Index.ITEM:
-                    part = head_group_boxes(access, d, block, int(phase.columns["group_heads"][0]))
-                else:
-                    part = block_box(access, d, block)
-                ranks = (block % d.tp,) if access.rank is None else _ranks(access.rank, d)
-                touches.append(Touch(access.buffer, ranks, access.kind is not Kind.READ, part, np.arange(len(part))))
-            members = np.arange(max(len(t.member) for t in touches))
-            yield Group(segment, number, kind, d.rank, block, index, members, tuple(touches))
+            parts = tuple(
+                Touch(
+                    access.buffer,
+                    (owner,) if access.rank is None else _ranks(access.rank, d),
+                    access.kind is not Kind.READ,
+                    block_box(access, d, block),
+                )
+                for access in picked
+            )
+            yield Group(segment, number, kind, d.rank, block, index, np.zeros(0, np.int64), parts)
 
 
-def _touches(access: Access, all_boxes: Boxes, members: NDArray[np.int64], d: Dims) -> Iterator[Touch]:
-    inside = np.flatnonzero(nonempty(all_boxes[members]))
-    writes = access.kind is not Kind.READ
-    if isinstance(access.rank, np.ndarray):
-        owner = access.rank[members[inside]]
-        parts = [((int(rank),), inside[owner == rank]) for rank in np.unique(owner)]
-    else:
-        assert access.rank is not None
-        parts = [(_ranks(access.rank, d), inside)] if len(inside) else []
-    for ranks, part in parts:
-        yield Touch(access.buffer, ranks, writes, all_boxes[members[part]], part)
-
-
-def _ranks(rank: int | np.ndarray, d: Dims) -> tuple[int, ...]:
-    """The ranks that an access's one value names."""
-    assert isinstance(rank, int)
-    return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else rank,)
+def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
+    """The ranks that one value of an access's `rank` names."""
+    assert rank is not None
+    return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
     """For each node in order, the earlier nodes whose hulls overlap its own on a buffer that one of them writes."""
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
-    hulls = [
-        [(t, *(int(edge) for edge in (*t.boxes.min(axis=0)[[0, 2]], *t.boxes.max(axis=0)[[1, 3]]))) for t in g.touches]
-        for g in groups
-    ]
     for node, g in enumerate(node_group):
-        for t, row, col, row_end, col_end in hulls[g]:
+        for t in groups[g].touches:
             layer = node_copy[node] if BUFFERS[t.buffer].layered else 0
+            row, row_end, col, col_end = t.box
             for rank in t.ranks:
                 touched[t.buffer, layer, rank].append((row, row_end, col, col_end, node, int(t.writes)))
     pairs = [_overlapping(np.array(sorted(rows), dtype=np.int64)) for rows in touched.values()]

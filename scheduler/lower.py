@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..isa import BY_NAME, INSTRUCTIONS, KV_BLOCK, Column, Dims, Dtype, Family, Index, Instruction, Kind
 from ..isa.record import SIGNALS
@@ -14,7 +15,7 @@ from ..machine import Machine
 from ..model.checkpoint import weight_dims
 from ..model.config import LlamaConfig
 from .cost import panel_blocks, seconds
-from .regions import boxes, head_group_boxes, nonempty, overlap
+from .regions import boxes, head_group_columns, nonempty
 
 # Step-table room for attention: items per slot beyond one per row, so that few rows can be cut by KV head and KV
 # block for balance; rows whose long contexts may be split at once, and the most partials that are kept for them.
@@ -226,23 +227,22 @@ def _attention(instruction: Instruction, qkv: Phase | None, d: Dims) -> Phase:
     slot = np.arange(d.attention_slots if qkv else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in instruction.operands} | {"slot": slot}
     if qkv:
-        heads = d.rank_kv_heads
-        group_heads = next(n for n in range(1, heads + 1) if _most_groups(qkv, instruction, d, n) <= SIGNALS)
+        first = qkv.block == qkv.block[0]
+        tiles = replace(qkv, block=qkv.block[first], columns={name: c[first] for name, c in qkv.columns.items()})
+        sizes = range(1, d.rank_kv_heads + 1)
+        group_heads = next(n for n in sizes if head_groups(tiles, instruction, d, n).sum(axis=1).max() <= SIGNALS)
         columns["group_heads"] += group_heads
-        columns["groups"] += -(-heads // group_heads)
+        columns["groups"] += -(-d.rank_kv_heads // group_heads)
     return Phase(instruction, columns, np.zeros_like(slot), d.rank)
 
 
-def _most_groups(qkv: Phase, attention: Instruction, d: Dims, group_heads: int) -> int:
-    """The most head groups that one QKV tile has a part of."""
-    first = qkv.block == 0
-    tiles = {name: column[first] for name, column in qkv.columns.items()}
-    written = {a.buffer: boxes(a) for a in qkv.instruction.accesses(tiles, d) if a.kind is not Kind.READ}
+def head_groups(producers: Phase, attention: Instruction, d: Dims, group_heads: int) -> NDArray[np.bool_]:
+    """[tasks, head groups]: which tasks write what items of their rows with some of `group_heads` KV heads read."""
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
-    touched = np.zeros((int(first.sum()), -(-d.rank_kv_heads // group_heads)), dtype=bool)
-    for access in attention.accesses(one, d):
-        if access.index is Index.ITEM and access.buffer in written:
-            tile = written[access.buffer]
-            groups = head_group_boxes(access, d, 0, group_heads)
-            touched |= nonempty(tile)[:, None] & overlap(tile, groups)
-    return int(touched.sum(axis=1).max())
+    read = {a.buffer for a in attention.accesses(one, d) if a.index is Index.ITEM and a.kind is Kind.READ}
+    out = np.zeros((len(producers), -(-d.rank_kv_heads // group_heads)), dtype=bool)
+    for access in producers.instruction.accesses(producers.columns, d):
+        if access.buffer in read and access.kind is not Kind.READ:
+            low, high = head_group_columns(access.buffer, d, group_heads).T
+            out |= nonempty(boxes(access))[:, None] & (access.col[:, None] < high) & (low < access.col_end[:, None])
+    return out

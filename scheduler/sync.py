@@ -28,8 +28,8 @@ from ..isa.record import (
     word_counter,
     word_rank,
 )
-from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies, relation
-from .lower import Tasks
+from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies
+from .lower import Phase, Tasks, head_groups
 from .regions import block_rows
 
 Words = NDArray[np.int32]
@@ -146,24 +146,33 @@ class _Builder:
             return
         dims = self.tasks.dims
         done = self._new(SHARED, dims.row_blocks)
-        ready: dict[int, int] = {}
+        ready: dict[int, tuple[int, int]] = {}  # rank: its first grid, head groups
         for g in items:
             group = self.groups[g]
             if group.rank in ready:
                 continue
-            ready[group.rank] = self._new(group.rank, dims.row_blocks * len(group.members))
+            groups = int(self._phase(g).columns["groups"][0])
+            ready[group.rank] = self._new(group.rank, dims.row_blocks * groups), groups
             waits, signals = (words[group.segment][group.phase] for words in (self.waits, self.signals))
-            waits[:, 0] = counter_word(ready[group.rank], indexed=True)
+            waits[:, 0] = counter_word(ready[group.rank][0], indexed=True)
             signals[:, 0] = counter_word(done, rank=self._output_rank(group.rank), indexed=True)
+        feeds: dict[int, NDArray[np.bool_]] = {}  # phase: [tasks, head groups]
         for producer, consumer in sorted(self.to_items):
             group, item = self.groups[producer], self.groups[consumer]
-            touched = relation(group, item)
-            if not touched.any():
-                raise AssertionError("attention items wait for tasks that write what they read")
-            for head_group in range(len(item.members)):
-                tasks = group.members[touched[:, head_group]]
-                counter = Counter(ready[item.rank] + item.block * len(item.members) + head_group, item.rank)
-                _append(self.signals[group.segment][group.phase], tasks, counter.signal())
+            first, groups = ready[item.rank]
+            if group.phase not in feeds:
+                attention = self._phase(consumer)
+                size = int(attention.columns["group_heads"][0])
+                rank_dims = replace(dims, rank=item.rank)
+                feeds[group.phase] = head_groups(self._phase(producer), attention.instruction, rank_dims, size)
+            touched = feeds[group.phase][group.members]
+            if group.rank != item.rank or not touched.any(axis=1).all():
+                raise AssertionError("attention items wait for tasks of their rank that write what they read")
+            for head_group in range(groups):
+                counter = Counter(first + item.block * groups + head_group, item.rank)
+                _append(
+                    self.signals[group.segment][group.phase], group.members[touched[:, head_group]], counter.signal()
+                )
         for g in items:
             group = self.groups[g]
             low, high = block_rows(dims, group.block)
@@ -175,6 +184,9 @@ class _Builder:
             for _, successors in self.within.pop(g, ()):
                 for consumer in successors:
                     self.waited[consumer].update(done_here)
+
+    def _phase(self, g: int) -> Phase:
+        return self.tasks.segments[self.groups[g].segment][self.groups[g].phase]
 
     def _output_rank(self, rank: int) -> int:
         """Rank in the signal word of attention on `rank`."""
