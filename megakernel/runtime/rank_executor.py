@@ -1,0 +1,82 @@
+"""One rank of a model in its process: the native library on private memory, the rank's heap and windows to others'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import Dims, StepTable
+from ..model.checkpoint import Checkpoint
+from ..program import Program
+from ..trace import Intervals
+from .board import Board
+from .channel import Delay, Launch, Load, Open, Place, Reset
+from .cpu_ranks import COUNTER_BYTES, CpuRanks
+from .heaps import SHARED, Heaps
+from .shared_memory import Mapping
+
+
+class RankExecutor:
+    """What a rank does in answer to the driver's messages; the same in the driver, for rank 0."""
+
+    def __init__(self, message: Open, checkpoint: Checkpoint, board: Board) -> None:
+        dims = Dims(**message.dims)
+        self._rank, self._audit = message.rank, message.audit
+        self._ranks = CpuRanks(
+            checkpoint,
+            dims,
+            message.pages,
+            range(message.rank, message.rank + 1),
+            threads=message.threads,
+            null=message.null,
+            deadlock_s=message.deadlock_s,
+            bound=SHARED,
+            abort=board.abort_address(message.rank),
+        )
+        self.heaps = Heaps(dims)
+        self._programs: dict[int, tuple[int, NDArray[np.int32]]] = {}  # handle, words of the step table
+
+    def take(self, message: Place | Load, descriptors: Sequence[int]) -> None:
+        """Use new shared memory."""
+        if isinstance(message, Load):
+            self._load(message, Mapping(descriptors[0]))
+            return
+        files = [Mapping(fd, window=self._audit and rank != self._rank) for rank, fd in enumerate(descriptors)]
+        for buffer in self.heaps.place(message, files):
+            for rank in range(len(files)):
+                self._ranks.bind(rank, buffer, self.heaps.array(buffer, rank)[None])
+
+    def _load(self, message: Load, file: Mapping) -> None:
+        program = Program.from_bytes(file.array(message.start, np.uint8, (message.size,)).tobytes(), "of the driver")
+        self._ranks.fit(program.dims)
+        size = program.total_counters * COUNTER_BYTES
+        counters = [file.address + message.counters + rank * size for rank in range(program.ranks)]
+        words = file.array(0, np.int32, (len(StepTable(program.dims).words),))
+        self._programs[message.index] = self._ranks.load(program, counters), words
+
+    def start(self, message: Launch) -> None:
+        """Begin a launch with what the step table's words are now."""
+        handle, words = self._programs[message.index]
+        self._ranks.start(handle, words, message.trace)
+
+    def poll(self) -> bool:
+        """Whether the launch has ended within a slice. Raises MegakernelError where it was stopped."""
+        return self._ranks.wait()
+
+    def reset(self, message: Reset) -> None:
+        self._ranks.reset(self._programs[message.index][0])
+
+    def delay(self, message: Delay) -> None:
+        self._ranks.delay(message.segment, message.record, message.layer, message.seconds)
+
+    @property
+    def link_bytes(self) -> int:
+        return self._ranks.link_bytes(self._rank)
+
+    def intervals(self) -> tuple[Intervals, int]:
+        return self._ranks.intervals()
+
+    def close(self) -> None:
+        self._ranks.close()
