@@ -54,7 +54,7 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Shape of one rank's copy in elements, row-major. `compute` means the program's compute dtype (float32 or bfloat16).
+    """Shape of one rank's copy in elements, row-major. dtype None is the program's compute dtype (f32 or bf16).
 
     `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
     program is bound, so it is an argument of `shape`.

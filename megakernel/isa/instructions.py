@@ -319,8 +319,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         _attention_accesses,
         lambda c, d: _cost(c["slot"]),
         "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks, each block's (m, l, o) "
-        "fresh, merged in ascending order; of a split's items the last to arrive merges; signals rows x KV heads. With a replicated O projection "
-        "the output goes to the rank that owns the rows, to every rank where all do",
+        "fresh, merged in ascending order; of a split's items the last to arrive merges; signals rows x KV heads. "
+        "With a replicated O projection the output goes to the rank that owns the rows, to every rank where all do",
         "ATTN: compute dtype, rounded once after division by l; probabilities and o stay float32",
     ),
     Instruction(
@@ -341,7 +341,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         _TILE,
         _partial_accesses(Buffer.ATTN, lambda d: d.q_cols),
         _matmul_cost(lambda d: d.q_cols),
-        "REDUCE[this rank][r] = ATTN[r] W_O^T over the rank's heads, at the rank that owns r (at every rank where all do)",
+        "REDUCE[this rank][r] = ATTN[r] W_O^T over the rank's heads, "
+        "at the rank that owns r (at every rank where all do)",
         "REDUCE: compute dtype",
         present=lambda d: d.tp > 1 and not d.replicated_o,
     ),
@@ -394,7 +395,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         _TILE,
         _partial_accesses(Buffer.ACT, lambda d: d.rank_ffn),
         _matmul_cost(lambda d: d.rank_ffn),
-        "REDUCE[this rank][r] = ACT[r] W_DOWN^T over the rank's FFN columns, at the rank that owns r (or at every rank)",
+        "REDUCE[this rank][r] = ACT[r] W_DOWN^T over the rank's FFN columns, "
+        "at the rank that owns r (or at every rank)",
         "REDUCE: compute dtype",
         present=lambda d: d.tp > 1,
     ),
