@@ -232,7 +232,7 @@ def test_a_deadlock_names_the_stuck_and_the_next_launch_works() -> None:
         program, totals_first=program.totals_first + one_more, totals_middle=program.totals_middle + one_more
     )
     for _ in range(2):
-        with pytest.raises(MegakernelError, match=r"deadlock: worker 0 at qkv_rope .* of layer 0.* counter 6: 1 of 2"):
+        with pytest.raises(MegakernelError, match=r"deadlock: worker 0 of rank 0 at qkv_rope .* counter 6: 1 of 2"):
             backend.launch(broken, table)
     assert (backend.launch(program, table).logits == expected).all()
 
@@ -262,12 +262,12 @@ def test_totals_that_are_exceeded_are_refused() -> None:
 
 def test_counters_wrap() -> None:
     counters = Counters(simple()[1])
-    busy = int(np.flatnonzero(counters.totals)[0])
-    counters.launch = 2**31 // int(counters.totals[busy]) + 3
-    counters.values[busy] = counters.expected(busy) - 1
-    assert not counters.met(busy)
-    counters.values[busy] = (counters.expected(busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
-    assert counters.met(busy)
+    busy = int(np.flatnonzero(counters.totals[0])[0])
+    counters.launch = 2**31 // int(counters.totals[0, busy]) + 3
+    counters.values[0, busy] = counters.expected(0, busy) - 1
+    assert not counters.met(0, busy)
+    counters.values[0, busy] = (counters.expected(0, busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
+    assert counters.met(0, busy)
 
 
 def test_trace_has_an_interval_for_each_piece_of_work() -> None:
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_refused() -> None:
         backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
         backend.launch(replace(program, dims=replace(program.dims, tokens=16)), table)
-    with pytest.raises(MegakernelError, match="runs one rank"):
+    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
     with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):

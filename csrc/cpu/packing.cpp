@@ -91,12 +91,14 @@ WeightSpan weight_span(const Dims& d, const int32_t* record) {
       buffer = Buffer::W_QKV;
       break;
     case Opcode::o_proj:
+    case Opcode::o_partial:
       buffer = Buffer::W_O;
       break;
     case Opcode::gate_up_silu:
       buffer = Buffer::W_GATE_UP;
       break;
     case Opcode::down_proj:
+    case Opcode::down_partial:
       buffer = Buffer::W_DOWN;
       break;
     case Opcode::lm_head:

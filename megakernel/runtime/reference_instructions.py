@@ -19,38 +19,44 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction sees: its rank's sizes and step, and its layer's part of any rank's copy of a buffer."""
+    """What one instruction sees: its rank's sizes and step, and its layer's part of buffers.
+
+    `buffer` gives the rank's own copy. Another rank's copy can only be stored to: `send(buffer, rank, index, values)`
+    does that, with values already in the buffer's own type.
+    """
 
     dims: Dims
     table: StepTable
-    copy: Callable[[Buffer, int], NDArray[Any]]
-
-    def buffer(self, buffer: Buffer) -> NDArray[Any]:
-        """The rank's own copy."""
-        return self.copy(buffer, self.dims.rank)
+    buffer: Callable[[Buffer], NDArray[Any]]
+    send: Callable[[Buffer, int, Any, NDArray[Any]], None]
 
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
         values: NDArray[Any] = self.buffer(buffer)[index]
         return to_f32(values)
 
-    def write(self, buffer: Buffer, index: Any, values: F32) -> None:
-        """Store float values in the buffer's own type: the only rounding there is."""
+    def write(self, buffer: Buffer, index: Any, values: Any) -> None:
+        """Store values in the buffer's own type: the only rounding there is."""
         self.store(buffer, (self.dims.rank,), index, values)
 
-    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: F32) -> None:
+    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
         """`write`, into the copies of `ranks`."""
+        own = self.buffer(buffer)
+        stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
         for rank in ranks:
-            array = self.copy(buffer, rank)
-            array[index] = from_f32(values, Dtype.BF16 if array.dtype == np.uint16 else Dtype.F32)
+            if rank == self.dims.rank:
+                own[index] = stored
+            else:
+                self.send(buffer, rank, index, stored)
 
-    def owners(self, row: int) -> Iterable[int]:
-        """The ranks that keep the residual of a token row."""
-        d = self.dims
-        return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
 
-    def peers(self) -> Iterable[int]:
-        """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
-        return (self.dims.rank,) if self.dims.one_hop else range(self.dims.tp)
+def owners(d: Dims, row: int) -> Iterable[int]:
+    """The ranks that keep the residual of a token row."""
+    return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
+
+
+def _peers(d: Dims) -> Iterable[int]:
+    """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
+    return (d.rank,) if d.one_hop else range(d.tp)
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -75,7 +81,7 @@ def rope(c: Context, row: int, rows: int) -> None:
 
 def attn_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.store(Buffer.H, c.peers(), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
 
 
 def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -122,7 +128,7 @@ def attend(c: Context, item: int) -> bool:
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
     if t.item_seq[item] < 0:
         for head in heads:
-            c.write(Buffer.ATTN, (slice(rows.start, rows.stop), _query_columns(d, head)), np.zeros((), np.float32))
+            _store_heads(c, slice(rows.start, rows.stop), head, np.zeros((), np.float32))
         return True
     found = {}
     for head in heads:
@@ -134,7 +140,7 @@ def attend(c: Context, item: int) -> bool:
                     found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
     if t.item_split[item] >= 0:
         for (row, head, block), partial in found.items():
-            c.buffer(Buffer.PARTIALS)[_partial_index(t, item, row, head, block)] = partial
+            c.write(Buffer.PARTIALS, (_partial_index(t, item, row, head, block), slice(len(partial))), partial)
         arrivals = c.buffer(Buffer.SPLITS)
         arrivals[t.item_split[item]] += 1
         if arrivals[t.item_split[item]] < t.item_splits[item]:
@@ -143,18 +149,28 @@ def attend(c: Context, item: int) -> bool:
     for row in rows:
         blocks = range(t.positions[row] // d.kv_block + 1)
         for head in heads:
+            first, end = d.query_heads(head)
             if t.item_split[item] >= 0:
-                partials = [c.read(Buffer.PARTIALS, _partial_index(t, item, row, head, b)) for b in blocks]
+                lines = [_partial_index(t, item, row, head, b) for b in blocks]
+                partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
             else:
                 partials = [found[row, head, b] for b in blocks]
-            c.write(Buffer.ATTN, (row, _query_columns(d, head)), _merge(partials).reshape(-1))
+            _store_heads(c, slice(row, row + 1), head, _merge(partials).reshape(-1))
     return True
 
 
 def _query_columns(d: Dims, head: int) -> slice:
-    """Columns of Q and ATTN of the query heads that share a KV head."""
-    width = d.group_size * d.head_dim
-    return slice(head * width, (head + 1) * width)
+    """Columns of Q of the rank's query heads that share a KV head."""
+    first, end = d.query_heads(head)
+    return slice(first * d.head_dim, end * d.head_dim)
+
+
+def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
+    """Store the output of the query heads of a KV head, for rows of one row block."""
+    columns = _query_columns(c.dims, head)
+    index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
+    ranks = owners(c.dims, rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    c.store(Buffer.ATTN, ranks, index, values)
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
@@ -165,8 +181,8 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
-    """(m, l, o) of one row's query heads over some tokens, [group_size, 2 + head_dim]; o is not yet divided by l."""
-    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(c.dims.group_size, c.dims.head_dim)
+    """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
+    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
     scores = q @ keys.T * np.float32(c.dims.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
@@ -179,7 +195,7 @@ def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> 
 
 
 def _merge(partials: list[F32]) -> F32:
-    """Softmax-weighted values of all blocks, [group_size, head_dim]: rescale to the common maximum, add, divide."""
+    """Softmax-weighted values of all blocks, [heads, head_dim]: rescale to the common maximum, add, divide."""
     total = partials[0]
     for partial in partials[1:]:
         m = np.maximum(total[:, :1], partial[:, :1])
@@ -194,7 +210,7 @@ def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 def mlp_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.store(Buffer.H, c.peers(), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
 
 
 def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -232,7 +248,7 @@ def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
     t = c.read(source, slice(row, row + rows)) @ c.read(weight, columns).T
-    c.store(Buffer.REDUCE, c.owners(row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
+    c.store(Buffer.REDUCE, owners(c.dims, row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
 
 
 def _slot(d: Dims, rank: int, row: int, rows: int) -> slice:
@@ -264,13 +280,17 @@ def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: i
 def final_norm(c: Context, row: int, rows: int) -> None:
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
+        if c.dims.rank not in owners(c.dims, max(source, 0)):
+            continue
         x = c.read(Buffer.X, source) if source >= 0 else np.zeros(c.dims.hidden, np.float32)
-        c.write(Buffer.Y, i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
+        c.store(Buffer.Y, _peers(c.dims), i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
 
 
 def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    r, columns = slice(row, row + rows), slice(col, col + cols)
-    c.write(Buffer.LOGITS, (r, columns), c.read(Buffer.Y, r) @ c.read(Buffer.LM_HEAD, columns).T)
+    logits = c.read(Buffer.Y, slice(row, row + rows)) @ c.read(Buffer.LM_HEAD, slice(col, col + cols)).T
+    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + cols)
+    for i, line in enumerate(logits, row):
+        c.store(Buffer.LOGITS, (i // c.dims.own_logit_rows,), (i, columns), line)
 
 
 def sample(c: Context, row: int, rows: int) -> None:
@@ -281,10 +301,10 @@ def sample(c: Context, row: int, rows: int) -> None:
             z = c.read(Buffer.LOGITS, i)
             token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
             logprob = z[token] - log_sum_exp(z)
-        c.buffer(Buffer.TOKENS_OUT)[i] = token
-        c.buffer(Buffer.LOGPROBS_OUT)[i] = logprob
+        c.store(Buffer.TOKENS_OUT, (0,), i, token)
+        c.store(Buffer.LOGPROBS_OUT, (0,), i, logprob)
         if t.sample_slot[i] >= 0:
-            c.buffer(Buffer.HISTORY)[t.sample_slot[i], t.sample_position[i]] = token
+            c.store(Buffer.HISTORY, range(c.dims.tp), (t.sample_slot[i], t.sample_position[i]), token)
 
 
 def _choose(c: Context, i: int, z: F32) -> int:

@@ -2,6 +2,7 @@
 // owner.
 #pragma once
 #include "../gemm.h"
+#include "store.h"
 
 namespace mk::MK_SIMD {
 
@@ -34,23 +35,14 @@ void down_proj(const Call& call, const DownProj& op) {
                  d.mlp_bias ? call.at<float>(Buffer::B_DOWN) : nullptr, op.row, op.rows, op.col, op.cols);
 }
 
-// First row of a token row's place in a slot of its owner's REDUCE.
-inline int64_t reduce_row(const Dims& d, int row) {
-  return d.one_hop ? row : row / d.row_block / d.tp * d.row_block + row % d.row_block;
-}
-
-// REDUCE[this rank][r] = a[r] w^T on a tile, at the owner of r.
+// REDUCE[this rank][r] = a[r] w^T on a tile, where the residual of r is kept.
 template <class T>
 inline void store_partial(const Call& call, const T* a, int k, const T* w, int row, int rows, int col,
                           int cols) {
   const Dims& d = *call.dims;
-  const int owner = row / d.row_block % d.tp;
-  gemm_columns(call, a, k, w, row, rows, col, cols, [&](int r, int first, int n, const float* t) {
-    const int64_t at = (d.rank * int64_t{d.own_rows()} + reduce_row(d, r)) * d.hidden + first;
-    for (int rank = d.one_hop ? 0 : owner; rank < (d.one_hop ? d.tp : owner + 1); ++rank) {
-      T* out = call.copy<T>(Buffer::REDUCE, rank) + at;
-      for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
-    }
+  gemm_columns(call, a, k, w, row, rows, col, cols, [&](int r, int first, int n, float* t) {
+    store_to(call, Buffer::REDUCE, residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden + first,
+             narrow(t, n, T{}), n);
   });
 }
 
@@ -66,7 +58,7 @@ inline void add_partials(const Call& call, int ranks, const float* bias, int row
       const int n = cols - i;
       F32 sum{};
       for (int k = 0; k < ranks; ++k) {
-        const T* p = partials + (k * int64_t{d.own_rows()} + reduce_row(d, r)) * d.hidden + col + i;
+        const T* p = partials + reduce_row(d, k, r) * d.hidden + col + i;
         sum = k == 0 ? load(p, n) : sum + load(p, n);
       }
       if (bias) sum += load(bias + col + i, n);
