@@ -5,14 +5,26 @@ from __future__ import annotations
 from ..errors import MegakernelError
 from ..isa import Dims, Dtype
 from ..model.checkpoint import Checkpoint
-from . import torchrun
 from .backend import Backend, Launch, Output
 from .step import Chunk, SampleRow, build_step, check_step
+from .torchrun import join as join_ranks
 
 BACKENDS = ("auto", "reference", "cpu", "cuda", "null")
 RANKS = ("threads", "processes")
 
-__all__ = ["BACKENDS", "Backend", "Chunk", "Launch", "Output", "SampleRow", "build_step", "check_step", "create"]
+__all__ = [
+    "BACKENDS",
+    "RANKS",
+    "Backend",
+    "Chunk",
+    "Launch",
+    "Output",
+    "SampleRow",
+    "build_step",
+    "check_step",
+    "create",
+    "join_ranks",
+]
 
 
 def create(
@@ -39,7 +51,7 @@ def create(
 
         return ReferenceBackend(checkpoint, dims, pages, dtype=dtype)
     if name in ("auto", "cpu", "null"):
-        if dims.tp > 1 and (ranks == "processes" or torchrun.join(dims.tp)):
+        if dims.tp > 1 and (ranks == "processes" or join_ranks(dims.tp)):
             from .processes import ProcessBackend
 
             return ProcessBackend(checkpoint, dims, pages, dtype=dtype, threads=threads, null=name == "null")

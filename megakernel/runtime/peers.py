@@ -24,6 +24,7 @@ class Peer:
 
     def __init__(self, rank: int, connection: Channel, process: subprocess.Popen[bytes] | None) -> None:
         self.rank = rank
+        self.pid = process.pid if process else connection.pid
         self._channel = connection
         self._process = process
         self._owed = 0  # answers to come
@@ -59,7 +60,8 @@ class Peer:
     def _gone(self) -> RankGone:
         self._owed = 0
         return RankGone(
-            f"rank {self.rank} (process {self._channel.pid}) {self._fate()}: what was being generated is lost"
+            f"rank {self.rank} (process {self.pid}) {self._fate()}: "
+            + ("the next launch starts all ranks anew" if self._process else "start the job again")
         )
 
     def _fate(self) -> str:
@@ -72,10 +74,6 @@ class Peer:
         if status >= 0:
             return f"ended with status {status}"
         return f"was killed by {signal.Signals(-status).name}"
-
-    @property
-    def pid(self) -> int:
-        return self._channel.pid
 
     def end(self) -> None:
         """Close the connection, at which the process ends; one that was started here is gone on return."""

@@ -239,6 +239,7 @@ class _Ranks:
                 peer.send(replace(session, rank=peer.rank), [board])
             self.local = RankExecutor(session, _Broadcast(checkpoint, self.peers), self.board)
             self._collect()
+            self._fit(Dims(**session.dims))
             self.clock_error_s = max(self._measure(peer) for peer in self.peers)
         except BaseException:
             self.close()
@@ -267,9 +268,7 @@ class _Ranks:
         """On first sight every rank gets the program, and buffers as large as it needs."""
         if (known := self._programs.get(id(program))) is not None:
             return known
-        if (plan := self.local.heaps.plan(program.dims)) is not None:
-            place, size = plan
-            self._share(place, [create(f"rank {rank}'s heap", size) for rank in range(program.ranks)])
+        self._fit(program.dims)
         data = program.to_bytes()
         words = len(StepTable(program.dims).words)
         counters = aligned(4 * words)
@@ -282,6 +281,12 @@ class _Ranks:
         loaded = _Loaded(index, program, file.array(0, np.int32, (words,)))
         self._programs[id(program)] = loaded
         return loaded
+
+    def _fit(self, dims: Dims) -> None:
+        """Make the heaps large enough for programs of `dims`."""
+        if (plan := self.local.heaps.plan(dims)) is not None:
+            place, size = plan
+            self._share(place, [create(f"rank {rank}'s heap", size) for rank in range(dims.tp)])
 
     def _share(self, message: Place | Load, descriptors: list[int]) -> None:
         """Give all ranks new shared memory."""
