@@ -110,7 +110,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Ended:
-    """Rank: the launch is over; `link_bytes` were stored at other ranks. Descriptor, where traced: the intervals."""
+    """Rank: the launch is over; `link_bytes` stored elsewhere since the start. Descriptor, where traced: intervals."""
 
     link_bytes: int
     intervals: int

@@ -28,6 +28,7 @@ class Peer:
         self._channel = connection
         self._process = process
         self._owed = 0  # answers to come
+        self.gone = False
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -58,7 +59,7 @@ class Peer:
         return message, descriptors
 
     def _gone(self) -> RankGone:
-        self._owed = 0
+        self._owed, self.gone = 0, True
         return RankGone(
             f"rank {self.rank} (process {self.pid}) {self._fate()}: "
             + ("the next launch starts all ranks anew" if self._process else "start the job again")

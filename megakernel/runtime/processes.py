@@ -22,7 +22,7 @@ from .backend import Output
 from .board import Board
 from .buffers import check_program, check_table, write_history
 from .channel import Delay, Ended, Launch, Load, Measure, Message, Open, Place, Reset, Weight, ready
-from .peers import Peer, RankGone, spawn
+from .peers import Peer, spawn
 from .rank_executor import RankExecutor
 from .shared_memory import LINE, Mapping, aligned, create
 
@@ -68,6 +68,7 @@ class ProcessBackend:
             deadlock_s=deadlock_s,
             audit=audit,
         )
+        self.link_bytes = np.zeros(dims.tp, np.int64)  # that each rank stored at others since it was started
         self._closed = False
         self._ranks: _Ranks | None = _Ranks(checkpoint, self._session)
         self._running: ProcessLaunch | None = None
@@ -154,6 +155,8 @@ class ProcessLaunch:
             self.abort()
             raise
         self._backend._running = None
+        ended = [self._ended[peer.rank][0].link_bytes for peer in ranks.peers]
+        self._backend.link_bytes[:] = [ranks.local.link_bytes, *ended]
         seconds = time.perf_counter() - self._begin
         rows, heaps = self._program.dims.logit_rows, ranks.local.heaps
         return Output(
@@ -315,7 +318,6 @@ class _Ranks:
         """End a launch everywhere, of a program that may not have got so far; whether another can follow."""
         self.board.abort()
         deadline = time.monotonic() + _STOP_S
-        whole = True
         with suppress(MegakernelError):  # that it was stopped
             while not self.local.poll():
                 pass
@@ -323,18 +325,16 @@ class _Ranks:
             if time.monotonic() > deadline:
                 return False
             for peer in self.saying(0.1):
-                try:
+                with suppress(MegakernelError):  # that it was stopped, or has ended
                     _, descriptors = peer.answer()
                     for descriptor in descriptors:
                         os.close(descriptor)
-                except RankGone:
-                    whole = False
-                except MegakernelError:
-                    pass  # that it was stopped
-        if whole and loaded is not None:
+        if any(peer.gone for peer in self.peers):
+            return False
+        if loaded is not None:
             self.ask(Reset(loaded.index))
             self.local.reset(Reset(loaded.index))
-        return whole
+        return True
 
     def close(self) -> None:
         """End the processes, or let those of a job go back to waiting."""

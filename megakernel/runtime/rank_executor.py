@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MegakernelError
 from ..isa import Dims, StepTable
 from ..model.checkpoint import Checkpoint
 from ..program import Program
@@ -63,7 +64,10 @@ class RankExecutor:
 
     def poll(self) -> bool:
         """Whether the launch has ended within a slice. Raises MegakernelError where it was stopped."""
-        return self._ranks.wait()
+        try:
+            return self._ranks.wait()
+        except MegakernelError as e:
+            raise MegakernelError(f"the launch made no progress and was stopped: {e}") from None
 
     def reset(self, message: Reset) -> None:
         self._ranks.reset(self._programs[message.index][0])
