@@ -56,7 +56,17 @@ class RandomCheckpoint:
         d = self.dims
         self.dtype = Dtype(d.dtype)
         self.config = LlamaConfig(
-            d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context, tied=self.tied
+            d.vocab,
+            d.hidden,
+            d.ffn,
+            d.layers,
+            d.heads,
+            d.kv_heads,
+            d.head_dim,
+            d.max_context,
+            tied=self.tied,
+            attention_bias=bool(d.attention_bias),
+            mlp_bias=bool(d.mlp_bias),
         )
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
