@@ -18,7 +18,7 @@ from cpu_support import DIMS, PAGES, RandomCheckpoint
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, INSTRUCTIONS, Buffer, Dtype, StepTable
+from megakernel.isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, StepTable
 from megakernel.isa.access import OWN, Kind
 from megakernel.isa.record import opcode
 from megakernel.machine import host
@@ -161,6 +161,67 @@ def test_a_trace_has_all_ranks(backend: ProcessBackend) -> None:
     assert set(keys[:, 0]) == {0, 1}
     assert np.count_nonzero(trace.intervals["kind"] == IntervalKind.COMPUTE) >= program.instructions
     assert trace.header.clock_error_s > 0 and trace.header.dropped == 0
+
+
+# -- the audit
+
+
+@pytest.mark.parametrize("options", [*_LOWERINGS, Options(o="replicated", residual="dealt")], ids=lambda o: o.residual)
+def test_audited_ranks_store_what_they_declare(options: Options) -> None:
+    program = compiled(2, 40, options)
+    found = []
+    for audit in (False, True):
+        backend = ProcessBackend(_CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2, audit=audit)
+        steps = (prompts(program), decode(program))
+        found.append([bits(backend.launch(program, table)) for table in steps] + [backend.link_bytes.tobytes()])
+        backend.close()
+    assert found[0] == found[1]
+
+
+def test_an_undeclared_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, program = opened(2, audit=True), compiled(2)
+    table = prompts(program)
+    before = bits(backend.launch(program, table))
+
+    def at_home(columns: object, dims: Dims) -> list[Access]:
+        return [replace(access, rank=OWN) for access in BY_NAME["mlp_norm"].accesses(columns, dims)]  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        norm = BY_NAME["mlp_norm"]
+        patch.setitem(BY_OPCODE, norm.opcode, replace(norm, accesses=at_home))
+        with pytest.raises(MegakernelError, match=r"rank 0: mlp_norm \(body record \d+, layer 0\) stored rows 0\.\.0"):
+            backend.launch(program, table)
+    assert bits(backend.launch(program, table)) == before
+    backend.close()
+
+
+def test_a_touch_outside_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's residual lies, by mistake, where rank 0 has H."""
+    mistake = """
+import sys
+from megakernel.isa import Buffer
+from megakernel.runtime import rank_process
+from megakernel.runtime.rank_executor import RankExecutor
+take = RankExecutor.take
+def wrong(self, message, descriptors):
+    take(self, message, descriptors)
+    self._ranks.bind(1, Buffer.X, self.heaps.array(Buffer.H, 0)[None])
+RankExecutor.take = wrong
+rank_process.main()
+"""
+    popen = subprocess.Popen
+
+    def mistaken(command: list[str], **arguments: object) -> object:
+        return popen([command[0], "-P", "-c", mistake, command[-1]], **arguments)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", mistaken)
+        backend = opened(2, audit=True)
+    program = compiled(2)
+    with pytest.raises(RankGone, match=r"rank 1 .* SIGSEGV \(embed .* touched another rank's memory"):
+        backend.launch(program, prompts(program))
+    backend.launch(program, prompts(program))
+    backend.close()
 
 
 # -- the life of processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import MegakernelError
 from ..isa import Dims, Dtype
 from ..model.checkpoint import Checkpoint
+from ..settings import SETTINGS
 from .backend import Backend, Launch, Output
 from .step import Chunk, SampleRow, build_step, check_step
 from .torchrun import join as join_ranks
@@ -54,7 +55,10 @@ def create(
         if dims.tp > 1 and (ranks == "processes" or join_ranks(dims.tp)):
             from .processes import ProcessBackend
 
-            return ProcessBackend(checkpoint, dims, pages, dtype=dtype, threads=threads, null=name == "null")
+            audit = SETTINGS["audit"].value() == "1"
+            return ProcessBackend(
+                checkpoint, dims, pages, dtype=dtype, threads=threads, null=name == "null", audit=audit
+            )
         from .cpu import CpuBackend
 
         return CpuBackend(checkpoint, dims, pages, dtype=dtype, threads=threads, null=name == "null")

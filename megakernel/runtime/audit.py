@@ -16,10 +16,10 @@ from ..isa.access import EVERY, Access, Index, Kind, item_columns
 from ..isa.record import Records, opcode
 from ..program import SEGMENTS, Program
 
-# A store at another rank, as the native library lists them: `mk::RemoteStore` of csrc/cpu/remote.h. `list` counts
-# SEGMENTS, then the queues; `record` is the row there.
+# A store at another rank, as the native library lists them: `mk::RemoteStore` of csrc/cpu/audit.h. `segment` counts
+# SEGMENTS; `number` is the row there, or that of a queue after the body's rows.
 STORE = np.dtype(
-    [("address", "u8"), ("bytes", "i8"), ("list", "i4"), ("layer", "i4"), ("record", "i4"), ("rank", "i4")]
+    [("address", "u8"), ("bytes", "i8"), ("segment", "i4"), ("layer", "i4"), ("number", "i4"), ("rank", "i4")]
 )
 
 
@@ -46,15 +46,17 @@ def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Call
 
     `locate` finds what lies at an address, for a number of bytes.
     """
-    lists = [(name, getattr(program, name).records) for name in (*SEGMENTS, "queues")]
-    for address, size, which, layer, index, rank in stores.tolist():
-        name, records = lists[which]
+    body = np.concatenate([program.body.records, program.queues.records])
+    records = [program.prologue.records, body, program.epilogue.records]
+    for address, size, segment, layer, number, rank in stores.tolist():
+        record = records[segment][number]
         target, own = locate(address, size), table.rank(rank)
         for box in _boxes(target, own.dims):
-            if not _declared(records[index], box, target, own):
+            if not _declared(record, box, target, own):
+                name = BY_OPCODE[int(opcode(record))].name
                 raise MegakernelError(
-                    f"rank {rank}: {BY_OPCODE[int(opcode(records[index]))].name} ({name} record {index}, layer {layer})"
-                    f" stored rows {box.row}..{box.row_end - 1}, columns {box.col}..{box.col_end - 1} of"
+                    f"rank {rank}: {name} ({SEGMENTS[segment]} record {number}, layer {layer}) stored"
+                    f" rows {box.row}..{box.row_end - 1}, columns {box.col}..{box.col_end - 1} of"
                     f" {target.buffer.name} at rank {target.rank}, which it does not declare"
                 )
 

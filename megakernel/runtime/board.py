@@ -1,4 +1,4 @@
-"""What the processes of a model share besides buffers: abort words, and a place to compare clocks."""
+"""What the processes of a model share besides buffers: abort words, last words, and a place to compare clocks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,34 @@ import numpy as np
 from ..errors import MegakernelError
 from .shared_memory import LINE, Mapping, create
 
+_WORDS_BYTES = 256  # last words of a rank
 _PATIENCE_NS = 5_000_000_000
 
 
 class Board:
-    """Shared memory of `ranks` ranks, a cache line for each word. Takes the descriptor that `make` gave."""
+    """Shared memory of `ranks` ranks, a line for each abort word and clock. Takes the descriptor that `make` gave."""
 
     def __init__(self, ranks: int, descriptor: int) -> None:
         self._memory = Mapping(descriptor)
         lines = self._memory.array(0, np.int64, (ranks + 2, LINE // 8))
         self._abort, self._clock = lines[:ranks, 0], lines[ranks:, 0]
+        self._words = self._memory.array(lines.nbytes, np.uint8, (ranks, _WORDS_BYTES))
 
     @staticmethod
     def make(ranks: int) -> int:
-        return create("the ranks' abort words", (ranks + 2) * LINE)
+        return create("the ranks' abort words", (ranks + 2) * LINE + ranks * _WORDS_BYTES)
 
     def abort_address(self, rank: int) -> int:
         """Of the int32 that ends the rank's launch when it is not 0."""
         return self._memory.address + rank * LINE
+
+    def words_address(self, rank: int) -> tuple[int, int]:
+        """Address and size of the text that the rank leaves when it knows why it dies."""
+        return int(self._words[rank].ctypes.data), _WORDS_BYTES
+
+    def words(self, rank: int) -> str:
+        """That text; empty where there is none."""
+        return bytes(self._words[rank]).rstrip(b"\0").decode()
 
     def abort(self) -> None:
         """End the launch on every rank."""

@@ -8,7 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims
+from .audit import Target
 from .channel import Place
 from .shared_memory import Mapping, aligned
 
@@ -66,6 +68,17 @@ class Heaps:
         """A rank's copy."""
         files, offset, shape = self._places[buffer]
         return files[rank].array(offset, BUFFERS[buffer].resolve_dtype(self._dims).numpy, shape)
+
+    def locate(self, address: int, size: int) -> Target:
+        """What lies in a heap at `address`, for `size` bytes."""
+        for buffer in self._places:
+            itemsize = BUFFERS[buffer].resolve_dtype(self._dims).itemsize
+            for rank in range(self._dims.tp):
+                array = self.array(buffer, rank)
+                offset = address - array.ctypes.data
+                if offset >= 0 and offset + size <= array.nbytes:
+                    return Target(buffer, rank, offset // itemsize, size // itemsize)
+        raise MegakernelError(f"{size} bytes were stored at another rank outside of every buffer")
 
     def file(self, buffer: Buffer, rank: int) -> Mapping:
         """The file that a rank's copy lies in."""

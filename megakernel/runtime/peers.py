@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import MegakernelError
 from . import channel
@@ -29,6 +29,7 @@ class Peer:
         self._process = process
         self._owed = 0  # answers to come
         self.gone = False
+        self.last_words: Callable[[], str] = str  # why it died, where it knew
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -60,8 +61,9 @@ class Peer:
 
     def _gone(self) -> RankGone:
         self._owed, self.gone = 0, True
+        words = self.last_words()
         return RankGone(
-            f"rank {self.rank} (process {self.pid}) {self._fate()}: "
+            f"rank {self.rank} (process {self.pid}) {self._fate()}{words and f' ({words})'}: "
             + ("the next launch starts all ranks anew" if self._process else "start the job again")
         )
 

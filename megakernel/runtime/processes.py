@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,6 +240,7 @@ class _Ranks:
         self.peers = [spawn(rank) for rank in range(1, tp)] if self._own else torchrun.gather()
         try:
             for peer in self.peers:
+                peer.last_words = partial(self.board.words, peer.rank)
                 peer.send(replace(session, rank=peer.rank), [board])
             self.local = RankExecutor(session, _Broadcast(checkpoint, self.peers), self.board)
             self._collect()
