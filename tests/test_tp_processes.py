@@ -23,7 +23,7 @@ from megakernel.isa.access import OWN, Kind
 from megakernel.isa.record import opcode
 from megakernel.machine import host
 from megakernel.program import Program
-from megakernel.runtime import Chunk, Output, SampleRow, build_step
+from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.heaps import SHARED
 from megakernel.runtime.peers import RankGone
@@ -35,14 +35,14 @@ from megakernel.trace import IntervalKind
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
 
 _LONG_S = 30.0  # a stall that only an abort ends; no test waits for it
-_CHECKPOINT = RandomCheckpoint(replace(DIMS, attention_bias=1, mlp_bias=1))
-_CHECKPOINT.config = replace(_CHECKPOINT.config, attention_bias=True, mlp_bias=True)
+CHECKPOINT = RandomCheckpoint(replace(DIMS, attention_bias=1, mlp_bias=1))
+CHECKPOINT.config = replace(CHECKPOINT.config, attention_bias=True, mlp_bias=True)
 _LOWERINGS = [Options(o="sharded", residual="dealt"), Options(o="replicated", residual="replicated")]
 
 
 def compiled(tp: int, tokens: int = 40, options: Options = _LOWERINGS[0]) -> Program:
     return compile_program(
-        _CHECKPOINT.config,
+        CHECKPOINT.config,
         host(2),
         dtype=Dtype.F32,
         tokens=tokens,
@@ -82,7 +82,7 @@ def bits(output: Output) -> tuple[bytes, ...]:
 
 
 def opened(tp: int, **arguments: object) -> ProcessBackend:
-    return ProcessBackend(_CHECKPOINT, compiled(tp).dims, PAGES, dtype=Dtype.F32, threads=tp, **arguments)  # type: ignore[arg-type]
+    return ProcessBackend(CHECKPOINT, compiled(tp).dims, PAGES, dtype=Dtype.F32, threads=tp, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_processes_give_the_bits_of_threads(tp: int, options: Options) -> None:
     large, small = compiled(tp, 40, options), compiled(tp, 5, options)
     found = []
     for kind in (CpuBackend, ProcessBackend):
-        made = kind(_CHECKPOINT, small.dims, PAGES, dtype=Dtype.F32, threads=2)
+        made = kind(CHECKPOINT, small.dims, PAGES, dtype=Dtype.F32, threads=2)
         steps = [(large, prompts(large)), (large, decode(large)), (small, decode(small)), (large, prompts(large))]
         found.append([bits(made.launch(program, table)) for program, table in steps])
         assert made.link_bytes.sum() > 0
@@ -171,7 +171,7 @@ def test_audited_ranks_store_what_they_declare(options: Options) -> None:
     program = compiled(2, 40, options)
     found = []
     for audit in (False, True):
-        backend = ProcessBackend(_CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2, audit=audit)
+        backend = ProcessBackend(CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2, audit=audit)
         steps = (prompts(program), decode(program))
         found.append([bits(backend.launch(program, table)) for table in steps] + [backend.link_bytes.tobytes()])
         backend.close()
@@ -373,3 +373,111 @@ launch.wait()
     _, err = driver.communicate(timeout=60)
     assert driver.returncode == -signal.SIGINT and err.count("Traceback") == 1, err
     wait_until("the rank's end", lambda: gone(rank))
+
+
+# -- shared memory
+
+
+def test_a_small_shm_folder_does_not_matter() -> None:
+    """A container's 64 MB, made smaller still: ranks need no file there."""
+    if os.getuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("mounting takes root")
+    small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]
+    work = "print(backend.launch(program, prompts(program)).tokens.tolist()); backend.close()"
+    out, err = script(work, before=small).communicate(timeout=60)
+    assert out.startswith("[") and err == ""
+
+
+def test_full_memory_is_one_line() -> None:
+    """Here the most that a file may hold stands for the memory that there is."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    work = f"""
+{limit}
+try:
+    backend.launch(compiled(2, 4000), None)
+except MegakernelError as e:
+    print(e)
+backend.launch(program, prompts(program))
+"""
+    out, err = script(work.replace("None", "prompts(compiled(2, 4000))")).communicate(timeout=60)
+    assert "MiB of shared memory for rank 0's heap cannot be had" in out and out.count("\n") == 1
+    assert err == ""
+
+
+# -- torchrun
+
+_JOB = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_tp_processes import *
+from megakernel.runtime import create, join_ranks
+join_ranks(2)
+program = compiled(2)
+for _ in range(2):
+    backend = create("cpu", CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2)
+    output = backend.launch(program, prompts(program), trace=True)
+    print(output.tokens.tolist(), sorted(set(output.trace.intervals["rank"].tolist())))
+    backend.close()
+"""
+
+
+def job(code: str, **variables: str) -> list[subprocess.Popen[str]]:
+    """Two processes with what torchrun puts into their environment."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{os.getpid()}"} | variables
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", code.format(tests=str(Path(__file__).parent))],
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | common,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+
+
+def test_ranks_of_a_torchrun_job() -> None:
+    backend, program = opened(2), compiled(2)
+    tokens = backend.launch(program, prompts(program)).tokens.tolist()
+    backend.close()
+    (out, err), (out1, err1) = [process.communicate(timeout=60) for process in job(_JOB)]
+    assert (out1, err, err1) == ("", "", "")
+    assert out.splitlines() == [f"{tokens} [0, 1]"] * 2
+
+
+def test_a_job_ends_with_rank_0() -> None:
+    driver, rank = job(_JOB.replace("backend.close()", "os.kill(os.getpid(), signal.SIGKILL)"))
+    driver.communicate(timeout=60)
+    _, err = rank.communicate(timeout=60)
+    assert rank.returncode == 1 and "MegakernelError: rank 1: rank 0 has ended" in err
+
+
+def test_a_job_says_which_rank_is_gone() -> None:
+    kill = "output = backend.launch(program, prompts(program)); os.kill(backend.processes[0], signal.SIGKILL)\n    "
+    driver, rank = job(_JOB.replace("output =", kill + "output =", 1))
+    _, err = driver.communicate(timeout=60)
+    rank.communicate(timeout=60)
+    assert f"RankGone: rank 1 (process {rank.pid}) has ended: start the job again" in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "tp", "complaint"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 2, "tp=2 in a job of 4 processes"),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 8, "processes of one machine"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 2, "whole numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, 2, "contradict"),
+    ],
+)
+def test_a_wrong_job(variables: dict[str, str], tp: int, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MegakernelError, match=complaint):
+        join_ranks(tp)
+
+
+# -- the delay test
+
+
+def test_a_stall_moves_only_descendants_and_later_work_on_that_worker() -> None:
+    pass
