@@ -92,9 +92,9 @@ class ReferenceBackend:
         rank = table.dims.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
-            cells = np.broadcast_to(values, self.buffer(buffer, layer, to)[index].shape)
-            self.buffer(buffer, layer, to)[index] = cells
-            self.link_bytes[rank] += cells.size * values.itemsize
+            target = self.buffer(buffer, layer, to)
+            target[index] = values
+            self.link_bytes[rank] += target[index].nbytes
 
         return Context(self._ranks[rank], table, lambda buffer: self.buffer(buffer, layer, rank), send)
 
