@@ -37,6 +37,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
         Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
+        Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
             "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
         ),
@@ -56,6 +57,12 @@ SETTINGS: dict[str, Setting] = {
             env="MEGAKERNEL_CACHE",
         ),
         Setting("simd", "CPU code path: portable, avx2 or avx512", "the best this CPU has", env="MEGAKERNEL_SIMD"),
+        Setting(
+            "audit",
+            "1: processes check that ranks store at others only what their instructions declare (slow)",
+            "0",
+            env="MEGAKERNEL_AUDIT",
+        ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
         Setting("hub address", "server to ask instead of huggingface.co", "none", env="HF_ENDPOINT"),

@@ -11,7 +11,7 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..runtime import create
+from ..runtime import create, join_ranks
 from ..scheduler import compile_program
 from .engine import SCORED_ROWS, Engine, Step, Token
 from .memory import kv_capacity
@@ -95,6 +95,7 @@ class LLM:
     max_seqs     sequences that run at once
     step_tokens  tokens that one step computes at most; longer prompts are cut
     prefix_cache prompts that begin alike compute the beginning once
+    ranks        threads, or processes; in a torchrun job its processes, where only rank 0 goes on after the call
     """
 
     def __init__(
@@ -109,12 +110,14 @@ class LLM:
         max_seqs: int = 64,
         step_tokens: int = 512,
         prefix_cache: bool = True,
+        ranks: str = "threads",
     ) -> None:
         for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
                 raise MegakernelError(f"{name}={value} must be positive")
         if step_tokens < max_seqs:
             raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
+        join_ranks(tp)
         wanted = parse_dtype(dtype)
         checkpoint = open_checkpoint(model) if isinstance(model, str) else model
         machine = machines.host(threads)
@@ -142,7 +145,7 @@ class LLM:
         pages = -(-kv_tokens // dims.page)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(
-            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
+            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads, ranks=ranks),
             programs,
             dims,
             pages=pages,
