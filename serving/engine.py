@@ -196,7 +196,6 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Forget a request; its choices that run end with reason `abort`."""
-        request.held.clear()
         for sequence in request.choices:
             self._finish(sequence, "abort")
         self._settle()
@@ -289,7 +288,7 @@ class Engine:
         for sequence in sorted(self._running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self._waiting:
-            sequence.sampling = 0
+            sequence.length = len(sequence.tokens)
             sequence.request.scored = len(sequence.request.prompt_logprobs)
         self._histories.clear()
         self._pool.forget()
@@ -428,7 +427,7 @@ class Engine:
             rows.append(sequence.sample_row(count - 1))
             wanted = request.params.logprobs
             samples.append(_Sample(sequence, -1, -1 if wanted is None else wanted))
-            sequence.sampling += 1
+            sequence.length += 1
         sequence.computed = end
         if request.held and sequence.choice == 0 and end >= len(request.prompt_ids):
             self._unhold(request)
@@ -445,7 +444,6 @@ class Engine:
                 continue
             sequence = sample.sequence
             sequence.tokens.append(token)
-            sequence.sampling -= 1
             sequence.first_token_at = sequence.first_token_at or now
             sequence.last_token_at = now
             if token in sequence.request.stop_ids:
