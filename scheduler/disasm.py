@@ -38,7 +38,7 @@ def disassemble(program: Program) -> Iterator[str]:
         f"{Dtype(d.dtype).name.lower()}, tokens {d.tokens}, logit rows {d.logit_rows}, layers {d.layers}"
     )
     yield f"{program.instructions} instructions, {program.counters} counters in each of {d.layers + 1} blocks"
-    first, middle, last = program.totals_first, program.totals_middle, program.totals_last
+    first, middle, last = program.totals_first[0], program.totals_middle[0], program.totals_last[0]
     body = (first, first if d.layers == 1 else middle)
     yield from _segment("prologue", program, program.prologue, (first, first))
     yield from _segment(f"body, layers 0 to {d.layers - 1}", program, program.body, body)

@@ -71,5 +71,5 @@ def mutants(program: Program) -> Iterator[tuple[str, Program]]:
         for counter in range(program.counters):
             for step in (-1, 1):
                 changed = totals.copy()
-                changed[counter] += step
+                changed[0, counter] += step
                 yield f"{name}[{counter}] {step:+}", replace(program, **{name: changed})
