@@ -215,7 +215,8 @@ class Engine:
         """Wait for the launch under way, start the next one and tell what the ended one brought; there must be work.
 
         `trace` is for the launches that this call starts: the one it returns is traced if the last call asked, or if
-        nothing was under way. After an exception every request is as it was, less what the lost launches computed.
+        nothing was under way. After an exception nothing is under way and every request waits, to compute again what
+        was lost; tokens of a launch that had ended may remain untold, so abort the requests that ran.
         """
         try:
             if self._under_way is None:
@@ -263,10 +264,12 @@ class Engine:
 
     def _start(self, work: _Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
-        if work is None or all(sequence.finish_reason for sequence in work.sequences):
+        if work is None:
             return
         for slot, tokens in work.histories:
             self.backend.write_history(slot, 0, tokens)
+        if all(sequence.finish_reason for sequence in work.sequences):
+            return
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
 

@@ -311,6 +311,21 @@ def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
     assert_at_rest(engine, backend)
 
 
+def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
+    """Two that decode take the whole budget and end at once; a third was admitted beside them."""
+    engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
+    for prompt in ([1], [2]):
+        engine.add(prompt, SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    third = engine.add([3] * 20, SamplingParams(max_tokens=2))
+    for _ in engine.run():
+        pass
+    assert [len(step) for step in backend.steps()][:3] == [2, 2, 2]
+    assert third.choices[0].output_ids == [1, 1]
+    assert_at_rest(engine, backend)
+
+
 @pytest.mark.parametrize("length, fits", [(30, True), (31, True), (32, False), (33, False)])
 def test_prompts_around_the_limit(length: int, fits: bool) -> None:
     engine, backend = fake_engine(None, max_context=32)
