@@ -461,7 +461,7 @@ class Engine:
         logits = iter(output.logits)
         rows = zip(work.samples, live, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
         for (sequence, target, top), alive, token, logprob in rows:
-            best = top_logprobs(next(logits), top) if top > 0 else {}
+            best = top_logprobs(next(logits), top, token, logprob) if top > 0 else {}
             if not alive:
                 continue
             if top >= 0:
