@@ -187,6 +187,17 @@ def test_choices_of_a_long_prompt_share_its_pages() -> None:
     assert_at_rest(engine, backend)
 
 
+def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([i % 50 for i in range(40)], SamplingParams(n=3, max_tokens=4, seed=1, ignore_eos=True))
+    engine.step()
+    engine.stop(request, 0)
+    for _ in engine.run():
+        pass
+    assert [c.finish_reason for c in request.choices] == ["stop", "length", "length"]
+    assert_at_rest(engine, backend)
+
+
 def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first() -> None:
     engine, backend = fake_engine(None, pages=8, step_tokens=32)
     twins = [engine.add([7] * 33, SamplingParams(seed=s, max_tokens=5)) for s in (1, 1, 2)]
