@@ -93,6 +93,9 @@ class Service:
     def decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             raise MegakernelError(f"{self.names[0]} has no tokenizer: token ids have no text")
+        vocab = self.llm.config.vocab
+        if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
+            raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
         return self.tokenizer.decode(ids, skip_special=False)
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
