@@ -110,9 +110,11 @@ class Service:
             )
 
     def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
-        if params.stop_strings and self.tokenizer is None:
-            raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        return Answers(self.engine, self.tokenizer, self.metrics, prompts, params)
+        """Start to generate. Raises MegakernelError where a prompt can never run, Overloaded and EngineDead."""
+        for prompt in prompts:
+            self.llm.check(prompt, params)
+        transcripts = [transcript for _ in prompts for transcript in self.llm.transcripts(params)]
+        return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
