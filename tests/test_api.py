@@ -375,6 +375,25 @@ def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
         assert sock.recv(10_000).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.1)
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
+            sock.sendall(sent)
+            answer = b""
+            while part := sock.recv(10_000):
+                answer += part
+            assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
+
+
+@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"])
+def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
+        sock.sendall(sent)
+        head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == 400
+
+
 # -- clients that leave or do not read
 
 

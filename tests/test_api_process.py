@@ -162,3 +162,16 @@ def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixt
 
 def test_every_flag_is_in_the_table_of_settings() -> None:
     assert all(SETTINGS[name].flag for name in _TYPES)
+
+
+def test_mixed_traffic(model: str) -> None:
+    """Seconds of benchmarks/soak.py, whose ten minutes are in benchmarks/results."""
+    script = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+    flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
+    serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), *flags, "--", *serve], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["answers"]["200"] > 200 and result["wrong"] == []

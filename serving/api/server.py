@@ -16,6 +16,7 @@ import uvicorn
 from ...errors import MegakernelError
 from ..async_engine import Overloaded
 from .app import create_app
+from .protocol import Protocol
 from .service import Service
 
 _BACKLOG = 4096
@@ -63,7 +64,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             create_app(service),
-            http="h11",  # it bounds the size of headers
+            http=Protocol,
             ws="none",
             log_config=None,
             access_log=False,
