@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     from importlib.metadata import version
 
     from ..settings import SETTINGS
-    from . import bench, demo, doctor, generate, programs, pull, timeline
+    from . import bench, demo, doctor, generate, programs, pull, serve, timeline
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
@@ -82,6 +82,6 @@ def parser() -> argparse.ArgumentParser:
             parents=[common],
         )
 
-    for room in (demo, pull, generate, programs, bench, timeline, doctor):
+    for room in (demo, pull, generate, serve, programs, bench, timeline, doctor):
         room.register(add)
     return top
