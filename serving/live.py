@@ -88,8 +88,7 @@ class Live:
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
-        self._last_token: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
-        self._since = perf_counter()
+        self._last_token: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()  # aborted ones fall out
         self._waiting = self._running = self._pages_used = 0
         self._traced: tuple[Program, Trace] | None = None
         self._trace_made = threading.Event()
@@ -100,19 +99,14 @@ class Live:
         """Whether somebody wants the next step traced."""
         return self._tracing
 
-    def resume(self) -> None:
-        """Work has arrived at an idle engine: the time until now is nobody's."""
-        self._since = perf_counter()
-
-    def add(self, step: Step, *, waiting: int, running: int, pages_used: int) -> None:
-        """Record a step that has just ended, and the engine's state after it."""
+    def add(self, step: Step, wall_s: float, *, running: int, waiting: int, pages_used: int) -> None:
+        """Record a step that has just ended after `wall_s`, and what the engine holds after it."""
         now = perf_counter()
-        wall, self._since = now - self._since, now
         rows = step.rows
         work = step_work(step.program.dims, rows, step.contexts, step.logit_rows, tied=self._tied)
-        reached = achieved(work, self.ceilings, wall)
-        bound = reached.fraction * wall
-        sums = Totals(1, wall, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))
+        reached = achieved(work, self.ceilings, wall_s)
+        bound = reached.fraction * wall_s
+        sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))
         with self._lock:
             self._steps.append(_Sample(sums, reached.limit))
             self._totals += sums
@@ -130,7 +124,10 @@ class Live:
                 self._ttft.append(now - token.request.added_at)
             else:
                 self._itl.append(now - before)
-            self._last_token[sequence] = now
+            if token.finish_reason is None:
+                self._last_token[sequence] = now
+            else:
+                self._last_token.pop(sequence, None)
 
     def totals(self) -> Totals:
         """Sums since the start."""

@@ -36,14 +36,17 @@ def measure(
 def _one(llm: LLM, jobs: list[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
     live = Live(ceilings, tied=llm.config.tied, max_seqs=llm.engine.dims.max_seqs, kv_pages=0, about={})
 
+    ended = 0.0
+
     def record(step: Step) -> None:
-        live.add(step, waiting=0, running=0, pages_used=0)
+        nonlocal ended
+        before, ended = ended, perf_counter()
+        live.add(step, ended - before, waiting=0, running=0, pages_used=0)
         on_step(step)
 
     prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
     params = [SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
-    live.resume()
-    began = perf_counter()
+    began = ended = perf_counter()
     results = llm.generate(prompts, params, on_step=record)
     seconds = perf_counter() - began
     inputs, outputs = sum(len(r.prompt_ids) for r in results), sum(len(r.token_ids) for r in results)
