@@ -116,7 +116,10 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, max_waiting: int) -> None:
         self.engine = engine
-        self.on_step: list[Callable[[Step, float], None]] = []  # called in the engine's thread: step, wall seconds
+        # Both called in the engine's thread: with a step and the seconds since the one before it ended, or since work
+        # came to an idle engine; and whether to trace the next step.
+        self.on_step: list[Callable[[Step, float], None]] = []
+        self.wants_trace: Callable[[], bool] = lambda: False
         self._max_waiting = max_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: set[Job] = set()  # submitted and not done: the event loop's
@@ -130,6 +133,7 @@ class AsyncEngine:
         self._progress_at = monotonic()
         # The thread's own.
         self._owners: dict[Request, tuple[Job, int]] = {}
+        self._step_since = perf_counter()
         self._measure()
 
     # -- the event loop's side
@@ -217,8 +221,9 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 with self._changed:
-                    while not self._asked and self.engine.idle:
-                        self._changed.wait()
+                    if not self._asked and self.engine.idle:
+                        self._changed.wait_for(lambda: self._asked)
+                        self._step_since = perf_counter()
                     asked, self._asked = self._asked, []
                 for command in asked:
                     command()
@@ -230,8 +235,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._die, EngineDead(f"the engine stopped, restart the server: {reason}"))
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        begin = perf_counter()
-        step = self.engine.step()
+        step = self.engine.step(trace=self.wants_trace())
         now = perf_counter()
         self._progress_at = monotonic()
         pieces: list[tuple[Job, Piece]] = []
@@ -254,8 +258,9 @@ class AsyncEngine:
         self._measure()
         if pieces:
             loop.call_soon_threadsafe(self._deliver, pieces)
+        seconds, self._step_since = now - self._step_since, now
         for observer in self.on_step:
-            observer(step, now - begin)
+            observer(step, seconds)
 
     def _measure(self) -> None:
         e = self.engine

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program import Program
-from ..roofline import Ceilings, achieved, step_work
+from ..roofline import Ceilings, achieved, fraction_error, step_work
 from ..trace import Trace
 from .engine import Step
 from .request import Sequence
@@ -134,6 +134,12 @@ class Live:
         with self._lock:
             return self._totals
 
+    def _error(self, totals: Totals) -> str | None:
+        """Why the fractions mean nothing, where that is so: steps cannot be faster than the limits."""
+        if self._about.get("backend") == "null":
+            return "the null backend computes nothing, so no fraction of the roofline means anything"
+        return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
+
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
         """The next step's program and trace; without work within `wait_s` the last traced one's, None without any."""
         self._trace_made.clear()
@@ -161,6 +167,7 @@ class Live:
             "ceilings": asdict(self.ceilings),
             "limits": {"max_seqs": self._max_seqs, "kv_pages": self._kv_pages},
             "now": now,
+            "error": self._error(recent),
             "window": recent.rates(self.ceilings) | {"limited_by": {k: v / recent.wall_s for k, v in by_limit.items()}},
             "total": asdict(totals) | totals.rates(self.ceilings),
             "ttft_s": _percentiles(ttft),

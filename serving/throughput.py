@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from ..roofline import Ceilings
+from ..roofline import Ceilings, fraction_error
 from .bench import Job, Workload
 from .engine import Step
 from .live import Live
@@ -66,4 +66,5 @@ def _one(llm: LLM, jobs: list[Job], ceilings: Ceilings, on_step: Callable[[Step]
         "roofline_fraction": totals.bound_s / seconds,
         "read_GBps": totals.bytes / seconds / 1e9,
         "gflops": totals.flops / seconds / 1e9,
+        "error": fraction_error(totals.bound_s / seconds, ceilings),
     }

@@ -280,7 +280,13 @@ def test_bench_serve_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(faults={8: "short"})) as fake:
         assert main([*FLAGS, "--base-url", fake.url, "--machine", "h100"]) == 0
     out = capsys.readouterr().out
-    assert "6 answered" in out and "6 of another length" in out and "to first token" in out and "GB/s" in out
+    assert (
+        "6 answered" in out
+        and "tokens/s out" in out
+        and "6 of another length" in out
+        and "to first token" in out
+        and "GB/s" in out
+    )
 
 
 def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:

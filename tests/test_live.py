@@ -74,6 +74,19 @@ def test_a_snapshot_sums_the_steps() -> None:
     json.dumps(snapshot, allow_nan=False)
 
 
+def test_what_cannot_be_is_an_error() -> None:
+    engine, _ = fake_engine()
+    live = record()
+    engine.add([1] * 3, SamplingParams(max_tokens=40))
+    run(engine, live, 1)
+    assert live.snapshot()["error"] is None
+    run(engine, live, 1, wall_s=1e-9)
+    assert live.snapshot()["error"] is None  # over both steps
+    live = record()
+    run(engine, live, 1, wall_s=1e-9)
+    assert "cannot be" in live.snapshot()["error"] and "made up" in live.snapshot()["error"]
+
+
 def test_the_window_is_of_recent_work() -> None:
     engine, _ = fake_engine()
     live = record()

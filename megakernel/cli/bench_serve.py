@@ -200,7 +200,7 @@ def _limit(text: str) -> tuple[str, float]:
 def show(figures: dict[str, Any]) -> None:
     """The figures as a person reads them; of several runs, the median one's."""
     settings, ceilings = figures["settings"], figures["ceilings"]
-    output.rows(
+    lines: list[tuple[str, str | Text]] = [
         ("server", f"{settings['url']}, {settings['model']}"),
         ("workload", f"{settings['num_prompts']} prompts: {settings['workload']}"),
         (
@@ -219,31 +219,27 @@ def show(figures: dict[str, Any]) -> None:
                 f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s",
             ),
         ),
-    )
+    ]
     if figures["goodput_per_s"] is not None:
         limits = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in settings["goodput"].items())
-        output.rows(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
+        lines.append(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
     if ceilings is not None:
-        output.rows(
-            (
-                "roofline",
-                Text.assemble(
-                    (f"{figures['roofline_fraction']:.0%}", "bold"),
-                    f" of the time is the least that this work takes: {figures['read_GBps']:.1f} of "
-                    f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, {figures['gflops']:.0f} of "
-                    f"{ceilings['flops'] / 1e9:.0f} GFLOP/s",
-                ),
-            )
+        text = Text.assemble(
+            (f"{figures['roofline_fraction']:.0%}", "bold"),
+            f" of the time is the least that this work takes: {figures['read_GBps']:.1f} of "
+            f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, {figures['gflops']:.0f} of "
+            f"{ceilings['flops'] / 1e9:.0f} GFLOP/s",
         )
-    if figures["server"]:
-        own = figures["server"]
-        output.rows(
-            (
-                "steps",
-                f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, {own['roofline_fraction']:.0%} of it "
-                "what each one's tokens and KV need",
-            )
+        lines.append(("roofline", text))
+    if own := figures["server"]:
+        text = Text(
+            f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
         )
+        lines.append(("steps", text))
+    for url, other in figures["vs"].items():
+        ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
+        lines.append(("versus", Text.assemble((ratio, "bold"), f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
+    output.rows(*lines)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, justify in (("ms", "left"), ("mean", "right"), ("median", "right"), ("p99", "right")):
         table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
@@ -257,8 +253,5 @@ def show(figures: dict[str, Any]) -> None:
         values = [figures[key][column] for column in ("mean", "median", "p99")]
         table.add_row(name, *("-" if value is None else f"{value * 1e3:,.1f}" for value in values))
     output.stdout.print(table)
-    for url, other in figures["vs"].items():
-        ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
-        output.rows(("versus", Text.assemble((ratio, "bold"), f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
-    for error in figures["errors"]:
+    for error in filter(None, [*figures["errors"], figures.get("roofline_error")]):
         output.stderr.print(f"megakernel: warning: {error}")

@@ -88,3 +88,5 @@ def show(figures: dict[str, Any]) -> None:
             ),
         ),
     )
+    if figures["error"]:
+        output.stderr.print(f"megakernel: warning: {figures['error']}")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..async_engine import AsyncEngine
+from ..live import Live
+from ..live_metrics import LiveCollector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -15,8 +17,9 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 class Metrics:
     """One server's own registry: several servers may live in one process."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, live: Live, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(LiveCollector(live))
         labels = {"model_name": model, "engine": "0"}
 
         def gauge(name: str, what: str) -> Gauge:

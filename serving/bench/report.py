@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...isa import Dims
-from ...roofline import Ceilings, Work, bound, step_work
+from ...roofline import Ceilings, Work, bound, fraction_error, step_work
 from .workload import Job, lengths
 
 _MOST_ERRORS = 5  # kinds that a report names
@@ -114,10 +114,15 @@ def least_work(dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -
     return Work(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
 
 
-def against_roofline(work: Work, ceilings: Ceilings, seconds: float) -> dict[str, float]:
-    """`roofline_fraction` = least time of `work` / `seconds`; and the rates at which the necessary work was done."""
+def against_roofline(work: Work, ceilings: Ceilings, seconds: float) -> dict[str, float | str | None]:
+    """`roofline_fraction` = least time of `work` / `seconds`, and the rates at which the necessary work was done.
+
+    `roofline_error` says why a fraction above 1 means nothing.
+    """
+    fraction = bound(work, ceilings) / seconds
     return {
-        "roofline_fraction": bound(work, ceilings) / seconds,
+        "roofline_fraction": fraction,
+        "roofline_error": fraction_error(fraction, ceilings),
         "read_GBps": work.bytes / seconds / 1e9,
         "gflops": work.flops / seconds / 1e9,
     }
