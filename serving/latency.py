@@ -102,6 +102,7 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
         moments.append(perf_counter())
         steps.append((step, moments[-1] - moments[-2]))
 
+    llm.engine.reset_prefix_cache()
     llm.generate([prompt_ids], params, on_step=record)
     first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
     tied = llm.config.tied

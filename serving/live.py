@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..program import Program
 from ..roofline import Ceilings, achieved, fraction_error, step_work
 from ..trace import Trace
-from .engine import Step
+from .engine import Stats, Step
 from .request import Sequence
 
 WINDOW_S = 10.0  # of work, that rates and means are taken over
@@ -77,19 +77,20 @@ class _Sample:
 class Live:
     """The record of one engine. One thread steps and adds, any thread reads.
 
-    `tied` says that the LM head reads the embedding table; `max_seqs` and `kv_pages` are the engine's limits.
+    `stats` are the engine's now, `tied` says that the LM head reads the embedding table, `max_seqs` is how many
+    sequences may run at once, and `about` holds words on the engine, for people.
     """
 
-    def __init__(self, ceilings: Ceilings, *, tied: bool, max_seqs: int, kv_pages: int, about: dict[str, Any]) -> None:
+    def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
         self.ceilings = ceilings
-        self._tied, self._max_seqs, self._kv_pages, self._about = tied, max_seqs, kv_pages, about
+        self._stats = stats
+        self._tied, self._max_seqs, self._about = tied, max_seqs, about
         self._lock = threading.Lock()
         self._steps: deque[_Sample] = deque(maxlen=_KEPT)
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
         self._last_token: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()  # aborted ones fall out
-        self._waiting = self._running = self._pages_used = 0
         self._traced: tuple[Program, Trace] | None = None
         self._trace_made = threading.Event()
         self._tracing = False
@@ -99,8 +100,8 @@ class Live:
         """Whether somebody wants the next step traced."""
         return self._tracing
 
-    def add(self, step: Step, wall_s: float, *, running: int, waiting: int, pages_used: int) -> None:
-        """Record a step that has just ended after `wall_s`, and what the engine holds after it."""
+    def add(self, step: Step, wall_s: float, stats: Stats) -> None:
+        """Record a step that has just ended after `wall_s`, and what the engine holds then."""
         now = perf_counter()
         rows = step.rows
         work = step_work(step.program.dims, rows, step.contexts, step.logit_rows, tied=self._tied)
@@ -110,7 +111,7 @@ class Live:
         with self._lock:
             self._steps.append(_Sample(sums, reached.limit))
             self._totals += sums
-            self._waiting, self._running, self._pages_used = waiting, running, pages_used
+            self._stats = stats
             self._latencies(step, now)
             if step.output.trace is not None:
                 self._traced, self._tracing = (step.program, step.output.trace), False
@@ -153,7 +154,7 @@ class Live:
         with self._lock:
             steps, totals = list(self._steps), self._totals
             ttft, itl = np.array(self._ttft), np.array(self._itl)
-            now = {"running": self._running, "waiting": self._waiting, "kv_pages_used": self._pages_used}
+            stats = self._stats
         recent = Totals()
         by_limit: dict[str, float] = {}
         for sample in reversed(steps):
@@ -165,8 +166,8 @@ class Live:
         return {
             "about": self._about,
             "ceilings": asdict(self.ceilings),
-            "limits": {"max_seqs": self._max_seqs, "kv_pages": self._kv_pages},
-            "now": now,
+            "limits": {"max_seqs": self._max_seqs, "kv_pages": stats.pages},
+            "now": {"running": stats.running, "waiting": stats.waiting, "kv_pages_used": stats.pages_used},
             "error": self._error(recent),
             "window": recent.rates(self.ceilings) | {"limited_by": {k: v / recent.wall_s for k, v in by_limit.items()}},
             "total": asdict(totals) | totals.rates(self.ceilings),

@@ -19,6 +19,7 @@ from .programs import Programs
 from .request import Request
 from .request import Sequence as Choice
 from .sampling import SamplingParams
+from .transcript import Transcript
 
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
 Prompt = str | Sequence[int]
@@ -93,6 +94,7 @@ class LLM:
     max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
     max_seqs     sequences that run at once
     step_tokens  tokens that one step computes at most; longer prompts are cut
+    prefix_cache prompts that begin alike compute the beginning once
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class LLM:
         max_context: int | None = None,
         max_seqs: int = 64,
         step_tokens: int = 512,
+        prefix_cache: bool = True,
     ) -> None:
         for name, value in (("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
@@ -146,7 +149,7 @@ class LLM:
             pages=pages,
             step_tokens=step_tokens,
             eos_ids=eos,
-            decoder=self.tokenizer.stream if self.tokenizer else None,
+            prefix_cache=prefix_cache,
         )
 
     def generate(
@@ -154,12 +157,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        on_token: Callable[[Token], None] | None = None,
+        on_token: Callable[[Token, str], None] | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> list[Result]:
         """Continue each prompt (text or token ids), with one `params` for all or one each.
 
-        `on_token` sees tokens as they appear, `on_step` every launch. Raises MegakernelError before anything runs
+        `on_token` sees tokens as they appear, each with the text that became certain with it, `on_step` every launch.
+        Raises MegakernelError before anything runs
         where a prompt or a parameter is wrong.
         """
         ids = [self.encode(prompt) for prompt in _as_list(prompts)]
@@ -168,26 +172,41 @@ class LLM:
         if len(each) != len(ids):
             raise MegakernelError(f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one each")
         for prompt, p in zip(ids, each, strict=True):
-            self.engine.check(prompt, p)
-        requests = [self.engine.add(prompt, p) for prompt, p in zip(ids, each, strict=True)]
+            self.check(prompt, p)
+        requests = {self.engine.add(prompt, p): self.transcripts(p) for prompt, p in zip(ids, each, strict=True)}
         try:
             for step in self.engine.run():
                 if on_step:
                     on_step(step)
-                for token in step.tokens if on_token else ():
-                    on_token(token)  # type: ignore[misc]
+                for token in step.tokens:
+                    transcript = requests[token.request][token.choice]
+                    text = transcript.add(token)
+                    if transcript.finish_reason != token.finish_reason:
+                        self.engine.stop(token.request, token.choice)
+                    if on_token:
+                        on_token(token, text)
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
             raise
-        return [_result(request) for request in requests]
+        return [_result(request, transcripts) for request, transcripts in requests.items()]
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise MegakernelError where the model can never run that."""
+        self.engine.check(prompt_ids, params)
+        if params.stop_strings and self.tokenizer is None:
+            raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+
+    def transcripts(self, params: SamplingParams) -> list[Transcript]:
+        """One for the reader of each choice."""
+        return [Transcript(params, self.tokenizer.stream() if self.tokenizer else None) for _ in range(params.n)]
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
         params: SamplingParams | None = None,
         *,
-        on_token: Callable[[Token], None] | None = None,
+        on_token: Callable[[Token, str], None] | None = None,
     ) -> Result:
         """Answer a conversation, `[{"role": ..., "content": ...}, ...]`, through the model's chat template."""
         return self.generate([self.chat_ids(messages)], params, on_token=on_token)[0]
@@ -214,6 +233,7 @@ class LLM:
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
         self.generate([ids], params)
+        self.engine.reset_prefix_cache()
         request = self.engine.add(ids, params)
         prefill: list[Step] = []
         decode: list[Step] = []
@@ -228,7 +248,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and the KV pool."""
-        self.engine.backend.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -260,24 +280,24 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return several
 
 
-def _result(request: Request) -> Result:
+def _result(request: Request, transcripts: Sequence[Transcript]) -> Result:
     scored = request.params.prompt_logprobs is not None
     return Result(
         prompt_ids=request.prompt_ids,
-        choices=[_completion(choice) for choice in request.choices],
+        choices=[_completion(*both) for both in zip(request.choices, transcripts, strict=True)],
         prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
         prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
     )
 
 
-def _completion(choice: Choice) -> Completion:
-    later = choice.outputs - 1
+def _completion(choice: Choice, transcript: Transcript) -> Completion:
+    later = len(transcript.token_ids) - 1
     return Completion(
-        token_ids=choice.output_ids,
-        text=choice.stream.text if choice.stream else None,
-        finish_reason=choice.finish_reason or "abort",
-        logprobs=choice.logprobs,
-        top_logprobs=choice.top_logprobs if choice.request.params.logprobs is not None else None,
-        ttft_s=choice.first_token_at - choice.request.added_at if choice.outputs else None,
+        token_ids=transcript.token_ids,
+        text=transcript.text,
+        finish_reason=transcript.finish_reason or "abort",
+        logprobs=transcript.logprobs,
+        top_logprobs=transcript.top_logprobs if choice.request.params.logprobs is not None else None,
+        ttft_s=choice.first_token_at - choice.request.added_at if later >= 0 else None,
         tpot_s=(choice.last_token_at - choice.first_token_at) / later if later > 0 else None,
     )

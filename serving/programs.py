@@ -1,7 +1,8 @@
-"""One program per bucket, compiled when a step first needs it."""
+"""One program per bucket, compiled ahead of need or when a step first needs it."""
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Protocol
 
 from ..program import Program
@@ -14,21 +15,46 @@ class Compile(Protocol):
 
 
 def bucket(count: int, most: int) -> int:
-    """The smallest power of two that holds `count`, and `most` where that is smaller."""
-    return min(1 << max(count - 1, 0).bit_length(), most)
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that holds `count`, or `most` where that is smaller.
+
+    A step computes its padding too, so steps between powers of two keep it below a third.
+    """
+    power = 1 << max(count - 1, 0).bit_length()
+    return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
+
+
+def buckets(most: int) -> list[int]:
+    """All of them up to `most`, ascending."""
+    found = [1]
+    while found[-1] < most:
+        found.append(bucket(found[-1] + 1, most))
+    return found
 
 
 class Programs:
-    """Programs of one engine: same model, machine and limits, a bucket each."""
+    """Programs of one engine: same model, machine and limits, a bucket each. `warm` may run in a thread of its own."""
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
         self._most_tokens, self._most_logit_rows = most_tokens, most_logit_rows
         self._cache: dict[tuple[int, int], Program] = {}
+        self._lock = Lock()
 
     def get(self, tokens: int, logit_rows: int) -> Program:
         """The program of the smallest bucket with room for that many token rows and logit rows."""
         key = bucket(tokens, self._most_tokens), bucket(logit_rows, self._most_logit_rows)
-        if key not in self._cache:
-            self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
-        return self._cache[key]
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
+            return self._cache[key]
+
+    def warm(self) -> int:
+        """Compile every bucket that a step can need: how many there are."""
+        keys = [
+            (tokens, rows)
+            for tokens in buckets(self._most_tokens)
+            for rows in buckets(min(self._most_logit_rows, tokens))
+        ]
+        for tokens, rows in keys:
+            self.get(tokens, rows)
+        return len(keys)

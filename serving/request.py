@@ -7,32 +7,42 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from ..runtime.step import SampleRow
+from .pages import ROOT, page_hash
 from .sampling import SamplingParams
-from .text import TextStream
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice. `tokens` is the prompt, then what was generated; K and V of the first `computed` are stored."""
+    """One choice. `tokens` is the prompt, then what was generated.
+
+    K and V of the first `computed` tokens are in `pages`, those that the launch under way writes included. The
+    next `sampling` tokens, which launches sample now or once they start, take part in planning though nobody knows
+    them yet.
+    """
 
     request: Request
     choice: int
     tokens: list[int]
     length_limit: int  # tokens at which it ends for length
-    stream: TextStream | None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    sampling: int = 0
+    known_pages: int = 0  # of `pages`, those that the pool may share
     finish_reason: str | None = None
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    _hashes: list[bytes] = field(default_factory=list)
+    _decode_row: SampleRow | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.sampling
 
     @property
     def pending(self) -> int:
-        """Known tokens that no step has seen."""
-        return len(self.tokens) - self.computed
+        """Tokens that no step has seen and that the next may: none where the one being sampled is the last."""
+        return self.length - self.computed if self.length < self.length_limit else 0
 
     @property
     def output_ids(self) -> list[int]:
@@ -42,13 +52,20 @@ class Sequence:
     def outputs(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 
+    def page_hashes(self, page: int, count: int) -> list[bytes]:
+        """Hashes of the first `count` pages of `page` tokens each, which must be known."""
+        for i in range(len(self._hashes), count):
+            before = self._hashes[-1] if self._hashes else ROOT
+            self._hashes.append(page_hash(before, self.tokens[i * page : (i + 1) * page]))
+        return self._hashes[:count]
+
     def sample_row(self, index: int) -> SampleRow:
         """How to sample the next token from row `index` of a chunk."""
         p = self.request.params
-        bias = dict(p.logit_bias)
-        if self.outputs < p.min_tokens:
-            bias |= dict.fromkeys(self.request.stop_ids, float("-inf"))
-        return SampleRow(
+        early = self.length - len(self.request.prompt_ids) < p.min_tokens
+        if index == 0 and not early and self._decode_row:
+            return self._decode_row
+        row = SampleRow(
             index=index,
             prompt_length=len(self.request.prompt_ids),
             temperature=p.temperature,
@@ -60,13 +77,21 @@ class Sequence:
             repetition_penalty=p.repetition_penalty,
             seed=self.request.seed,
             choice=self.choice,
-            bias=bias,
+            bias=dict(p.logit_bias) | (dict.fromkeys(self.request.stop_ids, float("-inf")) if early else {}),
         )
+        if index == 0 and not early:
+            self._decode_row = row
+        return row
 
 
 @dataclass(eq=False)
 class Request:
-    """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1."""
+    """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1.
+
+    `cached_tokens` of the prompt were in the prefix cache; None before the request is admitted. `held` are choices
+    that wait until the first has computed the prompt, to share its pages. `scored` prompt tokens have their score or
+    are about to.
+    """
 
     id: int
     prompt_ids: list[int]
@@ -75,6 +100,9 @@ class Request:
     choices: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    cached_tokens: int | None = None
+    held: list[Sequence] = field(default_factory=list)
+    scored: int = 0
     seed: int = 0
     added_at: float = field(default_factory=perf_counter)
 

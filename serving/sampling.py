@@ -25,6 +25,7 @@ class SamplingParams:
     top_k               0 and -1 are off
     seed                None draws one from the operating system
     n                   choices per prompt, each with its own random numbers
+    best_of             None or n: choices are not generated to be thrown away
     max_tokens          None: up to the context's end
     min_tokens          end-of-sequence and stop ids are forbidden, stop strings ignored, before this many
     stop                strings; the text ends before the first that appears
@@ -43,6 +44,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
@@ -64,6 +66,8 @@ class SamplingParams:
         self._real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         self._whole("top_k", self.top_k, -1, 2**31 - 1)
         self._whole("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None and self.best_of != self.n:
+            raise _error("best_of", self.best_of, f"must equal n ({self.n})")
         self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
             self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -34,14 +34,15 @@ def measure(
 
 
 def _one(llm: LLM, jobs: list[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
-    live = Live(ceilings, tied=llm.config.tied, max_seqs=llm.engine.dims.max_seqs, kv_pages=0, about={})
+    engine = llm.engine
+    live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.max_seqs, about={})
 
     ended = 0.0
 
     def record(step: Step) -> None:
         nonlocal ended
         before, ended = ended, perf_counter()
-        live.add(step, ended - before, waiting=0, running=0, pages_used=0)
+        live.add(step, ended - before, engine.stats)
         on_step(step)
 
     prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]

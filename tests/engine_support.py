@@ -26,7 +26,8 @@ EOS = 63
 class FakeBackend:
     """Row after position p of a sequence gets token `reply(p)`, unless a bias forbids it: then the next id.
 
-    Every table must be valid, and every position of a sequence computed once, in order, in pages of its own.
+    Every table must be valid. K and V of a position are "the tokens up to it", by page: whatever a row reads must be
+    there, wherever it was computed. A launch runs when it is waited for; meanwhile nothing may start or be written.
     """
 
     name = "fake"
@@ -34,33 +35,41 @@ class FakeBackend:
     def __init__(self, reply: Callable[[int], int]) -> None:
         self.reply = reply
         self.history: dict[int, dict[int, int]] = {}
-        self.length: dict[int, int] = {}  # tokens with K and V, by slot
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> tokens up to there
         self.tables: list[StepTable] = []
         self.interrupt = False
+        self.under_way = False
+        self.closed = False
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        assert start == 0
+        assert start == 0 and not self.under_way
         self.history[slot] = dict(enumerate(tokens.tolist()))
-        self.length[slot] = 0
+
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> FakeLaunch:
+        assert not self.under_way
+        self.under_way = True
+        check_step(table)
+        self.tables.append(table)
+        return FakeLaunch(self, table)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        return self.start(program, table, trace=trace).wait()
+
+    def execute(self, table: StepTable) -> Output:
         if self.interrupt:
             raise KeyboardInterrupt
-        check_step(table)
-        d = program.dims
-        self.tables.append(table)
-        owner: dict[int, int] = {}
+        d = table.dims
         for row in range(d.tokens):
             slot, position = int(table.row_seq[row]), int(table.positions[row])
             if slot < 0:
                 continue
             token = int(table.token_ids[row])
-            known = self.history[slot][position]
-            assert token in (known, -1 - slot)
-            assert position == self.length[slot]
-            self.length[slot] += 1
-            page = int(table.block_tables[slot, position // d.page])
-            assert owner.setdefault(page, slot) == slot
+            token = self.history[slot][position] if token < 0 else token
+            assert token == self.history[slot][position]
+            pages = table.block_tables[slot]
+            before = self.kv[int(pages[(position - 1) // d.page]), (position - 1) % d.page] if position else ()
+            assert before == tuple(self.history[slot][p] for p in range(position))
+            self.kv[int(pages[position // d.page]), position % d.page] = (*before, token)
         logits = np.zeros((d.logit_rows, d.vocab), np.float32)
         tokens = np.zeros(d.logit_rows, np.int32)
         logprobs = np.zeros(d.logit_rows, np.float32)
@@ -83,7 +92,7 @@ class FakeBackend:
         return Output(tokens, logprobs, logits, 0.0, None)
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     def steps(self) -> list[list[tuple[int, int]]]:
         """(slot, tokens) of each sequence in each step, in row order."""
@@ -92,6 +101,20 @@ class FakeBackend:
             slots = [int(s) for s in table.row_seq if s >= 0]
             found.append([(slot, slots.count(slot)) for slot in dict.fromkeys(slots)])
         return found
+
+
+class FakeLaunch:
+    def __init__(self, backend: FakeBackend, table: StepTable) -> None:
+        self.backend, self.table = backend, table
+
+    def wait(self) -> Output:
+        assert self.backend.under_way
+        output = self.backend.execute(self.table)
+        self.backend.under_way = False
+        return output
+
+    def abort(self) -> None:
+        self.backend.under_way = False
 
 
 class Letters:
@@ -118,7 +141,6 @@ def fake_engine(
     max_context: int = 256,
     pages: int = 64,
     step_tokens: int = 16,
-    text: bool = True,
     **changes: Any,
 ) -> tuple[Engine, FakeBackend]:
     compile = partial(
@@ -133,6 +155,5 @@ def fake_engine(
         pages=pages,
         step_tokens=step_tokens,
         eos_ids=frozenset([EOS]),
-        decoder=Letters if text else None,
     )
     return engine, backend

@@ -168,6 +168,22 @@ def test_ctrl_c_stops_a_launch_and_the_next_one_works(make: Callable[..., CpuBac
         np.testing.assert_array_equal(backend.launch(p, table).logits, first)
 
 
+def test_one_launch_at_a_time(make: Callable[..., CpuBackend]) -> None:
+    backend, table, p = make(2), mixed_table(), forward_program(2)
+    expected = backend.launch(p, table).logits.copy()
+    backend.delay(1, 9, 1, 600.0)
+    stuck = backend.start(p, table, trace=True)
+    with pytest.raises(MegakernelError, match="has not ended"):
+        backend.start(p, table)
+    for _ in range(2):
+        stuck.abort()  # again: nothing to do
+    backend.delay(0, 0, 0, 0.0)
+    launch = backend.start(p, table)
+    np.testing.assert_array_equal(launch.wait().logits, expected)
+    backend.start(p, table)
+    backend.close()
+
+
 def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBackend]) -> None:
     backend, table, p = make(2), mixed_table(), forward_program(3)
     plain = backend.launch(p, table).logits.copy()

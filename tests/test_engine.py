@@ -13,16 +13,21 @@ from engine_support import CONFIG, EOS, Letters, fake_engine
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import LlamaConfig, RandomCheckpoint
-from megakernel.serving.engine import Engine
+from megakernel.serving.engine import Engine, Token
 from megakernel.serving.logprobs import top_logprobs
 from megakernel.serving.memory import kv_capacity, weight_bytes
 from megakernel.serving.programs import bucket
 from megakernel.serving.text import TextStream
+from megakernel.serving.transcript import Transcript
 
 
-def finish(engine: Engine) -> None:
-    for _ in engine.run():
-        pass
+def finish(engine: Engine) -> dict[tuple[int, int], list[Token]]:
+    """Step until nothing is left: the tokens of each (request, choice)."""
+    found: dict[tuple[int, int], list[Token]] = {}
+    for step in engine.run():
+        for token in step.tokens:
+            found.setdefault((token.request.id, token.choice), []).append(token)
+    return found
 
 
 # -- scheduling
@@ -40,11 +45,10 @@ def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
 def test_decoding_sequences_come_before_prompts() -> None:
     engine, backend = fake_engine(step_tokens=8)
     first = engine.add([1, 2], SamplingParams(max_tokens=6))
-    engine.step()
+    engine.step()  # which also starts the next one
     engine.add(list(range(20)), SamplingParams(max_tokens=1))
     finish(engine)
-    slot = next(iter(backend.history))
-    assert backend.steps() == [[(slot, 2)], *([[(slot, 1), (slot + 1, n)] for n in (7, 7, 6)]), *([[(slot, 1)]] * 2)]
+    assert backend.steps() == [[(0, 2)], [(0, 1)], *([[(0, 1), (1, n)] for n in (7, 7, 6)]), [(0, 1)]]
     assert first.choices[0].finish_reason == "length"
 
 
@@ -55,7 +59,7 @@ def test_a_scored_prompt_does_not_take_the_logit_rows_of_others() -> None:
     for _ in range(3):
         engine.step()
     assert young.done
-    assert [[count for _, count in step] for step in backend.steps()] == [[1, 63]] * 3
+    assert [sorted(count for _, count in step) for step in backend.steps()] == [*[[1, 63]] * 3, [11]]
 
 
 def test_prompts_share_a_step_in_order_of_arrival() -> None:
@@ -69,7 +73,7 @@ def test_prompts_share_a_step_in_order_of_arrival() -> None:
 def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
     # Two sequences of 3 pages fit; slots would allow four.
     engine, backend = fake_engine(pages=7, step_tokens=64)
-    requests = [engine.add([1] * 40, SamplingParams(max_tokens=8)) for _ in range(5)]
+    requests = [engine.add([i] * 40, SamplingParams(max_tokens=8)) for i in range(5)]
     finish(engine)
     assert max(len(step) for step in backend.steps()) == 2
     assert all(r.choices[0].finish_reason == "length" and r.choices[0].outputs == 8 for r in requests)
@@ -144,22 +148,49 @@ def test_sampling_parameters_reach_the_step_table() -> None:
     assert backend.tables[-1].top_k[0] == 0
 
 
-@pytest.mark.parametrize("count, most, expected", [(1, 512, 1), (2, 512, 2), (3, 512, 4), (65, 512, 128), (6, 7, 7)])
+@pytest.mark.parametrize(
+    "count, most, expected",
+    [(1, 512, 1), (3, 512, 3), (5, 512, 6), (65, 512, 96), (97, 512, 128), (385, 400, 400), (7, 7, 7)],
+)
 def test_buckets(count: int, most: int, expected: int) -> None:
     assert bucket(count, most) == expected
+
+
+def test_after_warming_up_no_step_compiles() -> None:
+    engine, backend = fake_engine(max_seqs=5, step_tokens=20)
+    compiled: list[tuple[int, int]] = []
+    real = engine.programs._compile
+
+    def count(*, tokens: int, logit_rows: int) -> Any:
+        compiled.append((tokens, logit_rows))
+        return real(tokens=tokens, logit_rows=logit_rows)
+
+    engine.programs._compile = count
+    number = engine.programs.warm()
+    assert len(set(compiled)) == len(compiled) == number - 1  # one was there
+    for length in range(1, 60):
+        engine.add([1] * length, SamplingParams(max_tokens=length % 7 + 1, prompt_logprobs=0 if length % 5 else None))
+    finish(engine)
+    assert len(compiled) == number - 1
+    assert {table.dims.tokens for table in backend.tables} > {20, 5 + 1}
 
 
 # -- how a choice ends
 
 
 def ends(params: SamplingParams, reply: list[int], prompt: int = 1, **kwargs: Any) -> tuple[list[int], str | None, str]:
-    engine, _ = fake_engine(lambda position: reply[position - prompt + 1], **kwargs)
+    engine, _ = fake_engine(lambda position: [*reply, 0][position - prompt + 1], **kwargs)
     request = engine.add([1] * prompt, params)
-    pieces = [token.text for step in engine.run() for token in step.tokens]
-    choice = request.choices[0]
-    assert choice.stream is not None
-    assert "".join(pieces) == choice.stream.text
-    return choice.output_ids, choice.finish_reason, choice.stream.text
+    transcript = Transcript(params, Letters())
+    pieces = []
+    for step in engine.run():
+        for token in step.tokens:
+            pieces.append(transcript.add(token))
+            if transcript.finish_reason and not token.finish_reason:
+                engine.stop(request, 0)
+    assert "".join(pieces) == transcript.text
+    assert (request.choices[0].finish_reason, engine.stats.pages_used) == (transcript.finish_reason, 0)
+    return transcript.token_ids, transcript.finish_reason, transcript.text or ""
 
 
 @pytest.mark.parametrize(
@@ -219,10 +250,10 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
     prompt = [position % 50 for position in range(150)]
     scored = engine.add(prompt, SamplingParams(prompt_logprobs=0, n=2, max_tokens=2))
     other = engine.add([1], SamplingParams(max_tokens=12))
-    finish(engine)
+    tokens = finish(engine)
     assert scored.prompt_logprobs == [-float(position) for position in range(1, 150)]
     assert [list(top) for top in scored.prompt_top_logprobs] == [[token] for token in prompt[1:]]
-    assert [c.logprobs for c in scored.choices] == [[-150.0, -151.0]] * 2
+    assert [[t.logprob for t in tokens[scored.id, choice]] for choice in (0, 1)] == [[-150.0, -151.0]] * 2
     assert other.choices[0].outputs == 12
     assert max(table.dims.logit_rows for table in backend.tables) <= 64
 
@@ -249,9 +280,11 @@ def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], mess
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
-    engine, _ = fake_engine(text=False)
-    with pytest.raises(MegakernelError, match="stop strings need a tokenizer"):
-        engine.add([1], SamplingParams(stop="x"))
+    with (
+        LLM(TINY, backend="null", max_context=64) as llm,
+        pytest.raises(MegakernelError, match="stop strings need a tokenizer"),
+    ):
+        llm.generate([1], SamplingParams(stop="x"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,24 @@ from megakernel import LLM, SamplingParams, serving
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
 from megakernel.serving import live_routes
-from megakernel.serving.engine import Engine
+from megakernel.serving.engine import Engine, Stats
 from megakernel.serving.live import Live
 from megakernel.serving.live_routes import live_router
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
+STATS = Stats(running=2, waiting=3, pages=64, pages_used=7, preemptions=0, prefix_queries=0, prefix_hits=0)
 ABOUT = {"model": "<b>tiny</b>", "backend": "fake"}
 
 
 def record() -> Live:
-    return Live(CEILINGS, tied=False, max_seqs=4, kv_pages=64, about=ABOUT)
+    return Live(CEILINGS, replace(STATS, running=0, waiting=0), tied=False, max_seqs=4, about=ABOUT)
 
 
 def run(engine: Engine, live: Live, steps: int, wall_s: float = 0.5) -> list[Any]:
     made = []
     for _ in range(steps):
         made.append(engine.step(trace=live.tracing))
-        live.add(made[-1], wall_s, running=2, waiting=3, pages_used=7)
+        live.add(made[-1], wall_s, STATS)
     return made
 
 
@@ -165,7 +167,7 @@ def working() -> Iterator[tuple[Live, str]]:
                 llm.engine.add([1] * 9, SamplingParams(max_tokens=200, ignore_eos=True))
             began = time.perf_counter()
             step = llm.engine.step(trace=live.tracing)
-            live.add(step, time.perf_counter() - began, running=1, waiting=0, pages_used=2)
+            live.add(step, time.perf_counter() - began, llm.engine.stats)
             time.sleep(0.002)
 
     thread = threading.Thread(target=work)
@@ -204,7 +206,7 @@ def test_page_under_load_and_timeline(tmp_path: Path) -> None:
         page.visit(url, "document.getElementById('fraction').textContent.includes('%')")
         first = page.run("return document.getElementById('allSteps').textContent")
         shown = page.run("return document.body.innerText")
-        for text in ("GB/s", "GFLOP/s", "1 of 4, 0 waiting", "2 of 64 pages"):
+        for text in ("GB/s", "GFLOP/s", "1 of 4, 0 waiting", " pages"):
             assert text in shown
         assert page.run(_CANVAS_COLOURS) >= 3  # host, memory or math, and the scale
         _until(page, f"document.getElementById('allSteps').textContent !== '{first}'")

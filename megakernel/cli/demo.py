@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
         params = SamplingParams(temperature=0.0, max_tokens=128)
 
-        def show(token: Token) -> None:
-            sys.stdout.write(token.text)
+        def show(_: Token, text: str) -> None:
+            sys.stdout.write(text)
             sys.stdout.flush()
 
         if not args.json:

@@ -122,6 +122,6 @@ def _prompt(args: argparse.Namespace, llm: LLM) -> str | list[int]:
     return ids if text is None else text
 
 
-def _show(token: Token) -> None:
-    sys.stdout.write(token.text)
+def _show(_: Token, text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()

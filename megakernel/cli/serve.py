@@ -190,7 +190,7 @@ def _open(given: dict[str, Any]) -> LLM:
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     """Say that connections are accepted, and how to try it."""
     dims = llm.engine.dims
-    kv_tokens = llm.engine._total_pages * dims.page
+    kv_tokens = llm.engine.stats.pages * dims.page
     facts = {
         "url": address,
         "model": name,

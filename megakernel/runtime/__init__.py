@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..errors import MegakernelError
 from ..isa import Dims, Dtype
 from ..model.checkpoint import Checkpoint
-from .backend import Backend, Output
+from .backend import Backend, Launch, Output
 from .step import Chunk, SampleRow, build_step, check_step
 
 BACKENDS = ("auto", "reference", "cpu", "cuda", "null")
 
-__all__ = ["BACKENDS", "Backend", "Chunk", "Output", "SampleRow", "build_step", "check_step", "create"]
+__all__ = ["BACKENDS", "Backend", "Chunk", "Launch", "Output", "SampleRow", "build_step", "check_step", "create"]
 
 
 def create(

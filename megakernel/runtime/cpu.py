@@ -68,6 +68,7 @@ class CpuBackend:
         self._dims = native.CDims.of(dims)
         self._arrays: dict[Buffer, NDArray[np.generic]] = {}
         self._programs: dict[int, _Loaded] = {}
+        self._running: CpuLaunch | None = None
         if not null:
             self._check_memory(checkpoint)
         self._engine: int | None = self._lib.mk_create(
@@ -153,35 +154,19 @@ class CpuBackend:
 
     # -- launches
 
-    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        """Execute one step. Ctrl-C aborts it within a second; the next launch works."""
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CpuLaunch:
+        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        if self._running is not None:
+            raise MegakernelError("the launch before has not ended: wait for it or abort it")
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
-        begin = time.perf_counter()
-        if self._lib.mk_launch_start(self._engine, loaded.handle, table.words.ctypes.data, trace):
-            raise native.error()
-        try:
-            while (status := self._lib.mk_launch_wait(self._engine, _SLICE_MS)) == 1:
-                pass
-        except BaseException:
-            self._lib.mk_abort(self._engine)
-            while self._lib.mk_launch_wait(self._engine, _SLICE_MS) == 1:
-                pass
-            raise
-        if status < 0:
-            raise MegakernelError(f"the launch made no progress and was stopped: {native.error()}")
-        seconds = time.perf_counter() - begin
-        rows = program.dims.logit_rows
-        tokens, logprobs, logits = (
-            self.buffer(b)[:rows] for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS)
-        )
-        return Output(
-            tokens=tokens,
-            logprobs=logprobs,
-            logits=logits,
-            seconds=seconds,
-            trace=self._trace(loaded) if trace else None,
-        )
+        self._running = launch = CpuLaunch(self, loaded, trace)
+        launch.start(table)
+        return launch
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> _Loaded:
         """The program in the library; on first sight checked, copied, and activations grown to its bucket."""
@@ -212,25 +197,8 @@ class CpuBackend:
         self._programs[id(program)] = _Loaded(program, handle)
         return self._programs[id(program)]
 
-    def _trace(self, loaded: _Loaded) -> Trace:
-        dropped = ctypes.c_int64()
-        count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
-        intervals = np.zeros(count, dtype=DTYPE)
-        self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped))
-        if loaded.hash is None:
-            loaded.hash = loaded.program.hash
-        header = TraceHeader(
-            program=loaded.hash,
-            source="cpu",
-            tick_s=1e-9,
-            read_s=self._lib.mk_clock_cost(),
-            clock_error_s=0.0,
-            dropped=dropped.value,
-        )
-        return Trace(header, intervals)
-
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)]; for prompts, between launches."""
+        """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
         write_history(self.buffer(Buffer.HISTORY), slot, start, tokens)
 
     # -- for tests
@@ -249,13 +217,78 @@ class CpuBackend:
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
-        """Release threads and weights. Further launches are errors."""
+        """Abort what runs, release threads and weights. Further launches are errors."""
+        if self._running is not None:
+            self._running.abort()
         for loaded in self._programs.values():
             self._lib.mk_unload_program(loaded.handle)
         self._programs.clear()
         if self._engine is not None:
             self._lib.mk_destroy(self._engine)
             self._engine = None
+
+
+class CpuLaunch:
+    """A launch in the library, which has one at a time."""
+
+    def __init__(self, backend: CpuBackend, loaded: _Loaded, trace: bool) -> None:
+        self._backend, self._loaded, self._traced = backend, loaded, trace
+        self._begin = time.perf_counter()
+
+    def start(self, table: StepTable) -> None:
+        """Begin; the library copies the table."""
+        backend, handle = self._backend, self._loaded.handle
+        if backend._lib.mk_launch_start(backend._engine, handle, table.words.ctypes.data, self._traced):
+            backend._running = None
+            raise native.error()
+
+    def wait(self) -> Output:
+        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+        try:
+            status = self._sleep()
+        except BaseException:
+            self.abort()
+            raise
+        if status < 0:
+            raise MegakernelError(f"the launch made no progress and was stopped: {native.error()}")
+        seconds = time.perf_counter() - self._begin
+        rows = self._loaded.program.dims.logit_rows
+        tokens, logprobs, logits = (
+            self._backend.buffer(b)[:rows] for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS)
+        )
+        return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
+
+    def abort(self) -> None:
+        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        if self._backend._running is self:
+            self._backend._lib.mk_abort(self._backend._engine)
+            self._sleep()
+
+    def _sleep(self) -> int:
+        """Until the launch has ended: its status."""
+        backend = self._backend
+        while (status := backend._lib.mk_launch_wait(backend._engine, _SLICE_MS)) == 1:
+            pass
+        backend._running = None
+        return int(status)
+
+    def _trace(self) -> Trace:
+        backend, loaded = self._backend, self._loaded
+        dropped = ctypes.c_int64()
+        count = backend._lib.mk_intervals(backend._engine, None, ctypes.byref(dropped))
+        intervals = np.zeros(count, dtype=DTYPE)
+        backend._lib.mk_intervals(backend._engine, intervals.ctypes.data, ctypes.byref(dropped))
+        if loaded.hash is None:
+            loaded.hash = loaded.program.hash
+        header = TraceHeader(
+            program=loaded.hash,
+            source="cpu",
+            tick_s=1e-9,
+            read_s=backend._lib.mk_clock_cost(),
+            clock_error_s=0.0,
+            dropped=dropped.value,
+        )
+        return Trace(header, intervals)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:

@@ -8,6 +8,7 @@ be shuffled.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,9 @@ class ReferenceBackend:
         self._arrays.clear()
         self._counters.clear()
 
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> DeferredLaunch:
+        return DeferredLaunch(partial(self.launch, program, table, trace=trace))
+
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         self._check(program, table)
         if program.dims != self.dims:
@@ -122,3 +126,16 @@ class ReferenceBackend:
             dtype = BUFFERS[buffer].resolve_dtype(self.dims)
             if dtype is not Dtype.I32:
                 self.buffer(buffer).fill(np.nan if dtype is Dtype.F32 else 0x7FC0)
+
+
+class DeferredLaunch:
+    """A launch that runs when it is waited for: the reference has no thread of its own."""
+
+    def __init__(self, run: Callable[[], Output]) -> None:
+        self._run = run
+
+    def wait(self) -> Output:
+        return self._run()
+
+    def abort(self) -> None:
+        pass

@@ -1,15 +1,18 @@
-"""From the tokens that an engine generates to the text, scores and ends that a client sees."""
+"""From the tokens that an engine generates to what a client sees of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...model.tokenizer import Tokenizer
-from ..async_engine import AsyncEngine, Job, Piece
+from ..async_engine import AsyncEngine, Piece
+from ..engine import Token
 from ..sampling import SamplingParams
-from ..text import TextStream
+from ..transcript import Transcript
 from .metrics import Metrics
 from .responses import FinishReason
+
+_REASONS: dict[str | None, FinishReason | None] = {"stop": "stop", "length": "length", None: None}
 
 
 @dataclass
@@ -19,46 +22,37 @@ class Delta:
     index: int
     prompt: int
     text: str = ""
-    pieces: list[Piece] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
     def token_ids(self) -> list[int]:
-        return [piece.token_id for piece in self.pieces]
-
-
-@dataclass
-class _Choice:
-    stream: TextStream | None
-    tokens: int = 0
-    last_at: float = 0.0
-    ended: bool = False
+        return [token.token_id for token in self.tokens]
 
 
 class Answers:
-    """The choices of one HTTP request. Whoever stops before they are `finished` must `close`."""
+    """The choices of one HTTP request. Whoever stops before they are `finished` must `close`.
+
+    `transcripts` are those of all choices, prompt by prompt.
+    """
 
     def __init__(
         self,
         engine: AsyncEngine,
-        tokenizer: Tokenizer | None,
         metrics: Metrics,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        transcripts: list[Transcript],
     ) -> None:
-        """Submits the prompts. Raises MegakernelError: what can never run, Overloaded, EngineDead."""
-        self.params = params
+        """Submits the prompts. Raises what AsyncEngine.submit raises."""
         self.completion_tokens = 0
-        self._engine, self._metrics = engine, metrics
-        self.job: Job = engine.submit(engine.check(prompts, params), params)
-        stops = params.stop_strings
-        self._choices = [
-            _Choice(TextStream(tokenizer.stream(), stops) if tokenizer else None)
-            for _ in range(len(prompts) * params.n)
-        ]
-        self._left = len(self._choices)
+        self.job = engine.submit(prompts, params)
+        self._engine, self._metrics, self._params = engine, metrics, params
+        self._transcripts = transcripts
+        self._last_at = [0.0] * len(transcripts)
+        self._left = len(transcripts)
         self._held: list[Piece] = []
-        self._scored_prompts: set[int] = set()
+        self._scored: set[int] = set()
         metrics.prompts(prompts)
 
     @property
@@ -67,78 +61,51 @@ class Answers:
 
     async def take(self) -> list[Delta]:
         """What is new since the last call, at most one delta per choice: a late reader gets tokens merged."""
-        while True:
-            if deltas := self._feed(self._scored(await self.job.take())):
-                return deltas
+        deltas: dict[int, Delta] = {}
+        while not deltas:
+            for piece in self._with_scores(await self.job.take()):
+                self._add(piece, deltas)
+        return list(deltas.values())
 
     async def collect(self) -> list[Delta]:
         """Every choice as a whole, in order."""
         choices: dict[int, Delta] = {}
         while not self.finished:
-            for delta in await self.take():
-                whole = choices.setdefault(delta.index, Delta(delta.index, delta.prompt))
-                whole.text += delta.text
-                whole.pieces += delta.pieces
-                whole.finish_reason = delta.finish_reason
+            for piece in self._with_scores(await self.job.take()):
+                self._add(piece, choices)
         return [choices[index] for index in sorted(choices)]
 
     def close(self) -> None:
         """Give up what is not finished."""
         self._engine.abort(self.job)
 
-    def _scored(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces whose prompt's scores are known, which is when its first choice begins."""
-        if self.params.prompt_logprobs is None:
+    def _with_scores(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces whose prompt's scores are known where they are wanted: when its first choice begins."""
+        if self._params.prompt_logprobs is None:
             return pieces
-        pieces, self._held = self._held + pieces, []
-        self._scored_prompts.update(piece.prompt for piece in pieces if piece.choice == 0)
-        ready = [piece for piece in pieces if piece.prompt in self._scored_prompts]
-        self._held = [piece for piece in pieces if piece.prompt not in self._scored_prompts]
-        return ready
+        pieces = self._held + pieces
+        self._scored.update(piece.prompt for piece in pieces if piece.token.choice == 0)
+        self._held = [piece for piece in pieces if piece.prompt not in self._scored]
+        return [piece for piece in pieces if piece.prompt in self._scored]
 
-    def _feed(self, pieces: list[Piece]) -> list[Delta]:
-        deltas: dict[int, Delta] = {}
-        for piece in pieces:
-            index = piece.prompt * self.params.n + piece.choice
-            choice = self._choices[index]
-            if choice.ended:
-                continue  # its text ended before the engine knew
-            delta = deltas.get(index)
-            if delta is None:
-                delta = deltas[index] = Delta(index, piece.prompt)
-            delta.pieces.append(piece)
-            self._add(choice, piece, delta)
-        return list(deltas.values())
-
-    def _add(self, choice: _Choice, piece: Piece, delta: Delta) -> None:
-        choice.tokens += 1
+    def _add(self, piece: Piece, deltas: dict[int, Delta]) -> None:
+        prompt, token, at = piece
+        index = prompt * self._params.n + token.choice
+        transcript = self._transcripts[index]
+        if transcript.finish_reason is not None:
+            return  # generated before the engine knew of the stop string
+        if (delta := deltas.get(index)) is None:
+            delta = deltas[index] = Delta(index, prompt)
+        delta.text += transcript.add(token)
+        delta.tokens.append(token)
+        delta.finish_reason = reason = _REASONS[transcript.finish_reason]
         self.completion_tokens += 1
-        if choice.tokens == 1:
-            self._metrics.first_token(piece.at - self.job.submitted_at)
+        if self._last_at[index]:
+            self._metrics.next_token(at - self._last_at[index])
         else:
-            self._metrics.next_token(piece.at - choice.last_at)
-        choice.last_at = piece.at
-        reason, stream = _reason(piece), choice.stream
-        if stream is not None:
-            search = choice.tokens >= self.params.min_tokens
-            if reason != "stop":  # an id that ends the text is not part of it
-                stream.add(piece.token_id, search)
-            if reason is not None:
-                stream.finish(search)
-            if stream.stopped:
-                reason = "stop"
-            delta.text += stream.take(final=reason is not None)
+            self._metrics.first_token(at - self.job.submitted_at)
+        self._last_at[index] = at
         if reason is not None:
-            choice.ended, delta.finish_reason = True, reason
+            self._engine.stop(self.job, prompt, token.choice)  # nothing, where the engine ended it
             self._left -= 1
-            self._metrics.finished(reason, piece.at - self.job.submitted_at, choice.tokens)
-            if not self._left:
-                self.close()
-
-
-def _reason(piece: Piece) -> FinishReason | None:
-    match piece.finish_reason:
-        case "stop" | "length" | None as reason:
-            return reason
-        case other:
-            raise AssertionError(f"a token with reason {other}")
+            self._metrics.finished(reason, at - self.job.submitted_at, len(transcript.token_ids))

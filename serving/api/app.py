@@ -47,7 +47,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
-        await service.engine.stop()
+        await service.engine.close()
 
     # The interactive pages load their scripts from elsewhere.
     app = FastAPI(title="megakernel", version=version("megakernel"), lifespan=lifespan, docs_url=None, redoc_url=None)

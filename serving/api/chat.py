@@ -99,4 +99,4 @@ class _Chat:
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._service.tokenizer, scores(delta.pieces), self._body.top_logprobs or 0)
+        return chat_logprobs(self._service.tokenizer, scores(delta.tokens), self._body.top_logprobs or 0)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 
 from fastapi.responses import Response
 
-from ..async_engine import Piece
+from ..engine import Token
 from .answers import Answers, Delta
 from .logprobs import Score, completion_logprobs, scores
 from .requests import CompletionRequest
@@ -64,30 +64,30 @@ class _Completion:
 
     def _choice(self, delta: Delta) -> CompletionChoice:
         """A choice or a part of one; with the prompt before its first tokens where echo is wanted."""
-        text, pieces, reason = delta.text, delta.pieces, delta.finish_reason
+        text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
-            text, pieces, reason = "", [], "length"
+            text, generated, reason = "", [], "length"
         first = delta.index not in self._lengths
-        tokens: list[Score] = []
+        scored: list[Score] = []
         if first and self._body.echo:
             text = self._prompt_text(delta.prompt) + text
             if self._body.logprobs is not None:
-                tokens = self._prompt_scores(delta.prompt)
+                scored = self._prompt_scores(delta.prompt)
         offset = self._lengths.get(delta.index, 0)
         self._lengths[delta.index] = offset + len(text)
         return CompletionChoice(
             index=delta.index,
             text=text,
-            logprobs=self._logprobs(tokens, pieces, offset),
+            logprobs=self._logprobs(scored, generated, offset),
             finish_reason=reason,
-            token_ids=[piece.token_id for piece in pieces] if self._shows_ids else None,
+            token_ids=[token.token_id for token in generated] if self._shows_ids else None,
             prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
         )
 
-    def _logprobs(self, prompt: list[Score], pieces: Iterable[Piece], offset: int) -> CompletionLogprobs | None:
+    def _logprobs(self, prompt: list[Score], generated: Iterable[Token], offset: int) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        return completion_logprobs(self._service.tokenizer, prompt + scores(pieces), offset)
+        return completion_logprobs(self._service.tokenizer, prompt + scores(generated), offset)
 
     def _prompt_text(self, index: int) -> str:
         given = self._body.prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...model.tokenizer import Tokenizer
-from ..async_engine import Piece
+from ..engine import Token
 from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
@@ -13,8 +13,8 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
 Score = tuple[int, float | None, dict[int, float] | None]  # token, its log-probability, the likeliest ones
 
 
-def scores(pieces: Iterable[Piece]) -> list[Score]:
-    return [(piece.token_id, piece.logprob, piece.top_logprobs) for piece in pieces]
+def scores(tokens: Iterable[Token]) -> list[Score]:
+    return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:

@@ -25,6 +25,14 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _whole_list(value: Any) -> Any:
+    """The same for a list, at once: prompts are long."""
+    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+_WHOLE_LIST = BeforeValidator(_whole_list)
+
+
 def _one_message(text: str) -> WrapValidator:
     """One sentence in place of one per member of a union."""
 
@@ -41,11 +49,11 @@ def _contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Positive = Annotated[Whole, Field(ge=1, le=_INT32)]
+# Behind the bounds, which would be lost from the schema before it.
+_WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=_INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), _WHOLE_LIST]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -55,6 +63,7 @@ Prompt = Annotated[
         f"must be text, token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids, none of them empty"
     ),
 ]
+Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=64)],
@@ -66,7 +75,7 @@ class Body(BaseModel):
     # Strict: "5" is not a number and 1 is not true. JSON knows no infinity.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    model: Annotated[str | None, Field(description="a name that /v1/models lists; the first of them where absent")] = (
+    model: Annotated[str, Field(description="a name that /v1/models lists; the first of them where absent")] | None = (
         None
     )
 
@@ -80,25 +89,25 @@ class StreamOptions(BaseModel):
 class Sampled(Body):
     """What both generating endpoints take."""
 
-    n: Annotated[Whole | None, Field(ge=1, le=MAX_CHOICES)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[Whole | None, Field(ge=-1, le=_INT32)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[Whole | None, Field(ge=-_SEED, lt=_SEED)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=1e6)] = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT32), _WHOLE] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), _WHOLE] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = Field(None, max_length=MAX_BIAS)
+        Annotated[Bias, Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False})] | None
+    ) = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[Whole | None, Field(ge=0, le=_INT32)] = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool | None, Field(description="also give token ids, in `token_ids`")] = None
+    return_token_ids: Annotated[bool, Field(description="also give token ids, in `token_ids`")] | None = None
 
     @model_validator(mode="after")
     def _stream_options_belong_to_streams(self) -> Self:
@@ -124,11 +133,13 @@ class Sampled(Body):
 
 class CompletionRequest(Sampled):
     prompt: Prompt
-    max_tokens: Annotated[Whole | None, Field(ge=0, le=_INT32, description="16 where absent; 0 only with echo")] = None
+    max_tokens: (
+        Annotated[int, Field(ge=0, le=_INT32, description="16 where absent; 0 only with echo"), _WHOLE] | None
+    ) = None
     echo: bool | None = None
-    logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    best_of: Annotated[Whole | None, Field(ge=1, le=MAX_CHOICES, description="only as many as n")] = None
-    suffix: Annotated[str | None, Field(max_length=0)] = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="only as many as n"), _WHOLE] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -172,16 +183,20 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 class ChatRequest(Sampled):
     messages: Messages
-    max_completion_tokens: Annotated[Positive | None, Field(description="up to the context's end where absent")] = None
-    max_tokens: Annotated[Positive | None, Field(description="the older name of max_completion_tokens")] = None
+    max_completion_tokens: (
+        Annotated[int, Field(ge=1, le=_INT32, description="up to the context's end where absent"), _WHOLE] | None
+    ) = None
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=_INT32, description="the older name of max_completion_tokens"), _WHOLE] | None
+    ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs")] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), _WHOLE] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
         return self
 
@@ -200,4 +215,4 @@ TokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(Body):
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], _WHOLE_LIST]

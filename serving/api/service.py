@@ -59,9 +59,9 @@ class Service:
         self.engine = AsyncEngine(llm.engine, max_waiting=limits.max_waiting)
         self.live = Live(
             ceilings or machine_ceilings(host(llm.threads)),
+            self.engine.stats,
             tied=llm.config.tied,
             max_seqs=llm.engine.dims.max_seqs,
-            kv_pages=self.engine.load.kv_pages,
             about={
                 "model": self.names[0],
                 "backend": llm.engine.backend.name,
@@ -74,8 +74,7 @@ class Service:
         self.metrics = Metrics(self.engine, self.live, self.names[0])
 
     def _record(self, step: Step, seconds: float) -> None:
-        load = self.engine.load
-        self.live.add(step, seconds, running=load.running, waiting=load.waiting, pages_used=load.kv_pages_used)
+        self.live.add(step, seconds, self.engine.stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -121,6 +120,9 @@ class Service:
     def decode(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             raise MegakernelError(f"{self.names[0]} has no tokenizer: token ids have no text")
+        vocab = self.llm.config.vocab
+        if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
+            raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
         return self.tokenizer.decode(ids, skip_special=False)
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
@@ -135,9 +137,11 @@ class Service:
             )
 
     def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
-        if params.stop_strings and self.tokenizer is None:
-            raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        return Answers(self.engine, self.tokenizer, self.metrics, prompts, params)
+        """Start to generate. Raises MegakernelError where a prompt can never run, Overloaded and EngineDead."""
+        for prompt in prompts:
+            self.llm.check(prompt, params)
+        transcripts = [transcript for _ in prompts for transcript in self.llm.transcripts(params)]
+        return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
