@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 from engine_support import CONFIG
-from model_helpers import tiny_llama
+from model_helpers import byte_model
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from megakernel import SamplingParams
 from megakernel import model as model_room
@@ -29,21 +27,12 @@ from megakernel.serving import ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with random weights, a tokenizer of single bytes, and a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=260, max_position_embeddings=4096).save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\s"), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    byte_model(folder)
     return str(folder)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
-from ..engine import Token
 from .answers import Answers, Delta
 from .logprobs import Score, completion_logprobs, scores
 from .requests import CompletionRequest
@@ -37,7 +36,7 @@ class _Completion:
     ) -> None:
         self._service, self._body, self._prompts, self._answers = service, body, prompts, answers
         self._id, self._created, self._model = new_id("cmpl"), int(time.time()), model
-        self._lengths: dict[int, int] = {}  # characters of each choice's text so far
+        self._offsets: dict[int, int] = {}  # of the next token of each choice that has begun
         self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
 
     async def whole(self) -> bytes:
@@ -67,27 +66,29 @@ class _Completion:
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"
-        first = delta.index not in self._lengths
+        first = delta.index not in self._offsets
         scored: list[Score] = []
         if first and self._body.echo:
             text = self._prompt_text(delta.prompt) + text
             if self._body.logprobs is not None:
                 scored = self._prompt_scores(delta.prompt)
-        offset = self._lengths.get(delta.index, 0)
-        self._lengths[delta.index] = offset + len(text)
+        logprobs = self._logprobs(delta.index, scored + scores(generated))
         return CompletionChoice(
             index=delta.index,
             text=text,
-            logprobs=self._logprobs(scored, generated, offset),
+            logprobs=logprobs,
             finish_reason=reason,
             token_ids=[token.token_id for token in generated] if self._shows_ids else None,
             prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
         )
 
-    def _logprobs(self, prompt: list[Score], generated: Iterable[Token], offset: int) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, tokens: list[Score]) -> CompletionLogprobs | None:
+        offset = self._offsets.setdefault(index, 0)
         if self._body.logprobs is None:
             return None
-        return completion_logprobs(self._service.tokenizer, prompt + scores(generated), offset)
+        logprobs = completion_logprobs(self._service.tokenizer, tokens, offset)
+        self._offsets[index] += sum(map(len, logprobs.tokens))
+        return logprobs
 
     def _prompt_text(self, index: int) -> str:
         given = self._body.prompt

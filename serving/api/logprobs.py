@@ -18,7 +18,7 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """`offset` is the text's length before these tokens."""
+    """`offset` is where the first of these tokens begins in its text."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)

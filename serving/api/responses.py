@@ -16,7 +16,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Per token. The first prompt token has no probability; `text_offset` counts characters of the choice's text."""
+    """Per token. The first prompt token has no probability; `text_offset` counts the characters of `tokens`."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
