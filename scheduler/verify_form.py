@@ -244,7 +244,7 @@ def _counters(part: Part) -> Iterator[str]:
             yield from _each(part, words.row[words.next], "a run waits on its own block only")
         if words.indexed.any():
             row, opcode = words.row[words.indexed], part.opcode[words.row[words.indexed]]
-            # Members of the grid: [row block][group] that items wait for, [row block] that they signal and rows wait for.
+            # Members of a grid: [row block][group] that items wait for, else [row block].
             members = np.where((opcode == _ATTENTION) & (not signal), attention[row].astype(np.int64), 1)
             picks = (opcode == _ATTENTION) | (opcode == _FINAL_NORM) & (not signal)
             bad = ~picks | (words.slot[words.indexed] != 0)
