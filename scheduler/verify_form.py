@@ -283,12 +283,13 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
     rows = body.rows(_DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = BY_NAME["drain"].columns(body.records[rows])
-    bad = columns["queue"] >= program.rank_queues
+    bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
     yield from _each(body, rows[bad], f"its rank has {program.rank_queues} queues")
     if bad.any():
         return
     queue = body.rank[rows] * program.rank_queues + columns["queue"]
-    yield from _each(body, rows[columns["end"] > lengths[queue]], "its end lies past the end of its queue")
+    bad = (columns["end"] < 0) | (columns["end"] > lengths[queue])
+    yield from _each(body, rows[bad], "its end lies outside its queue")
     claimed = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(claimed, queue, columns["end"])
     for q in np.nonzero(claimed < lengths)[0]:
