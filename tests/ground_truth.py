@@ -454,8 +454,8 @@ class Explorer:
 
     def conflict(self, a: Step, b: Step) -> bool:
         key = (id(a), id(b))
-        if a.split and b.split and a.split[:3] == b.split[:3]:
-            return False  # of a split's parts only the last to arrive writes
+        if a is b or (a.split and b.split and a.split[:3] == b.split[:3]):
+            return False  # either may claim it; of a split's parts only the last to arrive writes
         if key not in self._conflicts:
             self._conflicts[key] = _meet(a.writes, b.writes) or _meet(a.writes, b.reads) or _meet(a.reads, b.writes)
         return self._conflicts[key]
