@@ -75,9 +75,7 @@ def uses(parts: list[Part]) -> list[Use]:
             if not len(rows) or part.opcode[rows[0]] in _CONTROL:
                 continue
             instruction, d = BY_OPCODE[int(part.opcode[rows[0]])], dims[part.rank[rows[0]]]
-            out.append(
-                Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d))
-            )
+            out.append(Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d)))
     return out
 
 
@@ -220,11 +218,7 @@ def _outputs(out: _Touches, program: Program) -> None:
     """What the host reads after a launch: outputs that are gathered on one rank."""
     probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
     for access in (a for i in _PHASES if not i.layered for a in i.accesses(probe, program.dims)):
-        if (
-            BUFFERS[access.buffer].space is Space.OUTPUT
-            and access.index is Index.NONE
-            and access.buffer is not Buffer.LOGITS
-        ):
+        if BUFFERS[access.buffer].space is Space.OUTPUT and access.index is Index.NONE and access.buffer is not Buffer.LOGITS:
             height, width = extent(access.buffer, program.dims)
             out.add(_HOST, access.buffer, 0, native.HOST, np.zeros(1, np.int64), 0, height, 0, width)
 
@@ -244,7 +238,9 @@ def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], m
     """Up to `most` violations: of what is written, or else of what must be ordered."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
-    step = native.Step(program.ranks, _SEGMENT, _declares(program.dims), _LAYERED, _touches(program, events, found))
+    step = native.Step(
+        program.ranks, _SEGMENT, _declares(program.dims), _LAYERED, _touches(program, events, found)
+    )
     nothing = np.zeros(0, dtype=np.int32)
     ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)
     for violation in native.unordered(unrolled.graph, order, step, ends, lasts, most):
