@@ -142,13 +142,18 @@ class Program:
             data = path.read_bytes()
         except OSError as e:
             raise MegakernelError(f"cannot read program {path}: {e.strerror}") from e
+        return Program.from_bytes(data, str(path))
+
+    @staticmethod
+    def from_bytes(data: bytes, name: str) -> Program:
+        """What `to_bytes` gave. `name` says in errors where it came from."""
         if data[:7] != _MAGIC:
-            raise MegakernelError(f"{path} is not a megakernel program")
+            raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < 48 or data[7] != VERSION:
             found = data[7] if len(data) > 7 else "none"
-            raise MegakernelError(f"program {path} has format version {found}, this is {VERSION}: compile it again")
+            raise MegakernelError(f"program {name} has format version {found}, this is {VERSION}: compile it again")
         if hashlib.sha256(data[40:]).digest() != data[8:40]:
-            raise MegakernelError(f"program {path} is damaged: its checksum does not match")
+            raise MegakernelError(f"program {name} is damaged: its checksum does not match")
         return _parse(data[40:])
 
 

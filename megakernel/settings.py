@@ -37,6 +37,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
         Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
+        Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
             "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
         ),
@@ -48,6 +49,35 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
         Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
+        Setting("host", "address to listen on; 0.0.0.0 is every one of this machine", "127.0.0.1", "--host"),
+        Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
+        Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),
+        Setting(
+            "api key",
+            "key that /v1 asks for, as Authorization: Bearer KEY",
+            "none",
+            "--api-key",
+            "MEGAKERNEL_API_KEY",
+            secret=True,
+        ),
+        Setting(
+            "max model len", "tokens that a prompt and its answer may reach", "the model's limit", "--max-model-len"
+        ),
+        Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
+        Setting("max num batched tokens", "tokens that one step computes at most", "512", "--max-num-batched-tokens"),
+        Setting("kv cache dtype", "auto or the compute dtype: the two do not differ yet", "auto", "--kv-cache-dtype"),
+        Setting(
+            "max queued requests",
+            "sequences that may wait for their first step; more are turned away with 503",
+            "65536",
+            "--max-queued-requests",
+        ),
+        Setting("max body bytes", "size of a request's body", "16777216", "--max-body-bytes"),
+        Setting(
+            "request timeout", "seconds for a whole answer, or a stream's first token", "none", "--request-timeout"
+        ),
+        Setting("stall timeout", "seconds without a finished step until /health is 503", "120", "--stall-timeout"),
+        Setting("shutdown timeout", "seconds to finish what has begun after SIGTERM", "30", "--shutdown-timeout"),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",
@@ -56,6 +86,12 @@ SETTINGS: dict[str, Setting] = {
             env="MEGAKERNEL_CACHE",
         ),
         Setting("simd", "CPU code path: portable, avx2 or avx512", "the best this CPU has", env="MEGAKERNEL_SIMD"),
+        Setting(
+            "audit",
+            "1: processes check that ranks store at others only what their instructions declare (slow)",
+            "0",
+            env="MEGAKERNEL_AUDIT",
+        ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
         Setting("hub address", "server to ask instead of huggingface.co", "none", env="HF_ENDPOINT"),

@@ -2,6 +2,7 @@
 // failure -1 or null, and mk_error() says why.
 #include <string.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -142,6 +143,33 @@ MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpre
 // Bytes that a rank has stored at others so far.
 MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
+}
+
+// From now on memory of other ranks that is named to mk_watch may be touched by remote stores only, and those
+// are listed. `words`: shared memory of `size` bytes for the reason why this process died; null: standard
+// error.
+MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
+  engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
+}
+
+MK_API int32_t mk_watch(mk_engine* engine, const void* window, int64_t bytes) {
+  return guarded(
+      [&] {
+        engine->interpreter->audit->watch(window, bytes);
+        return 0;
+      },
+      -1);
+}
+
+// Number of remote stores listed; where `out` is not null copies them and forgets them.
+MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
+  std::vector<mk::RemoteStore>& all = engine->interpreter->audit->stores;
+  const auto count = static_cast<int64_t>(all.size());
+  if (out != nullptr) {
+    std::copy(all.begin(), all.end(), out);
+    all.clear();
+  }
+  return count;
 }
 
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const int32_t* words, const int32_t* record,

@@ -392,7 +392,11 @@ bool Interpreter::step(Cursor& c, int thread) {
             reinterpret_cast<const int32_t*>(abort_),
             &link_bytes,
             c.layer,
-            0};
+            0,
+            audit.get(),
+            c.segment,
+            c.number};
+  const Audited audited(call, c.record);
   if (opcode == static_cast<int32_t>(Opcode::attention)) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;

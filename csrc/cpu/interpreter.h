@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../common/index.h"
+#include "audit.h"
 #include "kernels.h"
 #include "pool.h"
 #include "program.h"
@@ -57,6 +58,7 @@ class Interpreter {
   int64_t dropped() const;
 
   Delay delay{};
+  std::unique_ptr<Audit> audit;  // null: none
   int threads() const { return pool_.size(); }
 
  private:

@@ -41,6 +41,8 @@ struct Scratch {
   int32_t* counts;     // vocab, zero between calls
 };
 
+class Audit;
+
 // What an instruction's function may see.
 struct Call {
   const Dims* dims;
@@ -50,7 +52,9 @@ struct Call {
   const int32_t* abort;  // non-zero: leave soon, results no longer matter
   int64_t* link_bytes;   // stored by this rank at others
   int32_t layer;
-  int32_t item;  // attention: the work item
+  int32_t item;                     // attention: the work item
+  Audit* audit = nullptr;           // checks remote stores; null: nobody does
+  int32_t segment = 0, number = 0;  // of the instruction, as in a trace; for the audit
 
   template <class T>
   MK_INLINE T* at(Buffer buffer) const {

@@ -58,7 +58,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Everything that says how to run a model."""
-    for name in ("model", "backend", "dtype", "tp"):
+    for name in ("model", "backend", "dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
@@ -98,6 +98,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int) -> LLM:
             threads=args.threads,
             max_context=args.context,
             max_seqs=max_seqs,
+            ranks=args.ranks,
         )
 
 

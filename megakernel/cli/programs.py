@@ -115,7 +115,7 @@ def run_compile(args: argparse.Namespace) -> int:
     with output.busy("compiling"):
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
-    needed = weight_bytes(program.dims, tied=config.tied)
+    needed = max(weight_bytes(program.rank_dims(rank), tied=config.tied) for rank in range(program.ranks))
     if needed > machine.memory_bytes:
         output.stderr.print(
             f"megakernel: warning: a rank's weights take {output.bytes_text(needed)} and {machine.name} has"

@@ -20,6 +20,7 @@ from ..model.shard import shard
 from ..program import SEGMENTS, Program
 from ..trace import DTYPE, Intervals
 from . import native
+from .audit import STORE
 
 COUNTER_BYTES = 64  # of one counter in memory
 _ALIGNMENT = 64
@@ -250,6 +251,24 @@ class CpuRanks:
     def link_bytes(self, rank: int) -> int:
         """Bytes that a rank has stored in other ranks' copies so far."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
+
+    def audit(self, words: tuple[int, int] | None) -> None:
+        """From now on watched memory may be touched by remote stores only, and `stores` lists those.
+
+        `words`: address and size of shared memory for the reason of this process's death; None: standard error.
+        """
+        self._lib.mk_audit(self._engine, *(words or (None, 0)))
+
+    def watch(self, address: int, size: int) -> None:
+        """Audit memory of another rank, mapped without access."""
+        if self._lib.mk_watch(self._engine, address, size):
+            raise native.error()
+
+    def stores(self) -> NDArray[Any]:
+        """Remote stores since the last call, as `STORE` of the audit."""
+        stores = np.zeros(self._lib.mk_stores(self._engine, None), STORE)
+        self._lib.mk_stores(self._engine, stores.ctypes.data)
+        return stores
 
     def intervals(self) -> tuple[Intervals, int]:
         """Of the last traced launch, by rank, worker and begin in nanoseconds; and how many did not fit."""
