@@ -36,10 +36,48 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
         Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
-        Setting("tp", "tensor-parallel ranks", "1", "--tp"),
+        Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
+        Setting(
+            "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
+        ),
+        Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
+        Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
+        Setting(
+            "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
+        ),
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
         Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
+        Setting("host", "address to listen on; 0.0.0.0 is every one of this machine", "127.0.0.1", "--host"),
+        Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
+        Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),
+        Setting(
+            "api key",
+            "key that /v1 asks for, as Authorization: Bearer KEY",
+            "none",
+            "--api-key",
+            "MEGAKERNEL_API_KEY",
+            secret=True,
+        ),
+        Setting(
+            "max model len", "tokens that a prompt and its answer may reach", "the model's limit", "--max-model-len"
+        ),
+        Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
+        Setting("max num batched tokens", "tokens that one step computes at most", "512", "--max-num-batched-tokens"),
+        Setting("kv cache dtype", "auto or the compute dtype: the two do not differ yet", "auto", "--kv-cache-dtype"),
+        Setting(
+            "max queued requests",
+            "sequences that may wait for their first step; more are turned away with 503",
+            "65536",
+            "--max-queued-requests",
+        ),
+        Setting("max body bytes", "size of a request's body", "16777216", "--max-body-bytes"),
+        Setting(
+            "request timeout", "seconds for a whole answer, or a stream's first token", "none", "--request-timeout"
+        ),
+        Setting("stall timeout", "seconds without a finished step until /health is 503", "120", "--stall-timeout"),
+        Setting("shutdown timeout", "seconds to finish what has begun after SIGTERM", "30", "--shutdown-timeout"),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,20 +20,24 @@ from ..isa.record import (
     WORDS,
     Records,
     counter_word,
+    opcode,
 )
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
-from .derive import EPILOGUE, derive
+from .choose import choose
+from .derive import BODY, EPILOGUE, derive
 from .lower import Phase, Tasks, lower, program_dims
 from .options import Options
 from .place import Placed, place
 from .sync import Join, Words, synchronise
 
-# Row blocks of a program: keeps compiling under a minute, and counters far below what a record can name.
+# Row blocks of all ranks of a program: keeps compiling under a minute, and counters far below what a record can name.
 _MAX_BLOCKS = 4096
 _RANKS, _RANKS_TEXT = (1, 2, 4, 8), "1, 2, 4 or 8"
 _DEFAULT = Options()
+# Attention slots for each worker where it claims them: the work of a slot is then an even share of a step's at best.
+_CLAIMS_PER_WORKER = 4
 
 
 def compile_program(
@@ -61,10 +67,9 @@ def compile_program(
         max_seqs=max_seqs,
         max_context=max_context,
         tp=tp,
-        replicated_o=options.o == "replicated",
-        one_hop=options.residual == "replicated",
+        slots=machine.workers * (1 if options.queue == "none" else _CLAIMS_PER_WORKER),
     )
-    return build_program(lower(dims, machine), machine, options)
+    return build_program(lower(choose(dims, machine, options), machine), machine, options)
 
 
 def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -> Program:
@@ -72,18 +77,14 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
     # What waits for whole phases must come after them in every stream.
     interleave = options.interleave and options.overlap_ranks
-    segments = [
-        _segment(
-            phases,
-            place(phases, tasks.dims, machine, interleave=interleave),
-            sync.waits[number],
-            sync.signals[number],
-            [join for join in sync.joins if join.segment == number],
-            tasks.dims.tp,
-            machine.workers,
-        )
-        for number, phases in enumerate(tasks.segments)
-    ]
+    segments, queues = [], Segment(np.zeros((0, WORDS), np.int32), np.zeros(1, np.int32))
+    for number, phases in enumerate(tasks.segments):
+        placed = place(phases, tasks.dims, machine, interleave=interleave)
+        joins = [join for join in sync.joins if join.segment == number]
+        body = _encode(phases, placed, sync.waits[number], sync.signals[number], joins, machine.workers)
+        if number == BODY and options.queue != "none":
+            body, queues = _with_queue(body, tasks.dims.tp, machine.workers, options.queue)
+        segments.append(_streams(body, tasks.dims.tp * machine.workers))
     if sync.barrier:
         segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, machine.workers)
     ranks = tasks.dims.tp
@@ -99,6 +100,7 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
         totals_first=sync.totals_first,
         totals_middle=sync.totals_middle,
         totals_last=sync.totals_last,
+        queues=queues,
     )
 
 
@@ -109,8 +111,8 @@ def _check(config: LlamaConfig, machine: Machine, *, tp: int, **sizes: int) -> N
         if value < 1:
             raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
     for name in ("tokens", "logit_rows"):
-        if sizes[name] > _MAX_BLOCKS * machine.tile_rows:
-            most = _MAX_BLOCKS * machine.tile_rows
+        most = _MAX_BLOCKS // tp * machine.tile_rows
+        if sizes[name] > most:
             raise MegakernelError(f"cannot compile {sizes[name]} {name} for machine {machine.name}: at most {most}")
     if config.layers > LAYER_MASK:
         raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {LAYER_MASK}")
@@ -139,16 +141,24 @@ def _join(waits: Words, signals: Words) -> Records:
     return out
 
 
-def _segment(
+@dataclass(frozen=True)
+class _Placed:
+    """Records of a segment, with the stream and the place in the order of all streams of each."""
+
+    records: Records
+    stream: NDArray[np.int64]  # rank * workers + worker
+    order: NDArray[np.float64]
+
+
+def _encode(
     phases: list[Phase],
     placed: list[Placed],
     waits: list[Words],
     signals: list[Words],
     joins: list[Join],
-    ranks: int,
     workers: int,
-) -> Segment:
-    """Encode one segment. Streams are indexed rank * workers + worker. A join runs where its first consumer does."""
+) -> _Placed:
+    """A join runs where its first consumer does."""
     records = [_records(*columns) for columns in zip(phases, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -157,11 +167,36 @@ def _segment(
         first = join.tasks[np.argmin(placed[join.phase].order[join.tasks])]
         order.append(np.array([placed[join.phase].order[first] - 0.5]))
         stream.append(stream[join.phase][[first]])
-    of = np.concatenate(stream)
-    sorting = np.lexsort((np.concatenate(order), of))
-    offsets = np.zeros(ranks * workers + 1, dtype=np.int32)
-    np.cumsum(np.bincount(of, minlength=ranks * workers), out=offsets[1:])
-    return Segment(np.concatenate(records)[sorting], offsets)
+    return _Placed(np.concatenate(records), np.concatenate(stream), np.concatenate(order))
+
+
+def _streams(placed: _Placed, count: int) -> Segment:
+    """Each stream's records in order."""
+    sorting = np.lexsort((placed.order, placed.stream))
+    offsets = np.zeros(count + 1, dtype=np.int32)
+    np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
+    return Segment(placed.records[sorting], offsets)
+
+
+def _with_queue(body: _Placed, ranks: int, workers: int, what: str) -> tuple[_Placed, Segment]:
+    """The body with a queue for each rank instead of its attention or all of its instructions.
+
+    Every worker of the rank drains the queue where it begins. Attention follows all that its items may wait for
+    and precedes all that waits for it, in the order of all streams, so all of it may be claimed at once.
+    """
+    rank = body.stream // workers
+    claimed = np.ones(len(rank), bool) if what == "body" else opcode(body.records) == BY_NAME["attention"].opcode
+    queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)
+    lengths = np.repeat(np.diff(queues.offsets), workers)
+    drains = np.zeros((ranks * workers, WORDS), dtype=np.int32)
+    drains[:, 0] = BY_NAME["drain"].opcode
+    drains[:, OPERAND_WORD + BY_NAME["drain"].operands.index("end")] = lengths
+    begin = np.full(ranks, np.inf)
+    np.minimum.at(begin, rank[claimed], body.order[claimed])
+    used, left = lengths > 0, ~claimed
+    parts = (drains[used], np.flatnonzero(used), np.repeat(begin, workers)[used])
+    old = (body.records[left], body.stream[left], body.order[left])
+    return _Placed(*(np.concatenate(pair) for pair in zip(old, parts, strict=True))), queues
 
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:

@@ -72,29 +72,29 @@ def program_dims(
     max_seqs: int,
     max_context: int,
     tp: int = 1,
-    replicated_o: bool = False,
-    one_hop: bool = False,
+    slots: int | None = None,
 ) -> Dims:
-    """Sizes of a bucket, with room in its step table that depends on the bucket and the worker count only.
+    """Sizes of a bucket, with room in its step table that depends on the bucket and the slots only.
 
-    Where token rows have owners, blocks are short enough that every rank owns one if there are as many rows.
+    `slots`: attention instructions of a layer and rank; one for each worker by default.
+
+    Row blocks and how the ranks share the work are those of one rank: `choose` has the rest.
     """
     kv_blocks = -(-max_context // KV_BLOCK)
+    slots = slots or machine.workers
     return replace(
         weight_dims(config, dtype),
         page=machine.page,
-        row_block=min(machine.tile_rows, tokens if one_hop else -(-tokens // tp)),
+        row_block=min(machine.tile_rows, tokens),
         tokens=tokens,
         logit_rows=logit_rows,
         max_seqs=max_seqs,
         max_context=max_context,
-        items=tokens + _ITEMS_PER_SLOT * machine.workers,
-        attention_slots=machine.workers,
+        items=tokens + _ITEMS_PER_SLOT * slots,
+        attention_slots=slots,
         partials=min(config.kv_heads * kv_blocks * min(tokens, _SPLIT_ROWS), _MAX_PARTIALS),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
         tp=tp,
-        replicated_o=int(replicated_o and tp > 1),
-        one_hop=int(one_hop and tp > 1),
     )
 
 

@@ -35,6 +35,5 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in CHOICES and value not in CHOICES[field.name]:
-                raise MegakernelError(
-                    f"cannot compile with {field.name} = {value!r}: it must be {', '.join(CHOICES[field.name])}"
-                )
+                known = " or ".join(CHOICES[field.name])
+                raise MegakernelError(f"cannot compile with {field.name} = {value!r}: it must be {known}")

@@ -173,6 +173,11 @@ class _Builder:
                 _append(
                     self.signals[group.segment][group.phase], group.members[touched[:, head_group]], counter.signal()
                 )
+        self._attention_done(items, done)
+
+    def _attention_done(self, items: list[int], done: int) -> None:
+        """Arrivals at the grid that starts at counter `done`, and who waits for them."""
+        dims = self.tasks.dims
         for g in items:
             group = self.groups[g]
             low, high = block_rows(dims, group.block)
@@ -180,10 +185,11 @@ class _Builder:
             counter = Counter(done + group.block, group.block % dims.tp if to == OWNER else to)
             heads = replace(dims, rank=group.rank).rank_kv_heads
             self.arrivals_by_table[counter] = self.arrivals_by_table.get(counter, 0) + (high - low) * heads
-            done_here = [done + group.block] if self.by_blocks else range(done, done + dims.row_blocks)
-            for _, successors in self.within.pop(g, ()):
-                for consumer in successors:
-                    self.waited[consumer].update(done_here)
+        for g in items:
+            for consumer in {c for _, successors in self.within.pop(g, ()) for c in successors}:
+                at = (self.groups[consumer].rank, ALL_RANKS)
+                blocks = {c.number for c in self.arrivals_by_table if c.rank in at} if not self.by_blocks else set()
+                self.waited[consumer] |= blocks or {done + self.groups[g].block}
 
     def _phase(self, g: int) -> Phase:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].phase]
@@ -245,16 +251,27 @@ class _Builder:
                 )
             return fed[consumer]
 
+        fed_counters: dict[Counter, set[int]] = defaultdict(set)  # from which groups
         for producer, successors in self.entering.items():
-            group = self.groups[producer]
             found = {consumer: nearest(consumer) for consumer in successors}
-            counters = {min(self.from_last_run[n]) for n in found.values() if n is not None}
+            for n in found.values():
+                if n is not None:
+                    fed_counters[min(self.from_last_run[n])].add(producer)
             for rank, alone in self._targets(producer, (c for c, n in found.items() if n is None)):
                 counter = self._counter("entering", rank, alone)
-                counters.add(counter)
+                fed_counters[counter].add(producer)
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
-            for counter in sorted(counters):
+        # What a layer before signals and nothing in the prologue: by what is first in the same rows, so that no
+        # counter is without arrivals.
+        first = {self.groups[g].block: g for g in sorted(self.entering, reverse=True)}
+        for counter, consumer in sorted((c, g) for g, counters in self.from_last_run.items() for c in counters):
+            group = self.groups[consumer]
+            if group.segment == BODY and counter not in fed_counters:
+                fed_counters[counter].add(first.get(group.block, min(first.values())))
+        for counter, producers in sorted(fed_counters.items()):
+            for producer in sorted(producers):
+                group = self.groups[producer]
                 _append(self.signals[group.segment][group.phase], group.members, counter.signal())
 
     def wait_for_groups(self) -> None:

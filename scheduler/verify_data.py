@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from ..isa import (
 )
 from ..program import SEGMENTS, Program
 from . import verify_native as native
-from .verify_form import Ints, Part, home
+from .verify_form import Ints, Part, all_dims, home
 from .verify_order import Events, Unrolled, row_blocks
 
 _PHASES = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
@@ -67,7 +68,7 @@ def uses(parts: list[Part]) -> list[Use]:
     """Segment by segment, in table order."""
     out = []
     program = parts[0].program
-    dims = [program.rank_dims(rank) for rank in range(program.ranks)]
+    dims = all_dims(program.dims)
     for part in parts:
         key = part.opcode.astype(np.int64) * program.ranks + part.rank
         order = np.argsort(key, kind="stable")
@@ -122,22 +123,27 @@ class _Touches:
 
     def __init__(self, program: Program) -> None:
         self.ranks = program.ranks
-        self.pieces: list[tuple[Column | Ints | int, ...]] = []
+        self.kinds: list[tuple[int, int]] = []
+        self.places: list[int | Column | Ints] = []
+        self.pieces: list[tuple[Column | Ints, ...]] = []  # events and boxes
 
     def add(
-        self, phase: int, buffer: Buffer, rank: Ints | Column | int, kind: int, event: Ints, *box: Ints | Column | int
+        self, phase: int, buffer: Buffer, rank: Ints | Column | int, kind: int, event: Ints, *box: Ints | Column
     ) -> None:
-        self.pieces.append((phase, buffer * self.ranks + rank, kind, event, *box))
+        self.kinds.append((phase, kind))
+        self.places.append(buffer * self.ranks + rank)
+        self.pieces.append((event, *box))
 
     def columns(self) -> NDArray[np.int32]:
-        lengths = [len(piece[3]) for piece in self.pieces]  # type: ignore[arg-type]
-        out = np.empty((8, sum(lengths)), dtype=np.int32)
-        for i in range(8):
-            values = [piece[i] for piece in self.pieces]
-            if all(isinstance(value, int) for value in values):
-                out[i] = np.repeat(np.array(values, dtype=np.int32), lengths)
-            else:
-                np.concatenate([np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)], out=out[i])
+        lengths = np.array([len(piece[0]) for piece in self.pieces])
+        out = np.empty((8, lengths.sum()), dtype=np.int32)
+        for column, values in zip((0, 2), zip(*self.kinds, strict=True), strict=True):
+            out[column] = np.repeat(values, lengths)
+        for column, pieces in zip((3, 4, 5, 6, 7), zip(*self.pieces, strict=True), strict=True):
+            np.concatenate(pieces, out=out[column])
+        at = np.cumsum(lengths) - lengths
+        for first, length, place in zip(at.tolist(), lengths.tolist(), self.places, strict=True):
+            out[1, first : first + length] = place
         return out
 
 
@@ -162,7 +168,9 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                         col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
                     for rank in _copies(access, use.dims):
                         out.add(phase, access.buffer, rank, kind, use.rows, access.row, access.row_end, col, col_end)
-    _outputs(out, program)
+    for buffer, rank in _declared(program.dims)[1]:
+        height, width = extent(buffer, program.dims)
+        out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
     return out.columns()
 
 
@@ -206,41 +214,37 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
     d = use.dims
     blocks = row_blocks(d, d.rank)
     row, row_end = _block_rows(d, blocks)
+    box = (row, row_end, np.zeros_like(row), np.full_like(row, d.hidden))
     plain = use.rows
     for reads in (r for r in events.reads if r.rank == d.rank):
-        out.add(phase, access.buffer, d.rank, kind, reads.event, row, row_end, 0, d.hidden)
+        out.add(phase, access.buffer, d.rank, kind, reads.event, *box)
         plain = np.setdiff1d(plain, reads.records)
     for record in plain:
-        out.add(phase, access.buffer, d.rank, kind, np.full(len(blocks), record), row, row_end, 0, d.hidden)
+        out.add(phase, access.buffer, d.rank, kind, np.full(len(blocks), record), *box)
 
 
-def _outputs(out: _Touches, program: Program) -> None:
-    """What the host reads after a launch: outputs that are gathered on one rank."""
-    probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
-    for access in (a for i in _PHASES if not i.layered for a in i.accesses(probe, program.dims)):
-        if BUFFERS[access.buffer].space is Space.OUTPUT and access.index is Index.NONE and access.buffer is not Buffer.LOGITS:
-            height, width = extent(access.buffer, program.dims)
-            out.add(_HOST, access.buffer, 0, native.HOST, np.zeros(1, np.int64), 0, height, 0, width)
-
-
-def _declares(dims: Dims) -> NDArray[np.uint8]:
-    """[phases, buffers]: which phases of these sizes write a buffer, on whichever rank."""
-    out = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
+@lru_cache(maxsize=64)
+def _declared(dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
+    """[phases, buffers]: which phases of these sizes write a buffer, on whichever rank. And the outputs that are
+    gathered on one rank, with that rank: what the host reads after a launch."""
+    writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
+    outputs = []
     probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
     for phase, instruction in enumerate(_PHASES):
-        if instruction.present(dims):
-            for access in instruction.accesses(probe, dims):
-                out[phase, access.buffer] |= access.kind is not Kind.READ
-    return out
+        for access in instruction.accesses(probe, dims) if instruction.present(dims) else ():
+            writes[phase, access.buffer] |= access.kind is not Kind.READ
+            if BUFFERS[access.buffer].space is Space.OUTPUT and access.buffer is not Buffer.LOGITS:
+                assert isinstance(access.rank, int)
+                outputs.append((access.buffer, access.rank))
+    return writes, outputs
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
     """Up to `most` violations: of what is written, or else of what must be ordered."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
-    step = native.Step(
-        program.ranks, _SEGMENT, _declares(program.dims), _LAYERED, _touches(program, events, found)
-    )
+    writes, _ = _declared(program.dims)
+    step = native.Step(program.ranks, _SEGMENT, writes, _LAYERED, _touches(program, events, found))
     nothing = np.zeros(0, dtype=np.int32)
     ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)
     for violation in native.unordered(unrolled.graph, order, step, ends, lasts, most):

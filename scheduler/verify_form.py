@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,6 @@ _LAYERED = [i.opcode for i in _OPS if i.layered]
 _KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
 _KNOWN = np.isin(np.arange(256), list(BY_OPCODE))
 _ATTENTION, _FINAL_NORM, _DRAIN = (BY_NAME[name].opcode for name in ("attention", "final_norm", "drain"))
-# No operand and no sum of two operands comes near the end of int32.
-_MOST = 1 << 28
 # Columns of instructions whose column tiles are not those of one buffer that they write.
 _TILE_COLUMNS: dict[str, Callable[[Dims], int]] = {"qkv_rope": lambda d: d.qkv_cols, "lm_head": lambda d: d.rank_vocab}
 
@@ -39,7 +38,18 @@ def home(instruction: Instruction) -> str | None:
 
 _HOME = np.array([SEGMENTS.index(home(BY_OPCODE[i]) or "body") if _KNOWN[i] else 0 for i in range(256)])
 _ANYWHERE = np.array([bool(_KNOWN[i]) and home(BY_OPCODE[i]) is None for i in range(256)])
-_USED = np.array([len(BY_OPCODE[i].operands) if _KNOWN[i] else 0 for i in range(256)])
+# What operands may be at least, and less than what; sums of two never come near the end of int32.
+_LEAST = np.full((256, bits.OPERANDS), -(1 << 31))
+_MOST = np.full((256, bits.OPERANDS), 1 << 31)
+for _i in INSTRUCTIONS:
+    _LEAST[_i.opcode, : len(_i.operands)] = [name in ("rows", "cols") for name in _i.operands]
+    _MOST[_i.opcode, : len(_i.operands)] = 1 << 28
+
+
+@lru_cache(maxsize=64)
+def all_dims(dims: Dims) -> list[Dims]:
+    """Sizes as each rank sees them."""
+    return [replace(dims, rank=rank) for rank in range(dims.tp)]
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
     """Everything that one record can get wrong by itself, but for its boxes, and attention instructions and drains
     together."""
-    dims = [program.rank_dims(rank) for rank in range(program.ranks)]
+    dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
         yield from _operands(part, dims)
@@ -194,30 +204,22 @@ def _headers(part: Part, number: int) -> Iterator[str]:
 
 
 def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
-    values = part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
-    used = np.arange(bits.OPERANDS) < _USED[part.opcode][:, None]
-    bad = (used & ((values < 0) | (values >= _MOST))).any(axis=1)
+    opcode, values = part.opcode, part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
+    bad = ((values < _LEAST[opcode]) | (values >= _MOST[opcode])).any(axis=1)
     yield from _each(part, np.nonzero(bad)[0], "an operand is out of range")
-    for opcode in np.flatnonzero(np.bincount(part.opcode, minlength=256)):
-        if opcode not in BY_OPCODE:
+    absent = [i.opcode for i in INSTRUCTIONS if not i.present(dims[0])]
+    yield from _each(part, np.nonzero(np.isin(opcode, absent))[0], "programs of these sizes have no such instruction")
+    for name, width in _TILE_COLUMNS.items():
+        rows = part.rows(BY_NAME[name].opcode)
+        if not len(rows):
             continue
-        instruction = BY_OPCODE[int(opcode)]
-        if not instruction.present(dims[0]):
-            yield from _each(part, part.rows(opcode), "programs of these sizes have no such instruction")
-        for name in ("rows", "cols"):
-            if name in instruction.operands:
-                rows = part.rows(opcode)
-                empty = part.records[rows, bits.OPERAND_WORD + instruction.operands.index(name)] < 1
-                yield from _each(part, rows[empty], f"{name} must be at least 1")
-        if instruction.name in _TILE_COLUMNS:
-            rows = part.rows(opcode)
-            columns = instruction.columns(part.records[rows])
-            most = np.array([_TILE_COLUMNS[instruction.name](d) for d in dims])[part.rank[rows]]
-            bad = columns["col"].astype(np.int64) + columns["cols"] > most
-            yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
-            if instruction.name == "qkv_rope":
-                bad = (columns["col"] % 2 != 0) | (columns["cols"] % 2 != 0)
-                yield from _each(part, rows[bad], "its column tile cuts a RoPE pair")
+        columns = BY_NAME[name].columns(part.records[rows])
+        most = np.array([width(d) for d in dims])[part.rank[rows]]
+        bad = columns["col"].astype(np.int64) + columns["cols"] > most
+        yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
+        if name == "qkv_rope":
+            bad = (columns["col"] % 2 != 0) | (columns["cols"] % 2 != 0)
+            yield from _each(part, rows[bad], "its column tile cuts a RoPE pair")
 
 
 def _counters(part: Part) -> Iterator[str]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..isa import BY_NAME, Dims
 from ..isa import record as bits
 from ..program import Program
-from .verify_form import Ints, Mask, Part
+from .verify_form import Ints, Mask, Part, all_dims
 from .verify_native import Graph, topological_order
 
 Edges = tuple[Ints, Ints]  # earlier, later
@@ -108,7 +108,7 @@ class Events:
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
             event = self._new(dims.row_blocks, groups)
             self.items[rank] = Grid(event, group_heads)
-            heads = np.minimum(program.rank_dims(rank).rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            heads = np.minimum(all_dims(dims)[rank].rank_kv_heads - np.arange(groups) * group_heads, group_heads)
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))

@@ -196,7 +196,6 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Forget a request; its choices that run end with reason `abort`."""
-        request.held.clear()
         for sequence in request.choices:
             self._finish(sequence, "abort")
         self._settle()
@@ -216,7 +215,8 @@ class Engine:
         """Wait for the launch under way, start the next one and tell what the ended one brought; there must be work.
 
         `trace` is for the launches that this call starts: the one it returns is traced if the last call asked, or if
-        nothing was under way. After an exception every request is as it was, less what the lost launches computed.
+        nothing was under way. After an exception nothing is under way and every request waits, to compute again what
+        was lost; tokens of a launch that had ended may remain untold, so abort the requests that ran.
         """
         try:
             if self._under_way is None:
@@ -264,10 +264,12 @@ class Engine:
 
     def _start(self, work: _Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
-        if work is None or all(sequence.finish_reason for sequence in work.sequences):
+        if work is None:
             return
         for slot, tokens in work.histories:
             self.backend.write_history(slot, 0, tokens)
+        if all(sequence.finish_reason for sequence in work.sequences):
+            return
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
 
@@ -289,7 +291,7 @@ class Engine:
         for sequence in sorted(self._running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self._waiting:
-            sequence.sampling = 0
+            sequence.length = len(sequence.tokens)
             sequence.request.scored = len(sequence.request.prompt_logprobs)
         self._histories.clear()
         self._pool.forget()
@@ -428,7 +430,7 @@ class Engine:
             rows.append(sequence.sample_row(count - 1))
             wanted = request.params.logprobs
             samples.append(_Sample(sequence, -1, -1 if wanted is None else wanted))
-            sequence.sampling += 1
+            sequence.length += 1
         sequence.computed = end
         if request.held and sequence.choice == 0 and end >= len(request.prompt_ids):
             self._unhold(request)
@@ -445,7 +447,6 @@ class Engine:
                 continue
             sequence = sample.sequence
             sequence.tokens.append(token)
-            sequence.sampling -= 1
             sequence.first_token_at = sequence.first_token_at or now
             sequence.last_token_at = now
             if token in sequence.request.stop_ids:
@@ -460,7 +461,7 @@ class Engine:
         logits = iter(output.logits)
         rows = zip(work.samples, live, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
         for (sequence, target, top), alive, token, logprob in rows:
-            best = top_logprobs(next(logits), top) if top > 0 else {}
+            best = top_logprobs(next(logits), top, token, logprob) if top > 0 else {}
             if not alive:
                 continue
             if top >= 0:

@@ -87,7 +87,7 @@ class LLM:
     """A model ready to generate.
 
     model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
-    tp           tensor-parallel ranks
+    tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
     backend      auto, reference, cpu or null
     dtype        auto (the checkpoint's own), f32 or bf16
     threads      CPU threads; None: the cores that this process may use
@@ -112,7 +112,7 @@ class LLM:
         prefix_cache: bool = True,
         ranks: str = "threads",
     ) -> None:
-        for name, value in (("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
+        for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
                 raise MegakernelError(f"{name}={value} must be positive")
         if step_tokens < max_seqs:
@@ -126,12 +126,13 @@ class LLM:
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.threads = machine.workers
-        context, kv_tokens = kv_capacity(self.config, self.dtype, machine.memory_bytes, max_context, max_seqs)
+        memory = machine.memory_bytes
+        context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         programs = Programs(
             partial(
                 compile_program,
                 self.config,
-                machine,
+                machines.host(max(1, machine.workers // tp)),
                 dtype=self.dtype,
                 max_seqs=max_seqs,
                 max_context=context,

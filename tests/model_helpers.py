@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 
@@ -31,6 +34,25 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCa
         for parameter in model.parameters():
             parameter.normal_()
     return model.to(dtype)
+
+
+def byte_model(folder: Path, gain: float = 1.0) -> None:
+    """A folder with random weights, a tokenizer of single bytes (ids 0 to 255 of 260), and a chat template.
+
+    `gain` scales the logits; 0.01 makes them small beside biases and penalties.
+    """
+    model = tiny_llama(vocab_size=260, max_position_embeddings=4096)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(gain)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s"), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def tiny_gguf(

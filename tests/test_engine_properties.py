@@ -187,6 +187,17 @@ def test_choices_of_a_long_prompt_share_its_pages() -> None:
     assert_at_rest(engine, backend)
 
 
+def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([i % 50 for i in range(40)], SamplingParams(n=3, max_tokens=4, seed=1, ignore_eos=True))
+    engine.step()
+    engine.stop(request, 0)
+    for _ in engine.run():
+        pass
+    assert [c.finish_reason for c in request.choices] == ["stop", "length", "length"]
+    assert_at_rest(engine, backend)
+
+
 def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first() -> None:
     engine, backend = fake_engine(None, pages=8, step_tokens=32)
     twins = [engine.add([7] * 33, SamplingParams(seed=s, max_tokens=5)) for s in (1, 1, 2)]
@@ -308,6 +319,21 @@ def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
     assert short.choices[0].output_ids == [1, 1, EOS]
     assert [len(step) for step in backend.steps()] == [2, 2, 2, 2]
     assert long.choices[0].outputs == 4
+    assert_at_rest(engine, backend)
+
+
+def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
+    """Two that decode take the whole budget and end at once; a third was admitted beside them."""
+    engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
+    for prompt in ([1], [2]):
+        engine.add(prompt, SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    third = engine.add([3] * 20, SamplingParams(max_tokens=2))
+    for _ in engine.run():
+        pass
+    assert [len(step) for step in backend.steps()][:3] == [2, 2, 2]
+    assert third.choices[0].output_ids == [1, 1]
     assert_at_rest(engine, backend)
 
 

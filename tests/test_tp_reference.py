@@ -27,6 +27,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.options import Options
+from megakernel.serving import LLM, SamplingParams
 
 torch.set_num_threads(1)
 PAGES = 40
@@ -375,3 +376,23 @@ def test_prompts_go_to_every_rank() -> None:
     mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 4)))
     mixed.backend.write_history(3, 2, np.array([7, 8], np.int32))
     assert all(mixed.backend.buffer(Buffer.HISTORY, rank=r)[3, :5].tolist() == [0, 0, 7, 8, 0] for r in range(4))
+
+
+def test_an_engine_on_ranks_generates_the_same() -> None:
+    """Requests sampled by different ranks, with penalties that each reads from its own HISTORY."""
+    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (3, 20, 7)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=6, frequency_penalty=0.5, n=2),
+        SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.5, prompt_logprobs=0),
+    ]
+    found = []
+    for tp in (1, 4):
+        limits = {"threads": 4, "max_seqs": 4, "step_tokens": 16, "max_context": 64}
+        with LLM(checkpoint, tp, "reference", **limits) as llm:
+            results = llm.generate(prompts, params)
+            found.append([[choice.token_ids for choice in result.choices] for result in results])
+            scores = results[2].prompt_logprobs
+        assert scores is not None and np.isfinite(scores[1:]).all()
+    assert found[0] == found[1]

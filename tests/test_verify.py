@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handmade import handmade, run_once, small_dims
+from handmade import handmade, rank_dims, small_dims
 from mutants import mutants
+from run_once import run_once
 
 from megakernel.isa import BY_NAME, Dtype, record
 from megakernel.machine import Machine, host

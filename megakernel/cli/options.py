@@ -10,6 +10,7 @@ from ..settings import SETTINGS
 from . import output
 
 if TYPE_CHECKING:
+    from ..scheduler import Options
     from ..serving import LLM
 
 
@@ -29,6 +30,29 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
         type=positive if name == "tp" else str,
         metavar=setting.flag.lstrip("-").upper(),
         help=f"{setting.what} (default: {setting.default})",
+    )
+
+
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    """How a program is compiled where there is a choice."""
+    for name in ("o lowering", "residual", "queue"):
+        add_setting(parser, name)
+    for name in ("interleave", "rank overlap"):
+        setting = SETTINGS[name]
+        assert setting.flag is not None
+        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+
+
+def lowering(args: argparse.Namespace) -> Options:
+    """What the flags of `add_lowering` say."""
+    from ..scheduler import Options
+
+    return Options(
+        o=args.o_lowering,
+        residual=args.residual,
+        queue=args.queue,
+        interleave=not args.no_interleave,
+        overlap_ranks=not args.no_rank_overlap,
     )
 
 

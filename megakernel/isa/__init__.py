@@ -14,6 +14,7 @@ from .instructions import (
     attention_cost,
     itemsize,
 )
+from .link import link_bytes
 from .step import STEP_FIELDS, StepField, StepTable
 
 __all__ = [
@@ -46,5 +47,6 @@ __all__ = [
     "from_f32",
     "item_columns",
     "itemsize",
+    "link_bytes",
     "to_f32",
 ]

@@ -55,7 +55,16 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""
-        return TextStream(lambda token: self._bytes(token, skip_special), self._strip)
+        return TextStream(lambda token: self.token_bytes(token, skip_special=skip_special), self._strip)
+
+    def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
+        """The bytes that `token` adds to a text; a character may begin in one token and end in another."""
+        if (added := self._added.get(token)) is not None:
+            return b"" if skip_special and added.special else added.content.encode()
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""  # models pad their vocabularies; such an id has no text
+        return self._piece(piece)
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
@@ -63,14 +72,6 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         return ids
-
-    def _bytes(self, token: int, skip_special: bool) -> bytes:
-        if (added := self._added.get(token)) is not None:
-            return b"" if skip_special and added.special else added.content.encode()
-        piece = self._backend.id_to_token(token)
-        if piece is None:
-            return b""  # models pad their vocabularies; such an id has no text
-        return self._piece(piece)
 
 
 class TextStream:

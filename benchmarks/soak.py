@@ -1,0 +1,347 @@
+"""Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
+
+    python benchmarks/soak.py --minutes 10 --json benchmarks/results/soak.json
+
+Starts `megakernel serve` (by default on the null backend, where arithmetic costs nothing and scheduling does), sends
+well-formed requests beside clients that leave while queued, prefilling or decoding, malformed bodies, prompts that are
+too long, readers that stall and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic.
+Fails where an answer is a 5xx other than 503, an error is not in the documented shape, a request hangs, or a KV page is
+missing in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megakernel.serving.api.server import allow_connections
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HANG = 120.0  # seconds without an answer that count as stuck
+
+
+@dataclass
+class Target:
+    """A server and what was seen of it. One that is `ending` may refuse and close connections."""
+
+    host: str
+    port: int
+    seen: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    ending: bool = False
+
+    def complain(self, what: str) -> None:
+        if len(self.wrong) < 100:
+            self.wrong.append(what)
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.port)
+
+    async def send(
+        self, path: str, body: bytes | None, headers: str = ""
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which one request was sent."""
+        reader, writer = await self.open()
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: soak\r\nConnection: close\r\n{headers}"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"\r\n" + (body or b""))
+        return reader, writer
+
+    async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
+        """Status and body of one request, checked: the status is none that a server is to blame for."""
+        reader, writer = await self.send(path, body, headers)
+        try:
+            async with asyncio.timeout(HANG):
+                data = await reader.read()
+        except TimeoutError:
+            self.complain(f"no answer within {HANG:.0f} s: {path}")
+            return 0, b""
+        finally:
+            writer.close()
+        status, content = parse(data)
+        self.seen[str(status)] += 1
+        if not status and not self.ending:
+            self.complain(f"a connection closed without an answer: {path}")
+        if status >= 400:
+            self.check_error(status, content)
+        return status, content
+
+    def check_error(self, status: int, content: bytes) -> None:
+        """The documented shape, and no status that a client cannot have caused but 503."""
+        try:
+            error = json.loads(content)["error"]
+            fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
+            fine = fine and set(error) == {"message", "type", "param", "code"}
+        except (ValueError, KeyError, TypeError):
+            fine = False
+        if not fine:
+            self.complain(f"{status} in another shape: {content[:200]!r}")
+        if status >= 500 and status != 503:
+            self.complain(f"{status}: {content[:200]!r}")
+
+
+def parse(data: bytes) -> tuple[int, bytes]:
+    """Status and body of an HTTP/1.1 answer that ends with its connection; 0 where there is none."""
+    head, _, body = data.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 "):
+        return 0, b""
+    if b"transfer-encoding: chunked" in head.lower():
+        parts = []
+        while body:
+            size, _, body = body.partition(b"\r\n")
+            length = int(size, 16)
+            parts.append(body[:length])
+            body = body[length + 2 :]
+        body = b"".join(parts)
+    return int(head[9:12]), body
+
+
+class Traffic:
+    """Kinds of clients. Each call is one client, from connection to end."""
+
+    def __init__(self, target: Target, facts: dict[str, Any], seed: int) -> None:
+        self.target, self.random = target, random.Random(seed)
+        self.context: int = facts["max_model_len"]
+        self.vocab = 256
+
+    def kinds(self) -> list[Callable[[], Awaitable[None]]]:
+        return [
+            self.whole, self.whole, self.stream, self.stream, self.several, self.scored, self.malformed, self.too_long,
+            self.leaves, self.leaves, self.leaves, self.leaves_while_sending, self.stalls, self.same_id, self.looks,
+        ]  # fmt: skip
+
+    def body(self, **changes: Any) -> bytes:
+        prompt = [self.random.randrange(self.vocab) for _ in range(self.random.randint(1, self.context // 2))]
+        tokens = self.random.randint(1, self.context // 3)
+        given = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": self.random.randrange(1 << 30)}
+        return json.dumps(given | {"request_id": "soak"} | changes).encode()
+
+    async def whole(self) -> None:
+        body = self.body(n=self.random.choice((1, 1, 1, 3)))
+        status, content = await self.target.ask(COMPLETIONS, body)
+        if status == 200:
+            wanted, got = json.loads(body), json.loads(content)
+            if got["usage"]["completion_tokens"] != wanted["max_tokens"] * wanted["n"]:
+                self.target.complain(f"{got['usage']} for max_tokens {wanted['max_tokens']} and n {wanted['n']}")
+
+    async def stream(self) -> None:
+        body = self.body(stream=True, stream_options={"include_usage": True})
+        status, content = await self.target.ask(COMPLETIONS, body)
+        if status == 200 and not self.target.ending:
+            *events, done, _ = content.decode().split("\n\n")
+            last = json.loads(events[-1].removeprefix("data: "))
+            if "error" in last:
+                self.target.check_error(last["error"]["code"], events[-1].removeprefix("data: ").encode())
+            elif done != "data: [DONE]" or last["usage"]["completion_tokens"] != json.loads(body)["max_tokens"]:
+                self.target.complain(f"a stream ended with {events[-1][:200]} and {done[:100]}")
+
+    async def several(self) -> None:
+        prompts = [[self.random.randrange(self.vocab) for _ in range(8)] for _ in range(self.random.randint(1, 20))]
+        status, content = await self.target.ask(COMPLETIONS, self.body(prompt=prompts, max_tokens=4))
+        if status == 200 and len(json.loads(content)["choices"]) != len(prompts):
+            self.target.complain("a prompt has no answer")
+
+    async def scored(self) -> None:
+        await self.target.ask(COMPLETIONS, self.body(echo=True, logprobs=1, max_tokens=1))
+
+    async def malformed(self) -> None:
+        body = self.body()
+        cut = self.random.randrange(1, len(body))
+        junk = [
+            body[:cut], b"", b"null", b"[]", b"{}", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff" * 50,
+            self.body(temperature=-1), self.body(n=10**9), self.body(max_tokens=-1), self.body(prompt=[-1]),
+            self.body(prompt=[10**9]), self.body(logit_bias={"x": 1}), self.body(model="none"), b"[" * 10_000,
+        ]  # fmt: skip
+        status, _ = await self.target.ask(self.random.choice((COMPLETIONS, CHAT)), self.random.choice(junk))
+        if status not in (0, 400, 404, 503):
+            self.target.complain(f"{status} for a malformed body")
+
+    async def too_long(self) -> None:
+        prompt = [1] * (self.context + self.random.randint(-1, 3))
+        status, _ = await self.target.ask(COMPLETIONS, self.body(prompt=prompt, max_tokens=2))
+        if status not in (0, 400, 503):
+            self.target.complain(f"{status} for a prompt of {len(prompt)} and 2 tokens in a context of {self.context}")
+
+    async def leaves(self) -> None:
+        """At once, and a little later, whatever its request does then: waits, is prefilled, decodes."""
+        long = {"prompt": [1] * (self.context // 2), "max_tokens": self.context // 3}
+        stream = self.random.random() < 0.5
+        _, writer = await self.target.send(COMPLETIONS, self.body(**long, n=self.random.choice((1, 4)), stream=stream))
+        await asyncio.sleep(self.random.choice((0.0, 0.001, 0.01, 0.1, 0.5)))
+        writer.transport.abort() if self.random.random() < 0.5 else writer.close()
+        self.target.seen["left"] += 1
+
+    async def leaves_while_sending(self) -> None:
+        _, writer = await self.target.open()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Length: 1000\r\n\r\n{")
+        await asyncio.sleep(self.random.choice((0.0, 0.05)))
+        writer.transport.abort()
+        self.target.seen["left"] += 1
+
+    async def stalls(self) -> None:
+        """Reads a few bytes of a stream, then nothing for a while, then leaves."""
+        reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
+        await asyncio.wait_for(reader.read(100), HANG)
+        await asyncio.sleep(self.random.random() * 2)
+        writer.close()
+        self.target.seen["stalled"] += 1
+
+    async def same_id(self) -> None:
+        """Two requests at once with one id."""
+        body, header = self.body(request_id="same"), "X-Request-Id: same\r\n"
+        answers = await asyncio.gather(*(self.target.ask(COMPLETIONS, body, header) for _ in range(2)))
+        bodies = [json.loads(content) for status, content in answers if status == 200]
+        if len(bodies) == 2 and bodies[0]["id"] == bodies[1]["id"]:
+            self.target.complain("two answers with one id")
+
+    async def looks(self) -> None:
+        for path in ("/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/nowhere"):
+            status, _ = await self.target.ask(path, None)
+            if status not in (0, 404 if path == "/nowhere" else 200):
+                self.target.complain(f"{status} for {path}")
+
+
+async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
+    """`clients` at a time, of random kinds, for a while: how many there were."""
+    deadline, count = time.monotonic() + seconds, 0
+
+    async def one_after_another() -> None:
+        nonlocal count
+        while time.monotonic() < deadline:
+            kind = traffic.random.choice(traffic.kinds())
+            try:
+                await kind()
+            except (ConnectionError, asyncio.IncompleteReadError) as e:
+                if not traffic.target.ending:
+                    traffic.target.complain(f"{kind.__name__}: {type(e).__name__}: {e}")
+            count += 1
+
+    await asyncio.gather(*(one_after_another() for _ in range(clients)))
+    return count
+
+
+async def burst(traffic: Traffic, connections: int) -> None:
+    """That many connections at once, each with a request."""
+
+    async def one() -> None:
+        try:
+            await traffic.target.ask(COMPLETIONS, traffic.body(prompt=[1, 2, 3], max_tokens=4))
+        except OSError as e:
+            traffic.target.complain(f"burst: {type(e).__name__}: {e}")
+
+    await asyncio.gather(*(one() for _ in range(connections)))
+
+
+async def gauges(target: Target) -> dict[str, float]:
+    """Sequences that run and wait, and the share of KV pages in use."""
+    _, content = await target.ask("/metrics", None)
+    found = {}
+    for line in content.decode().splitlines():
+        name = line.partition("{")[0].removeprefix("vllm:")
+        if name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
+            found[name] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+async def at_rest(target: Target) -> dict[str, float]:
+    """The gauges once nothing runs or waits, or as they are a minute later."""
+    for _ in range(600):
+        found = await gauges(target)
+        if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
+            return found
+        await asyncio.sleep(0.1)
+    target.complain(f"not at rest after a minute: {found}")
+    return found
+
+
+async def soak(args: argparse.Namespace) -> dict[str, Any]:
+    code = "import sys; from megakernel.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "serve", "--json", "--port", "0", "--shutdown-timeout", "60"]
+    server = await asyncio.create_subprocess_exec(*command, *args.serve, stdout=asyncio.subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        line = await server.stdout.readline()
+        if not line:
+            raise SystemExit("the server did not start")
+        facts = json.loads(line)
+        host, _, port = facts["url"].removeprefix("http://").rpartition(":")
+        target = Target(host, int(port))
+        traffic = Traffic(target, facts, args.seed)
+        begin = time.monotonic()
+        memory = [resident(server.pid)]
+        clients = 0
+        for _ in range(args.rounds):
+            clients += await mixed(traffic, args.minutes * 60 / args.rounds, args.clients)
+            await at_rest(target)
+            memory.append(resident(server.pid))
+        await burst(traffic, args.connections)
+        rest = await at_rest(target)
+        seconds = time.monotonic() - begin
+        seen = dict(target.seen)
+        ending = asyncio.ensure_future(mixed(traffic, 3.0, args.clients))
+        await asyncio.sleep(1.0)
+        target.ending = True
+        server.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(HANG):
+            status = await server.wait()
+            await ending
+        if status != 0:
+            target.complain(f"exit status {status} after SIGTERM")
+    finally:
+        if server.returncode is None:
+            server.kill()
+    return {
+        "ok": not target.wrong,
+        "wrong": target.wrong,
+        "clients": clients + args.connections,
+        "seconds": round(seconds, 1),
+        "answers": seen,
+        "at_rest": rest,
+        "resident_MB": memory,
+        "server": facts,
+        "command": " ".join(["benchmarks/soak.py", *sys.argv[1:]]),
+    }
+
+
+def resident(pid: int) -> float:
+    """Megabytes of a process in memory; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0.0
+    return round(int(fields[1]) * 4096 / 1e6, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of mixed traffic (default: 10)")
+    parser.add_argument("--rounds", type=int, default=5, help="pauses in which all must come to rest (default: 5)")
+    parser.add_argument("--clients", type=int, default=64, help="at a time (default: 64)")
+    parser.add_argument("--connections", type=int, default=2000, help="of the burst (default: 2000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
+    args = parser.parse_args()
+    args.serve = args.serve or ["--backend", "null", "--model", "smollm2-135m", "--max-model-len", "1024"]
+    allow_connections()
+    result = asyncio.run(soak(args))
+    text = json.dumps(result, indent=1)
+    if args.json:
+        args.json.write_text(text + "\n")
+    print(text)
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

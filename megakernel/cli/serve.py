@@ -1,0 +1,225 @@
+"""`megakernel serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MegakernelError
+from ..settings import SETTINGS
+from . import output
+from .bench import measured_ceilings
+from .options import AddVerb, fetch, positive
+
+if TYPE_CHECKING:
+    from ..serving import LLM
+
+
+def _port(text: str) -> int:
+    if text.isdigit() and int(text) < 65536:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "model": str,
+    "backend": str,
+    "dtype": str,
+    "tp": positive,
+    "threads": positive,
+    "host": str,
+    "port": _port,
+    "served model name": str,
+    "api key": str,
+    "max model len": positive,
+    "max num seqs": positive,
+    "max num batched tokens": positive,
+    "kv cache dtype": str,
+    "max queued requests": positive,
+    "max body bytes": positive,
+    "request timeout": _seconds,
+    "stall timeout": _seconds,
+    "shutdown timeout": _seconds,
+}
+_SEVERAL = {"served model name", "api key"}
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "serve",
+        "answer OpenAI API requests over HTTP",
+        "megakernel serve --model smollm2-135m --port 8000",
+    )
+    for name, kind in _TYPES.items():
+        setting = SETTINGS[name]
+        assert setting.flag is not None
+        env = f"; {setting.env}" if setting.env else ""
+        parser.add_argument(
+            setting.flag,
+            dest=name,
+            type=kind,
+            nargs="+" if name in _SEVERAL else None,
+            metavar=setting.flag.lstrip("-").upper(),
+            help=f"{setting.what} (default: {setting.default}{env})",
+        )
+    parser.add_argument(
+        "--config",
+        action=_Config,
+        metavar="FILE",
+        help="a YAML file of these flags, such as `port: 8000`; flags win",
+    )
+    parser.set_defaults(run=run)
+
+
+class _Config(argparse.Action):
+    """Takes from a file what no flag has given. Flags that come later overwrite it as they overwrite each other."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
+    ) -> None:
+        given = parser.parse_args(_flags(Path(value)))
+        for name in _TYPES:
+            if getattr(namespace, name) is None:
+                setattr(namespace, name, getattr(given, name))
+
+
+def _flags(path: Path) -> list[str]:
+    """A configuration file as the command line that says the same."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as e:
+        raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise MegakernelError(f"{path} is not YAML: {e}") from e
+    if not isinstance(content, dict):
+        raise MegakernelError(f"{path} must hold flags and their values, such as `port: 8000`")
+    known = {flag.lstrip("-") for name in _TYPES if (flag := SETTINGS[name].flag)}
+    line: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name not in known:
+            raise MegakernelError(f"{path}: {key} is no flag of serve; see megakernel serve --help")
+        values = value if isinstance(value, list) else [value]
+        line += [f"--{name}", *(str(item) for item in values)]
+    return line
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..serving.api.server import Server, allow_connections, listen, url
+    from ..serving.api.service import Service
+
+    given = {name: _value(args, name) for name in _TYPES}
+    if given["kv cache dtype"] not in ("auto", given["dtype"]):
+        raise MegakernelError(
+            f"--kv-cache-dtype {given['kv cache dtype']}: the KV cache has the compute dtype; set --dtype, or auto"
+        )
+    sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
+    allow_connections()
+    with sock, _open(given) as llm:
+        ceilings = measured_ceilings(llm)
+        service = Service(llm, given["served model name"], given["api key"], _limits(given), ceilings)
+        server = Server(
+            service,
+            on_ready=lambda: _ready(args.json, url(sock), service.names[0], llm),
+            on_drain=lambda name: output.stderr.print(f"{name}: finishing what has begun; again to end at once"),
+            drain_seconds=given["shutdown timeout"],
+        )
+        server.run(sockets=[sock])
+        return 128 + signal.SIGINT if server.ended_by == signal.SIGINT else 0
+
+
+def _value(args: argparse.Namespace, name: str) -> Any:
+    """A flag's value, or the environment's, or the default; None where the default says that there is none."""
+    value = getattr(args, name)
+    if value is not None:
+        return value
+    text = SETTINGS[name].value()
+    if name in _SEVERAL:
+        return None if text == SETTINGS[name].default else [text]
+    try:
+        return _TYPES[name](text)
+    except argparse.ArgumentTypeError:
+        return None
+
+
+def _limits(given: dict[str, Any]) -> Any:
+    from ..serving.api.service import Limits
+
+    return Limits(
+        max_waiting=given["max queued requests"],
+        max_body=given["max body bytes"],
+        request_timeout=given["request timeout"],
+        stall_timeout=given["stall timeout"],
+    )
+
+
+def _open(given: dict[str, Any]) -> LLM:
+    from ..serving import LLM
+
+    fetch(given["model"])
+    with output.busy(f"loading {given['model']}"):
+        return LLM(
+            given["model"],
+            tp=given["tp"],
+            backend=given["backend"],
+            dtype=given["dtype"],
+            threads=given["threads"],
+            max_context=given["max model len"],
+            max_seqs=given["max num seqs"],
+            step_tokens=given["max num batched tokens"],
+        )
+
+
+def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
+    """Say that connections are accepted, and how to try it."""
+    dims = llm.engine.dims
+    kv_tokens = llm.engine.stats.pages * dims.page
+    facts = {
+        "url": address,
+        "model": name,
+        "backend": llm.engine.backend.name,
+        "dtype": llm.dtype.name.lower(),
+        "threads": llm.threads,
+        "kv_tokens": kv_tokens,
+        "max_model_len": dims.max_context,
+        "max_num_seqs": dims.max_seqs,
+    }
+    if as_json:
+        output.emit(facts)
+        sys.stdout.flush()
+        return
+    if llm.tokenizer is None:
+        path, body = "completions", {"model": name, "prompt": [1, 2, 3]}
+    else:
+        path = "chat/completions"
+        body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    output.stdout.print(f"{name} is served at {address}/v1", style="bold")
+    output.rows(
+        ("engine", f"{facts['backend']}, {facts['dtype']}, {facts['threads']} threads"),
+        (
+            "KV cache",
+            f"{kv_tokens:,} tokens: {kv_tokens // dims.max_context} sequences of"
+            f" {dims.max_context:,}, {dims.max_seqs} at once",
+        ),
+    )
+    output.stdout.print(
+        f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True
+    )
+    sys.stdout.flush()

@@ -1,0 +1,120 @@
+"""The routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from ...errors import MegakernelError
+from ..live_routes import live_router
+from .chat import chat
+from .completions import complete
+from .errors import APIError, ErrorResponse, answer_error
+from .http import Gate, while_connected
+from .openapi import describe
+from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokenizeText
+from .responses import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Model,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from .service import Service
+
+_ERROR = {"model": ErrorResponse}
+_POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 503), _ERROR)
+_GENERATE: dict[int | str, dict[str, Any]] = _POST | {
+    200: {"content": {"text/event-stream": {}}, "description": "the answer, or its stream"}
+}
+_KEY: dict[int | str, dict[str, Any]] = {401: _ERROR}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The server as an ASGI application; its lifespan is the engine thread's."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.engine.close()
+
+    # The interactive pages load their scripts from elsewhere.
+    app = FastAPI(title="megakernel", version=version("megakernel"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, keys=service.keys, max_body=service.limits.max_body)
+    for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
+
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE | _KEY)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return await while_connected(request.receive, complete(service, body))
+
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE | _KEY)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await while_connected(request.receive, chat(service, body))
+
+    @app.get("/v1/models", response_model=ModelList, responses=_KEY)
+    async def models() -> ModelList:
+        """The names that `model` may have."""
+        return ModelList(data=[_model(service, name) for name in service.names])
+
+    @app.get("/v1/models/{name:path}", response_model=Model, responses=_KEY | {404: _ERROR})
+    async def model(name: str) -> Model:
+        """One of them."""
+        return _model(service, service.model(name))
+
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
+    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        service.model(body.model)
+        if isinstance(body, TokenizeText):
+            tokens = await service.encode(body.prompt)
+        else:
+            tokens = await service.encode_chat(body.messages)
+        return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
+
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """Text of token ids."""
+        service.model(body.model)
+        return DetokenizeResponse(prompt=service.decode(body.tokens))
+
+    @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
+    async def health() -> Response:
+        """Empty where all is well; 503 where the engine stopped, or work waits and no step ends."""
+        if service.engine.dead:
+            raise service.engine.dead
+        stalled = service.engine.stalled_for()
+        if stalled > service.limits.stall_timeout:
+            raise APIError(503, f"work waits, and no step has ended for {stalled:.0f} s")
+        return Response()
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version", response_model=VersionResponse)
+    async def own_version() -> VersionResponse:
+        """The server's version."""
+        return VersionResponse(version=version("megakernel"))
+
+    app.include_router(live_router(service.live))
+    describe(app, service)
+    return app
+
+
+def _model(service: Service, name: str) -> Model:
+    return Model(id=name, created=service.started, root=service.llm.model, max_model_len=service.max_context)

@@ -1,0 +1,102 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from fastapi.responses import Response
+
+from .answers import Answers, Delta
+from .logprobs import chat_logprobs, scores
+from .requests import ChatRequest
+from .responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    Usage,
+)
+from .service import Service, new_id
+
+
+async def chat(service: Service, body: ChatRequest) -> Response:
+    """A whole answer, or its stream once the first token is there."""
+    model = service.model(body.model)
+    prompt = await service.encode_chat(body.messages)
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    service.room([prompt], wanted)
+    params = body.sampling(
+        service.max_context - len(prompt) if wanted is None else wanted,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    answers = service.answers([prompt], params)
+    return await service.respond(answers, _Chat(service, body, model, prompt, answers), bool(body.stream))
+
+
+class _Chat:
+    def __init__(self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers) -> None:
+        self._service, self._body, self._prompt, self._answers = service, body, prompt, answers
+        self._id, self._created, self._model = new_id("chatcmpl"), int(time.time()), model
+        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+
+    async def whole(self) -> bytes:
+        response = ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=choice.index,
+                    message=ChatMessage(content=choice.text),
+                    logprobs=self._logprobs(choice),
+                    finish_reason=choice.finish_reason or "length",
+                    token_ids=choice.token_ids if self._shows_ids else None,
+                )
+                for choice in await self._answers.collect()
+            ],
+            usage=self._usage(),
+            prompt_token_ids=self._prompt if self._shows_ids else None,
+        )
+        return response.model_dump_json().encode()
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Each choice begins with its role and no text."""
+        begun: set[int] = set()
+        try:
+            while not self._answers.finished:
+                for delta in await self._answers.take():
+                    if delta.index not in begun:
+                        begun.add(delta.index)
+                        role = ChatDelta(role="assistant", content="")
+                        yield self._chunk([ChatChunkChoice(index=delta.index, delta=role)])
+                    yield self._chunk([self._choice(delta)])
+            if self._body.wants_usage_chunk:
+                yield self._chunk([], self._usage())
+        finally:
+            self._answers.close()
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
+        chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return chunk.model_dump_json().encode()
+
+    def _choice(self, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text),
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+            token_ids=delta.token_ids if self._shows_ids else None,
+        )
+
+    def _usage(self) -> Usage:
+        prompt, completion = len(self._prompt), self._answers.completion_tokens
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._service.tokenizer, scores(delta.tokens), self._body.top_logprobs or 0)

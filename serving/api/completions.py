@@ -1,0 +1,106 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from fastapi.responses import Response
+
+from .answers import Answers, Delta
+from .logprobs import Score, completion_logprobs, scores
+from .requests import CompletionRequest
+from .responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from .service import Service, new_id
+
+_DEFAULT_TOKENS = 16
+
+
+async def complete(service: Service, body: CompletionRequest) -> Response:
+    """A whole completion, or its stream once the first token is there."""
+    model = service.model(body.model)
+    prompts = await service.encode_prompts(body.prompt)
+    service.room(prompts, body.max_tokens)
+    params = body.sampling(
+        _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    answers = service.answers(prompts, params)
+    return await service.respond(answers, _Completion(service, body, model, prompts, answers), bool(body.stream))
+
+
+class _Completion:
+    def __init__(
+        self, service: Service, body: CompletionRequest, model: str, prompts: list[list[int]], answers: Answers
+    ) -> None:
+        self._service, self._body, self._prompts, self._answers = service, body, prompts, answers
+        self._id, self._created, self._model = new_id("cmpl"), int(time.time()), model
+        self._offsets: dict[int, int] = {}  # of the next token of each choice that has begun
+        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+
+    async def whole(self) -> bytes:
+        choices = [self._choice(delta) for delta in await self._answers.collect()]
+        return self._response(choices, self._usage()).model_dump_json().encode()
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        try:
+            while not self._answers.finished:
+                for delta in await self._answers.take():
+                    yield self._response([self._choice(delta)], None).model_dump_json().encode()
+            if self._body.wants_usage_chunk:
+                yield self._response([], self._usage()).model_dump_json().encode()
+        finally:
+            self._answers.close()
+
+    def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
+        return CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _usage(self) -> Usage:
+        prompt = sum(map(len, self._prompts))
+        completion = 0 if self._body.max_tokens == 0 else self._answers.completion_tokens
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        """A choice or a part of one; with the prompt before its first tokens where echo is wanted."""
+        text, generated, reason = delta.text, delta.tokens, delta.finish_reason
+        if self._body.max_tokens == 0:
+            text, generated, reason = "", [], "length"
+        first = delta.index not in self._offsets
+        scored: list[Score] = []
+        if first and self._body.echo:
+            text = self._prompt_text(delta.prompt) + text
+            if self._body.logprobs is not None:
+                scored = self._prompt_scores(delta.prompt)
+        logprobs = self._logprobs(delta.index, scored + scores(generated))
+        return CompletionChoice(
+            index=delta.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            token_ids=[token.token_id for token in generated] if self._shows_ids else None,
+            prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
+        )
+
+    def _logprobs(self, index: int, tokens: list[Score]) -> CompletionLogprobs | None:
+        offset = self._offsets.setdefault(index, 0)
+        if self._body.logprobs is None:
+            return None
+        logprobs = completion_logprobs(self._service.tokenizer, tokens, offset)
+        self._offsets[index] += sum(map(len, logprobs.tokens))
+        return logprobs
+
+    def _prompt_text(self, index: int) -> str:
+        given = self._body.prompt
+        if isinstance(given, str):
+            return given
+        part = given[index]
+        if isinstance(part, str):
+            return part
+        return self._service.decode(self._prompts[index]) if self._service.tokenizer else ""
+
+    def _prompt_scores(self, index: int) -> list[Score]:
+        """The first token has none: nothing comes before it."""
+        prompt, request = self._prompts[index], self._answers.job.requests[index]
+        first: list[Score] = [(prompt[0], None, None)]
+        return first + list(zip(prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True))

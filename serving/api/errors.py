@@ -1,0 +1,102 @@
+"""What a client is told when something is wrong: one shape, the OpenAI API's, with vLLM's names and codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from ...errors import MegakernelError
+from ..async_engine import EngineDead, Overloaded
+
+_SHOWN = 120  # characters of a client's own input that an error repeats
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorInfo
+
+
+class APIError(Exception):
+    """A request that ends with `status`; `param` is the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
+
+    def body(self) -> bytes:
+        """The error as JSON; characters that UTF-8 cannot hold are escaped."""
+        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
+        info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
+        return ErrorResponse(error=info).model_dump_json().encode()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told about an exception that ended its request."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation(error.errors())
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, (EngineDead, Overloaded)):
+        return APIError(503, str(error), headers={"Retry-After": "1" if isinstance(error, Overloaded) else "30"})
+    if isinstance(error, MegakernelError):
+        return APIError(400, str(error))
+    return APIError(500, "the server failed on this request; its log says how")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
+
+
+def shortened(value: object) -> str:
+    """A client's value as an error repeats it."""
+    text = printable(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _validation(errors: Sequence[Any]) -> APIError:
+    """The first thing wrong with a body, in one line."""
+    first = errors[0]
+    path = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    name = ".".join(str(part) for part in path)
+    if first["type"] == "missing":
+        return APIError(400, f"{name or 'the body'} is required", param=name or None)
+    if first["type"] == "contradiction":
+        return APIError(400, first["msg"], param=first["ctx"]["field"])
+    got = "" if isinstance(first["input"], (dict, list)) else f", not {shortened(repr(first['input']))}"
+    return APIError(400, f"{name or 'the body'}: {shortened(first['msg'])}{got}", param=name or None)

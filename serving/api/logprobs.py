@@ -1,0 +1,54 @@
+"""Scores of tokens in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...model.tokenizer import Tokenizer
+from ..engine import Token
+from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+_LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
+
+Score = tuple[int, float | None, dict[int, float] | None]  # token, its log-probability, the likeliest ones
+
+
+def scores(tokens: Iterable[Token]) -> list[Score]:
+    return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
+
+
+def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
+    """`offset` is where the first of these tokens begins in its text."""
+    out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, logprob, top in tokens:
+        text = _text(tokenizer, token)
+        out.tokens.append(text)
+        out.token_logprobs.append(None if logprob is None else max(logprob, _LOWEST))
+        likeliest: dict[str, float] = {}
+        for other, value in (top or {}).items():
+            likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))  # two ids may have the same text
+        out.top_logprobs.append(None if logprob is None else likeliest)
+        out.text_offset.append(offset)
+        offset += len(text)
+    return out
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
+    """`count` likeliest tokens of each position."""
+    content = []
+    for token, logprob, top in tokens:
+        best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
+        chosen = _chat_token(tokenizer, token, 0.0 if logprob is None else logprob)
+        content.append(TokenLogprob(**dict(chosen), top_logprobs=best))
+    return ChatLogprobs(content=content)
+
+
+def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopLogprob:
+    raw = tokenizer.token_bytes(token) if tokenizer else b""
+    text = _text(tokenizer, token)
+    return TopLogprob(token=text, logprob=max(logprob, _LOWEST), bytes=list(raw))
+
+
+def _text(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token alone; half a character is U+FFFD. Without a tokenizer, vLLM's stand-in."""
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -1,0 +1,44 @@
+"""The OpenAPI schema, true for the model that is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from .service import Service
+
+
+def describe(app: FastAPI, service: Service) -> None:
+    """Let `app` describe itself as it answers: token ids end with the vocabulary, and no 422."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = made()
+            _bound(schema, service.llm.config.vocab)
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+            if service.keys:
+                schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                for name, path in schema["paths"].items():
+                    for operation in path.values() if name.startswith("/v1/") else ():
+                        operation["security"] = [{"key": []}]
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _bound(node: Any, vocab: int) -> None:
+    if isinstance(node, dict):
+        if node.pop("x-vocabulary", False):
+            node["maximum"] = vocab - 1
+        for value in node.values():
+            _bound(value, vocab)
+    elif isinstance(node, list):
+        for value in node:
+            _bound(value, vocab)
