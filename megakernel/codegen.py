@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from . import settings, trace
-from .isa import BUFFERS, DIM_FIELDS, INSTRUCTIONS, STEP_FIELDS, Buffer, Dtype, Space, record
+from .isa import BUFFERS, DIM_FIELDS, INSTRUCTIONS, SHARD_UNIT, STEP_FIELDS, Buffer, Dtype, Space, record
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
@@ -32,12 +32,49 @@ def _constants() -> list[str]:
         "kRankShift": record.RANK_SHIFT,
         "kRankMask": record.RANK_MASK,
         "kAllRanks": record.ALL_RANKS,
+        "kOwner": record.OWNER,
+        "kShardUnit": SHARD_UNIT,
         "kNext": record.NEXT,
         "kIndexed": record.INDEXED,
         "kTracePrologue": trace.PROLOGUE,
         "kTraceEpilogue": trace.EPILOGUE,
     }
     return [f"constexpr int32_t {name} = {value};" for name, value in pairs.items()]
+
+
+# The derived sizes of megakernel/isa/dims.py, which says what they mean; tests compare the two.
+_DIM_FUNCTIONS = (
+    ("row_blocks()", "return (tokens + row_block - 1) / row_block;"),
+    ("pages_per_seq()", "return (max_context + page - 1) / page;"),
+    ("own_rows()", "return one_hop ? tokens : (row_blocks() + tp - 1) / tp * row_block;"),
+    ("own_logit_rows()", "return (logit_rows + tp - 1) / tp;"),
+    ("rank_heads()", "return share(heads);"),
+    ("first_head()", "return start(heads);"),
+    (
+        "rank_kv_heads()",
+        "return rank_heads() ? (first_head() + rank_heads() + group_size() - 1) / group_size() - first_kv_head() : 0;",
+    ),
+    ("first_kv_head()", "return first_head() / group_size();"),
+    ("rank_ffn()", "return low(ffn - first_ffn(), kShardUnit * share(units(ffn)));"),
+    ("first_ffn()", "return low(ffn, kShardUnit * start(units(ffn)));"),
+    ("rank_vocab()", "return low(vocab - first_vocab(), kShardUnit * share(units(vocab)));"),
+    ("first_vocab()", "return low(vocab, kShardUnit * start(units(vocab)));"),
+    ("head_ranks()", "return low(heads, tp);"),
+    ("ffn_ranks()", "return low(units(ffn), tp);"),
+    ("q_cols()", "return rank_heads() * head_dim;"),
+    ("kv_cols()", "return rank_kv_heads() * head_dim;"),
+    ("o_cols()", "return replicated_o ? heads * head_dim : q_cols();"),
+    ("o_first()", "return replicated_o ? first_head() * head_dim : 0;"),
+    ("group_size()", "return heads / kv_heads;"),
+    (
+        "query_head(int32_t kv_head)",
+        "const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0;",
+    ),
+    (
+        "query_head_end(int32_t kv_head)",
+        "return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads());",
+    ),
+)
 
 
 def _camel(name: str) -> str:
@@ -87,10 +124,13 @@ def header() -> str:
         "#else",
         "#define MK_DIMS_FN",
         "#endif",
-        "  MK_DIMS_FN int32_t pages_per_seq() const { return (max_context + page - 1) / page; }",
-        "  MK_DIMS_FN int32_t q_cols() const { return heads * head_dim; }",
-        "  MK_DIMS_FN int32_t kv_cols() const { return kv_heads * head_dim; }",
-        "  MK_DIMS_FN int32_t group_size() const { return heads / kv_heads; }",
+        *(f"  MK_DIMS_FN int32_t {signature} const {{ {body} }}" for signature, body in _DIM_FUNCTIONS),
+        "",
+        " private:",
+        "  MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }",
+        "  MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }",
+        "  MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }",
+        "  MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }",
         "};",
         "",
         "// The step table, by field.",
@@ -105,6 +145,8 @@ def header() -> str:
     for f in STEP_FIELDS:
         cast = "reinterpret_cast<const float*>(words)" if f.is_float else "words"
         length = " * ".join(f"d.{n}{'()' if n in methods else ''}" for n in f.of) + (f" + {f.plus}" if f.plus else "")
+        if f.per_rank:
+            cast, length = f"words + d.rank * ({length})", f"d.tp * ({length})"
         out += [f"  v.{f.name} = {cast};", f"  words += {length};"]
     out += [
         "  return v;",
@@ -153,6 +195,7 @@ def reference() -> str:
     out += ["", "## Step table", "", "| field | length | type | what |", "| --- | --- | --- | --- |"]
     for f in STEP_FIELDS:
         length = " × ".join(f.of) + (f" + {f.plus}" if f.plus else "")
+        length = f"ranks × ({length})" if f.per_rank else length
         out.append(f"| `{f.name}` | {length} | {'float32' if f.is_float else 'int32'} | {f.what} |")
     return "\n".join(out) + "\n"
 

@@ -3,10 +3,18 @@
 Stored as three segments: prologue, layer body, epilogue. The body is stored once and runs `dims.layers` times:
 run l uses the layer-l copy of layered buffers and counter block l. A word with the NEXT bit means block l + 1;
 the prologue signals into block 0 with plain words, and the epilogue runs on block `dims.layers`, so what
-a body finds at its start is always in its own block. Every block has `counters` counters.
+a body finds at its start is always in its own block. Every rank has its own copy of every block, of `counters`
+counters.
 
 A counter's total is the number of arrivals it gets per launch. Block 0 gets its cross-layer arrivals from the
 prologue and the last block has no body, so totals are stored for the first, the middle and the last block.
+
+Besides its streams a rank may have queues: records that belong to the body and to no worker. In each run of the
+body, `drain` instructions claim them in order. In a trace and in messages, record i of the queues is instruction
+len(body.records) + i.
+
+With more than one rank a program ends in a barrier over all of them: every stream's last instruction comes after
+every instruction of every rank. It is the only edge between launches.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +34,7 @@ from .isa import Dims
 from .isa.record import WORDS, Records
 
 _MAGIC = b"MKPROG\0"
-VERSION = 1
+VERSION = 2
 SEGMENTS = ("prologue", "body", "epilogue")
 
 
@@ -53,22 +61,43 @@ class Program:
     prologue: Segment
     body: Segment
     epilogue: Segment
-    totals_first: NDArray[np.int32]
+    totals_first: NDArray[np.int32]  # [ranks, counters], like the next two
     totals_middle: NDArray[np.int32]
     totals_last: NDArray[np.int32]
+    queues: Segment = field(default_factory=lambda: Segment(np.zeros((0, WORDS), np.int32), np.zeros(1, np.int32)))
 
     @property
     def instructions(self) -> int:
         """Instructions of one launch, all ranks, body unrolled."""
-        return len(self.prologue.records) + self.dims.layers * len(self.body.records) + len(self.epilogue.records)
+        body = len(self.body.records) + len(self.queues.records)
+        return len(self.prologue.records) + self.dims.layers * body + len(self.epilogue.records)
+
+    @property
+    def rank_queues(self) -> int:
+        """Queues of each rank; queue q of rank r is `queues.stream(r * rank_queues + q)`."""
+        return (len(self.queues.offsets) - 1) // self.ranks
+
+    def rank_dims(self, rank: int) -> Dims:
+        """Sizes as `rank` sees them."""
+        return replace(self.dims, rank=rank)
+
+    def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
+        """Records of segment `index`, numbered as in traces (the body has the queues at its end), and their ranks."""
+        segment: Segment = getattr(self, SEGMENTS[index])
+        ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
+        if SEGMENTS[index] != "body":
+            return segment.records, ranks
+        queues = np.arange(len(self.queues.offsets) - 1) // max(self.rank_queues, 1)
+        ranks = np.concatenate([ranks, np.repeat(queues, np.diff(self.queues.offsets))])
+        return np.concatenate([segment.records, self.queues.records]), ranks
 
     @property
     def total_counters(self) -> int:
         return (self.dims.layers + 1) * self.counters
 
     def totals(self) -> NDArray[np.int32]:
-        """Totals of all counters, [layers + 1, counters]."""
-        middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.counters))
+        """Totals of all counters, [layers + 1, ranks, counters]."""
+        middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
     @property
@@ -76,12 +105,12 @@ class Program:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
     def _arrays(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
-        for name in SEGMENTS:
+        for name in (*SEGMENTS, "queues"):
             segment: Segment = getattr(self, name)
             yield f"{name}.records", segment.records
             yield f"{name}.offsets", segment.offsets
         for name in ("totals_first", "totals_middle", "totals_last"):
-            yield name, getattr(self, name)
+            yield name, getattr(self, name).reshape(-1)
 
     def to_bytes(self) -> bytes:
         header = {
@@ -113,13 +142,18 @@ class Program:
             data = path.read_bytes()
         except OSError as e:
             raise MegakernelError(f"cannot read program {path}: {e.strerror}") from e
+        return Program.from_bytes(data, str(path))
+
+    @staticmethod
+    def from_bytes(data: bytes, name: str) -> Program:
+        """What `to_bytes` gave. `name` says in errors where it came from."""
         if data[:7] != _MAGIC:
-            raise MegakernelError(f"{path} is not a megakernel program")
+            raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < 48 or data[7] != VERSION:
             found = data[7] if len(data) > 7 else "none"
-            raise MegakernelError(f"program {path} has format version {found}, this is {VERSION}: compile it again")
+            raise MegakernelError(f"program {name} has format version {found}, this is {VERSION}: compile it again")
         if hashlib.sha256(data[40:]).digest() != data[8:40]:
-            raise MegakernelError(f"program {path} is damaged: its checksum does not match")
+            raise MegakernelError(f"program {name} is damaged: its checksum does not match")
         return _parse(data[40:])
 
 
@@ -133,15 +167,14 @@ def _parse(payload: bytes) -> Program:
         array = np.frombuffer(payload, "<i4", count=words, offset=start).astype(np.int32, copy=False)
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
-    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in SEGMENTS}
+    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in (*SEGMENTS, "queues")}
+    totals = {f"totals_{s}": arrays[f"totals_{s}"].reshape(header["ranks"], -1) for s in ("first", "middle", "last")}
     return Program(
         dims=Dims(**header["dims"]),
         machine=header["machine"],
         ranks=header["ranks"],
         workers=header["workers"],
         counters=header["counters"],
-        totals_first=arrays["totals_first"],
-        totals_middle=arrays["totals_middle"],
-        totals_last=arrays["totals_last"],
+        **totals,
         **segments,
     )

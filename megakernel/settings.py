@@ -36,7 +36,17 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
         Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
-        Setting("tp", "tensor-parallel ranks", "1", "--tp"),
+        Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
+        Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
+        Setting(
+            "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
+        ),
+        Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
+        Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
+        Setting(
+            "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
+        ),
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
         Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
         Setting("host", "address to listen on; 0.0.0.0 is every one of this machine", "127.0.0.1", "--host"),
@@ -76,6 +86,12 @@ SETTINGS: dict[str, Setting] = {
             env="MEGAKERNEL_CACHE",
         ),
         Setting("simd", "CPU code path: portable, avx2 or avx512", "the best this CPU has", env="MEGAKERNEL_SIMD"),
+        Setting(
+            "audit",
+            "1: processes check that ranks store at others only what their instructions declare (slow)",
+            "0",
+            env="MEGAKERNEL_AUDIT",
+        ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
         Setting("hub address", "server to ask instead of huggingface.co", "none", env="HF_ENDPOINT"),

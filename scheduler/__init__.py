@@ -3,6 +3,7 @@
 from .compile import compile_program
 from .describe import describe
 from .disasm import disassemble
+from .options import Options
 from .verify import Report, verify
 
-__all__ = ["Report", "compile_program", "describe", "disassemble", "verify"]
+__all__ = ["Options", "Report", "compile_program", "describe", "disassemble", "verify"]

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import BY_NAME, Dtype
-from ..isa.record import LAYER_MASK, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WAIT_WORD, WAITS, WORDS, Records
+from ..isa.record import (
+    ALL_RANKS,
+    LAYER_MASK,
+    OPERAND_WORD,
+    SIGNAL_WORD,
+    SIGNALS,
+    WAIT_WORD,
+    WAITS,
+    WORDS,
+    Records,
+    counter_word,
+    opcode,
+)
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
-from .derive import derive
+from .choose import choose
+from .derive import BODY, EPILOGUE, derive
 from .lower import Phase, Tasks, lower, program_dims
+from .options import Options
 from .place import Placed, place
 from .sync import Join, Words, synchronise
 
-# Row blocks of a program: keeps compiling under a minute, and counters far below what a record can name.
+# Row blocks of all ranks of a program: keeps compiling under a minute, and counters far below what a record can name.
 _MAX_BLOCKS = 4096
+_RANKS, _RANKS_TEXT = (1, 2, 4, 8), "1, 2, 4 or 8"
+_DEFAULT = Options()
+# Attention slots for each worker where it claims them: the work of a slot is then an even share of a step's at best.
+_CLAIMS_PER_WORKER = 4
 
 
 def compile_program(
@@ -30,8 +50,9 @@ def compile_program(
     max_seqs: int,
     max_context: int,
     tp: int = 1,
+    options: Options = _DEFAULT,
 ) -> Program:
-    """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits.
+    """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits and must agree with the backend that launches
     the program. The result depends on the arguments only. Raises MegakernelError for arguments out of range.
@@ -45,48 +66,53 @@ def compile_program(
         logit_rows=logit_rows,
         max_seqs=max_seqs,
         max_context=max_context,
+        tp=tp,
+        slots=machine.workers * (1 if options.queue == "none" else _CLAIMS_PER_WORKER),
     )
-    return build_program(lower(dims, machine), machine, ranks=tp)
+    return build_program(lower(choose(dims, machine, options), machine), machine, options)
 
 
-def build_program(tasks: Tasks, machine: Machine, *, ranks: int = 1) -> Program:
+def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -> Program:
     """Synchronise and place tasks, and encode them."""
-    sync = synchronise(tasks, derive(tasks))
-    segments = [
-        _segment(
-            phases,
-            place(phases, tasks.dims, machine),
-            sync.waits[number],
-            sync.signals[number],
-            [join for join in sync.joins if join.segment == number],
-            ranks * machine.workers,
-        )
-        for number, phases in enumerate(tasks.segments)
-    ]
+    sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
+    # What waits for whole phases must come after them in every stream.
+    interleave = options.interleave and options.overlap_ranks
+    segments, queues = [], Segment(np.zeros((0, WORDS), np.int32), np.zeros(1, np.int32))
+    for number, phases in enumerate(tasks.segments):
+        placed = place(phases, tasks.dims, machine, interleave=interleave)
+        joins = [join for join in sync.joins if join.segment == number]
+        body = _encode(phases, placed, sync.waits[number], sync.signals[number], joins, machine.workers)
+        if number == BODY and options.queue != "none":
+            body, queues = _with_queue(body, tasks.dims.tp, machine.workers, options.queue)
+        segments.append(_streams(body, tasks.dims.tp * machine.workers))
+    if sync.barrier:
+        segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, machine.workers)
+    ranks = tasks.dims.tp
     return Program(
         dims=tasks.dims,
         machine=machine.name,
         ranks=ranks,
         workers=machine.workers,
-        counters=len(sync.totals_first),
+        counters=sync.totals_first.shape[-1],
         prologue=segments[0],
         body=segments[1],
         epilogue=segments[2],
         totals_first=sync.totals_first,
         totals_middle=sync.totals_middle,
         totals_last=sync.totals_last,
+        queues=queues,
     )
 
 
 def _check(config: LlamaConfig, machine: Machine, *, tp: int, **sizes: int) -> None:
-    if tp != 1:
-        raise MegakernelError(f"cannot compile for tensor parallel size {tp}: only 1 is supported yet, use tp=1")
+    if tp not in _RANKS:
+        raise MegakernelError(f"cannot compile for tensor parallel size {tp}: it must be {_RANKS_TEXT}")
     for name, value in sizes.items():
         if value < 1:
             raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
     for name in ("tokens", "logit_rows"):
-        if sizes[name] > _MAX_BLOCKS * machine.tile_rows:
-            most = _MAX_BLOCKS * machine.tile_rows
+        most = _MAX_BLOCKS // tp * machine.tile_rows
+        if sizes[name] > most:
             raise MegakernelError(f"cannot compile {sizes[name]} {name} for machine {machine.name}: at most {most}")
     if config.layers > LAYER_MASK:
         raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {LAYER_MASK}")
@@ -106,33 +132,91 @@ def _records(phase: Phase, waits: Words, signals: Words) -> Records:
     return out
 
 
-def _join_records(joins: list[Join]) -> Records:
-    out = np.zeros((len(joins), WORDS), dtype=np.int32)
-    for record, join in zip(out, joins, strict=True):
-        record[0] = BY_NAME["join"].opcode
-        record[WAIT_WORD : WAIT_WORD + len(join.waits)] = join.waits
-        record[SIGNAL_WORD] = join.signal
+def _join(waits: Words, signals: Words) -> Records:
+    """[1, WORDS]: one `join`."""
+    out = np.zeros((1, WORDS), dtype=np.int32)
+    out[0, 0] = BY_NAME["join"].opcode
+    out[0, WAIT_WORD : WAIT_WORD + len(waits)] = waits
+    out[0, SIGNAL_WORD : SIGNAL_WORD + len(signals)] = signals
     return out
 
 
-def _segment(
+@dataclass(frozen=True)
+class _Placed:
+    """Records of a segment, with the stream and the place in the order of all streams of each."""
+
+    records: Records
+    stream: NDArray[np.int64]  # rank * workers + worker
+    order: NDArray[np.float64]
+
+
+def _encode(
     phases: list[Phase],
     placed: list[Placed],
     waits: list[Words],
     signals: list[Words],
     joins: list[Join],
-    streams: int,
-) -> Segment:
-    """Encode one segment. Streams are indexed rank * workers + worker. A join runs where its first consumer does."""
+    workers: int,
+) -> _Placed:
+    """A join runs where its first consumer does."""
     records = [_records(*columns) for columns in zip(phases, waits, signals, strict=True)]
+    records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
-    worker = [p.worker for p in placed]
+    stream = [phase.rank * workers + p.worker for phase, p in zip(phases, placed, strict=True)]
     for join in joins:
         first = join.tasks[np.argmin(placed[join.phase].order[join.tasks])]
         order.append(np.array([placed[join.phase].order[first] - 0.5]))
-        worker.append(placed[join.phase].worker[[first]])
-    stream = np.concatenate(worker)
-    sorting = np.lexsort((np.concatenate(order), stream))
-    offsets = np.zeros(streams + 1, dtype=np.int32)
-    np.cumsum(np.bincount(stream, minlength=streams), out=offsets[1:])
-    return Segment(np.concatenate([*records, _join_records(joins)])[sorting], offsets)
+        stream.append(stream[join.phase][[first]])
+    return _Placed(np.concatenate(records), np.concatenate(stream), np.concatenate(order))
+
+
+def _streams(placed: _Placed, count: int) -> Segment:
+    """Each stream's records in order."""
+    sorting = np.lexsort((placed.order, placed.stream))
+    offsets = np.zeros(count + 1, dtype=np.int32)
+    np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
+    return Segment(placed.records[sorting], offsets)
+
+
+def _with_queue(body: _Placed, ranks: int, workers: int, what: str) -> tuple[_Placed, Segment]:
+    """The body with a queue for each rank instead of its attention or all of its instructions.
+
+    Every worker of the rank drains the queue where it begins. Attention follows all that its items may wait for
+    and precedes all that waits for it, in the order of all streams, so all of it may be claimed at once.
+    """
+    rank = body.stream // workers
+    claimed = np.ones(len(rank), bool) if what == "body" else opcode(body.records) == BY_NAME["attention"].opcode
+    queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)
+    lengths = np.repeat(np.diff(queues.offsets), workers)
+    drains = np.zeros((ranks * workers, WORDS), dtype=np.int32)
+    drains[:, 0] = BY_NAME["drain"].opcode
+    drains[:, OPERAND_WORD + BY_NAME["drain"].operands.index("end")] = lengths
+    begin = np.full(ranks, np.inf)
+    np.minimum.at(begin, rank[claimed], body.order[claimed])
+    used, left = lengths > 0, ~claimed
+    parts = (drains[used], np.flatnonzero(used), np.repeat(begin, workers)[used])
+    old = (body.records[left], body.stream[left], body.order[left])
+    return _Placed(*(np.concatenate(pair) for pair in zip(old, parts, strict=True))), queues
+
+
+def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
+    """Every stream ends after every instruction of every rank.
+
+    All workers of a rank meet at the first counter, where one of them says so to all ranks' second.
+    """
+    gather, leave = counters
+    none = np.zeros(0, np.int32)
+    ends = []
+    for stream in range(len(epilogue.offsets) - 1):
+        rank, worker = divmod(stream, workers)
+        ends.append(_join(none, np.array([counter_word(gather, rank=rank)], np.int32)))
+        if worker == 0:
+            all_ranks = np.array([counter_word(leave, rank=ALL_RANKS)], np.int32)
+            ends.append(_join(np.array([counter_word(gather)], np.int32), all_ranks))
+        ends.append(_join(np.array([counter_word(leave)], np.int32), none))
+    after = np.repeat(
+        np.arange(len(epilogue.offsets) - 1), [3 if s % workers == 0 else 2 for s in range(len(epilogue.offsets) - 1)]
+    )
+    records = np.insert(epilogue.records, epilogue.offsets[1:][after], np.concatenate(ends), axis=0)
+    added = np.concatenate([[0], np.cumsum(np.bincount(after))])
+    return Segment(records, (epilogue.offsets + added).astype(np.int32))

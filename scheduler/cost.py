@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Column, Dims, Instruction, itemsize
+from ..isa import Column, Dims, Instruction, itemsize, link_bytes
 from ..machine import Machine
 
 
@@ -18,17 +18,48 @@ def seconds(instruction: Instruction, columns: dict[str, Column], dims: Dims, ma
     table; here it costs its dispatch only.
     """
     share = float(machine.workers)
+    memory = instruction.cost(columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
+    return np.maximum(_arithmetic(instruction, columns, dims, machine), memory) + machine.dispatch_s
+
+
+def phase_seconds(instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
+    """Predicted seconds of all of a rank's instructions of one kind, when its workers have no other work.
+
+    Arithmetic, memory and link overlap; workers share memory unevenly when few of them read. Then a signal, and as
+    long again where it has to follow stores to other ranks.
+    """
+    arithmetic = _arithmetic(instruction, columns, dims, machine) + machine.dispatch_s
+    _, memory, link = unit_seconds(instruction, columns, dims, machine)
+    busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
+    return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
+
+
+def unit_seconds(
+    instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
+) -> tuple[float, float, float]:
+    """Seconds for which a rank's instructions keep all of its arithmetic, its memory and its link busy."""
+    arithmetic = float(_arithmetic(instruction, columns, dims, machine).sum()) / machine.workers
+    memory = float(instruction.cost(columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
+    link = float(link_bytes(instruction, columns, dims).sum()) / machine.link_bytes_per_s
+    return arithmetic, memory, link
+
+
+def _arithmetic(
+    instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
+) -> NDArray[np.float64]:
     cost = instruction.cost(columns, dims)
-    arithmetic = cost.matrix_flops * (share / machine.matrix_flops) + cost.vector_flops * (share / machine.vector_flops)
-    memory = cost.memory_bytes * (share / machine.memory_bytes_per_s)
-    total: NDArray[np.float64] = np.maximum(arithmetic, memory) + machine.dispatch_s
-    return total
+    share = float(machine.workers)
+    return cost.matrix_flops * (share / machine.matrix_flops) + cost.vector_flops * (share / machine.vector_flops)
+
+
+def balanced_rows(dims: Dims, machine: Machine) -> float:
+    """Rows of a matmul for which reading its weights takes as long as its arithmetic.
+
+    R rows of a matmul take 2 R / F seconds per weight and its b bytes take b / B, so R = b F / 2 B.
+    """
+    return itemsize(dims) * machine.matrix_flops / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine) -> int:
-    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory.
-
-    R rows of a matmul take 2 R / F seconds per weight and its b bytes take b / B, so R >= b F / 2 B.
-    """
-    rows = itemsize(dims) * machine.matrix_flops / (2 * machine.memory_bytes_per_s)
-    return math.ceil(rows / dims.row_block)
+    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory."""
+    return math.ceil(balanced_rows(dims, machine) / dims.row_block)

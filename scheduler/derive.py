@@ -1,9 +1,9 @@
 """Which tasks must precede which, derived from the regions that the instruction table declares.
 
 Tasks are handled in groups: those of one phase in one row block. On the layers that can tell neighbours apart
-(prologue, body, body, epilogue) every two groups that touch one element, one of them writing, are compared box
-by box. An edge is kept unless the kept ones already imply it. Where only some tasks of a group precede some of
-another and nothing implies it, the groups are cut until an edge holds between all of both.
+(prologue, body, body, epilogue) every two groups that touch a common part of the same rank's copy of a buffer, one of
+them writing, are in conflict, and the earlier one, in program order, precedes the later one with all of its tasks.
+An edge is kept unless the kept ones already imply it.
 
 An access that the step table picks is represented by one virtual group per row block, "whatever touches rows
 of this block": as a consumer it is what an INDEXED wait waits for, as a producer what an INDEXED signal says.
@@ -14,37 +14,42 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dims, Index, Kind
-from .lower import Phase, Tasks
-from .regions import Boxes, block_box, boxes, head_group_boxes, nonempty, overlap
+from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind
+from .lower import Phase, Tasks, kinds
+from .regions import block_box, boxes, hulls, nonempty
 
 PROLOGUE, BODY, EPILOGUE = range(3)
 
 
 @dataclass(frozen=True)
 class Touch:
-    """Boxes of one buffer that members of a group touch; `member` numbers the group's tasks or head groups."""
+    """The smallest box around what a group touches of some ranks' copies of a buffer: row, row_end, col, col_end."""
 
     buffer: Buffer
+    ranks: Sequence[int]
     writes: bool
-    boxes: Boxes
-    member: NDArray[np.int64]
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tasks of one phase that share a row block. `index` is NONE for real groups, else how the table picks."""
+    """Tasks of one phase that share a block. `index` is NONE for real groups, else how the table picks.
+
+    `kind` counts the segment's kinds of instructions in program order: the same on every rank.
+    """
 
     segment: int
     phase: int
+    kind: int
+    rank: int
     block: int
     index: Index
-    members: NDArray[np.int64]  # tasks of the phase; for a virtual group head groups (ITEM) or one member
+    members: NDArray[np.int64]  # tasks of the phase; none for a virtual group
     touches: tuple[Touch, ...]
 
     @property
@@ -66,110 +71,100 @@ class Dependencies:
 
 
 def derive(tasks: Tasks) -> Dependencies:
-    labels = [[phase.block.astype(np.int64) for phase in segment] for segment in tasks.segments]
-    while True:
-        groups = [
-            group
-            for segment, phases in enumerate(tasks.segments)
-            for number, phase in enumerate(phases)
-            for group in _groups(segment, number, phase, labels[segment][number], tasks.dims)
-        ]
-        found = _edges(groups, min(tasks.dims.layers, 2))
-        if isinstance(found, Dependencies):
-            return found
-        for group, parts in found:
-            label = labels[group.segment][group.phase]
-            label[group.members] = label.max() + 1 + parts
-
-
-def relation(producer: Group, consumer: Group) -> NDArray[np.bool_]:
-    """[producer's members, consumer's members]: which conflict on an element."""
-    out = np.zeros((len(producer.members), len(consumer.members)), dtype=bool)
-    for p in producer.touches:
-        for c in consumer.touches:
-            if p.buffer is c.buffer and (p.writes or c.writes):
-                i, j = np.nonzero(overlap(p.boxes, c.boxes))
-                out[p.member[i], c.member[j]] = True
-    return out
-
-
-def _groups(segment: int, number: int, phase: Phase, labels: NDArray[np.int64], dims: Dims) -> list[Group]:
-    """Real groups by label, then virtual ones by row block."""
-    accesses = phase.instruction.accesses(phase.columns, dims)
-    plain = [(a, boxes(a)) for a in accesses if a.index is Index.NONE]
-    out = []
-    order = np.argsort(labels, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if plain else ():
-        touches = []
-        for access, all_boxes in plain:
-            inside = np.flatnonzero(nonempty(all_boxes[members]))
-            if len(inside):
-                own = all_boxes[members[inside]]
-                touches.append(Touch(access.buffer, access.kind is not Kind.READ, own, inside))
-        out.append(Group(segment, number, int(phase.block[members[0]]), Index.NONE, members, tuple(touches)))
-    for index in (Index.ITEM, Index.LOGIT_ROW):
-        picked = [a for a in accesses if a.index is index]
-        for block in range(dims.row_blocks) if picked else ():
-            touches = []
-            for access in picked:
-                if index is Index.ITEM:
-                    part = head_group_boxes(access, dims, block, int(phase.columns["group_heads"][0]))
-                else:
-                    part = block_box(access, dims, block)
-                touches.append(Touch(access.buffer, access.kind is not Kind.READ, part, np.arange(len(part))))
-            members = np.arange(max(len(t.member) for t in touches))
-            out.append(Group(segment, number, block, index, members, tuple(touches)))
-    return out
-
-
-Cut = list[tuple[Group, NDArray[np.int64]]]
-
-
-def _edges(groups: list[Group], layers: int) -> Dependencies | Cut:
-    """Transitive reduction of the conflicts; or the groups to cut, with a part number for each member."""
-    copies = [PROLOGUE, *[BODY] * layers, EPILOGUE]
+    """Transitive reduction of the conflicts."""
+    groups = [
+        group
+        for segment, phases in enumerate(tasks.segments)
+        for number, (phase, kind) in enumerate(zip(phases, kinds(phases), strict=True))
+        for group in _groups(segment, number, kind, phase, replace(tasks.dims, rank=phase.rank))
+    ]
+    copies = [PROLOGUE, *[BODY] * min(tasks.dims.layers, 2), EPILOGUE]
     node_group = [g for copy in copies for g, group in enumerate(groups) if group.segment == copy]
     node_copy = [c for c, copy in enumerate(copies) for group in groups if group.segment == copy]
     before = [0] * len(node_group)  # bit sets: the nodes that precede each node
     found = Dependencies(groups)
+    kept: dict[int, list[int]] = defaultdict(list)  # producers in the same run of an item
     for b, producers in enumerate(_candidates(groups, node_group, node_copy)):
-        gb = node_group[b]
-        consumer = groups[gb]
-        for a in producers[::-1].tolist():
+        by_item = groups[node_group[b]].index is Index.ITEM
+        for a in reversed(producers):
             # Nearest first: whatever implies this edge passes through a later producer of the same consumer.
             if before[b] >> a & 1:
                 continue
-            producer = groups[node_group[a]]
-            conflicts = relation(producer, consumer)
-            if not conflicts.any():
-                continue
-            # A body is the same in every layer, so it cannot tell tasks of the prologue apart.
-            if producer.segment != PROLOGUE and not _whole(conflicts, producer, consumer):
-                return _cut(conflicts, producer, consumer)
-            # What a LOGIT_ROW consumer waits for varies, so it implies nothing for others; it has no successors.
-            before[b] |= before[a] | 1 << a
-            _keep(found, (node_group[a], gb), copies, node_copy[a], node_copy[b])
+            # Items wait for counters of their own run only, so what precedes them elsewhere precedes those.
+            targets = [b]
+            if by_item and node_copy[a] == node_copy[b]:
+                kept[b].append(a)
+            elif by_item:
+                targets = [p for p in kept[b] if not before[p] >> a & 1]
+            for target in targets:
+                _keep(found, (node_group[a], node_group[target]), copies, node_copy[a], node_copy[target])
+            for node in {b, *targets}:
+                # What a LOGIT_ROW consumer waits for varies, so it implies nothing for others; it has no successors.
+                before[node] |= before[a] | 1 << a
     return found
 
 
-def _candidates(
-    groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]
-) -> Iterator[NDArray[np.int64]]:
+def _groups(segment: int, number: int, kind: int, phase: Phase, d: Dims) -> Iterator[Group]:
+    """Real groups by block, then virtual ones by row block."""
+    accesses = phase.instruction.accesses(phase.columns, d)
+    order = np.argsort(phase.block, kind="stable")
+    starts = np.flatnonzero(np.diff(phase.block[order], prepend=-1))
+    touches: list[list[Touch]] = [[] for _ in starts]
+    for access in (a for a in accesses if a.index in (Index.NONE, Index.LOGIT_OWNER)):
+        around = hulls(boxes(access)[order], starts)
+        ranks = (
+            [_ranks(rank, d) for rank in access.rank[order[starts]]] if isinstance(access.rank, np.ndarray) else None
+        )
+        one = _ranks(access.rank, d) if ranks is None else ()
+        for g in np.flatnonzero(nonempty(around)).tolist():
+            at = one if ranks is None else ranks[g]
+            touches[g].append(Touch(access.buffer, at, access.kind is not Kind.READ, tuple(around[g].tolist())))
+    blocks = phase.block[order[starts]].tolist()
+    for block, members, touched in zip(blocks, np.split(order, starts[1:]), touches, strict=True):
+        if touched:
+            yield Group(segment, number, kind, d.rank, block, Index.NONE, members, tuple(touched))
+    for index in (Index.ITEM, Index.LOGIT_ROW):
+        picked = [a for a in accesses if a.index is index]
+        for block in range(d.row_blocks) if picked else ():
+            owner = block % d.tp
+            if index is Index.LOGIT_ROW and not d.one_hop and owner != d.rank:
+                continue
+            parts = tuple(
+                Touch(
+                    access.buffer,
+                    (owner,) if access.rank is None else _ranks(access.rank, d),
+                    access.kind is not Kind.READ,
+                    block_box(access, d, block),
+                )
+                for access in picked
+            )
+            yield Group(segment, number, kind, d.rank, block, index, np.zeros(0, np.int64), parts)
+
+
+def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
+    """The ranks that one value of an access's `rank` names."""
+    assert rank is not None
+    return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
+
+
+def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
     """For each node in order, the earlier nodes whose hulls overlap its own on a buffer that one of them writes."""
-    touched: dict[tuple[Buffer, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
+    touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for node, g in enumerate(node_group):
         for t in groups[g].touches:
             layer = node_copy[node] if BUFFERS[t.buffer].layered else 0
-            low, high = t.boxes.min(axis=0).tolist(), t.boxes.max(axis=0).tolist()
-            touched[t.buffer, layer].append((low[0], high[1], low[2], high[3], node, int(t.writes)))
+            row, row_end, col, col_end = t.box
+            for rank in t.ranks:
+                touched[t.buffer, layer, rank].append((row, row_end, col, col_end, node, int(t.writes)))
     pairs = [_overlapping(np.array(sorted(rows), dtype=np.int64)) for rows in touched.values()]
     a, b = np.concatenate(pairs, axis=1)
-    run = np.array(node_copy) * (1 + max(g.phase for g in groups)) + [groups[g].phase for g in node_group]
-    a, b = np.unique(np.stack([a, b])[:, run[a] < run[b]], axis=1)
-    order = np.argsort(b, kind="stable")
-    ends = np.searchsorted(b[order], np.arange(len(node_group) + 1))
-    for first, last in itertools.pairwise(ends.tolist()):
-        yield a[order[first:last]]
+    run = np.array(node_copy) * (1 + max(g.kind for g in groups)) + [groups[g].kind for g in node_group]
+    keep = run[a] < run[b]
+    pair = np.unique(b[keep] * len(run) + a[keep])
+    producer = (pair % len(run)).tolist()
+    ends = np.searchsorted(pair // len(run), np.arange(len(node_group) + 1)).tolist()
+    for first, last in itertools.pairwise(ends):
+        yield producer[first:last]
 
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -184,24 +179,6 @@ def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     j = np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
     meet = (row[i] < row_end[j]) & (col[i] < col_end[j]) & (col[j] < col_end[i]) & ((writes[i] | writes[j]) != 0)
     return np.stack([node[i[meet]], node[j[meet]]])
-
-
-def _whole(conflicts: NDArray[np.bool_], producer: Group, consumer: Group) -> bool:
-    """Whether the edge holds between all members. A virtual group is one: it is complete when all of it is."""
-    members: tuple[int, ...] = (0,) * producer.virtual + (1,) * consumer.virtual
-    return bool(np.any(conflicts, axis=members).all())
-
-
-def _cut(conflicts: NDArray[np.bool_], producer: Group, consumer: Group) -> Cut:
-    """Parts of both groups whose members have the same conflicts."""
-    cut = []
-    for group, rows in ((producer, conflicts), (consumer, conflicts.T)):
-        parts = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-        if not group.virtual and parts.max() > 0:
-            cut.append((group, parts.astype(np.int64)))
-    if not cut:
-        raise AssertionError("an access that the step table picks needs part of what a group of tasks writes")
-    return cut
 
 
 def _keep(found: Dependencies, edge: Edge, copies: list[int], first: int, second: int) -> None:

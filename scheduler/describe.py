@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE
-from ..isa.record import INDEXED, SIGNAL_WORD, SIGNALS, WAIT_WORD, WAITS, Records, opcode, word_counter
-from ..program import Program
+from ..isa import BY_NAME, BY_OPCODE, Dims, link_bytes
+from ..isa.record import (
+    ALL_RANKS,
+    INDEXED,
+    OWNER,
+    SIGNAL_WORD,
+    SIGNALS,
+    WAIT_WORD,
+    WAITS,
+    Records,
+    opcode,
+    word_counter,
+    word_rank,
+)
+from ..program import Program, Segment
 
 
 def describe(program: Program) -> dict[str, Any]:
@@ -23,9 +36,14 @@ def describe(program: Program) -> dict[str, Any]:
     all_to_all_per_layer    counters of a layer that every instruction of a phase signals and every instruction of
                             another waits for, more than one each: a barrier between the two
     waits_per_instruction   {number of wait words: instructions}, body unrolled
+    lowering                how the O projection and the residual stream are shared; None for one rank
+    link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store at other ranks
+    link_bytes              of one launch, declared stores of all ranks
     """
-    layers = program.dims.layers
-    segments = ((program.prologue, 1), (program.body, layers), (program.epilogue, 1))
+    dims, layers = program.dims, program.dims.layers
+    segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
+    layer = _link(program, (program.body, program.queues))
+    ends = _link(program, (program.prologue,)) + _link(program, (program.epilogue,))
     by_opcode: Counter[str] = Counter()
     waits: Counter[int] = Counter()
     for segment, runs in segments:
@@ -37,7 +55,7 @@ def describe(program: Program) -> dict[str, Any]:
     return {
         "instructions": program.instructions,
         "by_opcode": dict(by_opcode),
-        "per_layer": _names(program.body.records),
+        "per_layer": _names(np.concatenate([program.body.records, program.queues.records])),
         "workers": program.workers,
         "ranks": program.ranks,
         "layers": layers,
@@ -45,7 +63,37 @@ def describe(program: Program) -> dict[str, Any]:
         "bytes": len(program.to_bytes()),
         "all_to_all_per_layer": _all_to_all(program),
         "waits_per_instruction": dict(sorted(waits.items())),
+        "lowering": None if dims.tp == 1 else _lowering(dims),
+        "link_bytes_per_layer": layer.tolist(),
+        "link_bytes": int(layers * layer.sum() + ends.sum()),
     }
+
+
+def _lowering(dims: Dims) -> dict[str, str]:
+    return {
+        "o": "replicated" if dims.replicated_o else "sharded",
+        "residual": "replicated" if dims.one_hop else "dealt",
+    }
+
+
+def _link(program: Program, segments: Sequence[Segment]) -> NDArray[np.int64]:
+    """[from rank, to rank] bytes of one run of these segments."""
+    out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
+    for rank in range(program.ranks):
+        records = _of_rank(program, segments, rank)
+        for number in np.unique(opcode(records)):
+            instruction = BY_OPCODE[int(number)]
+            columns = instruction.columns(records[opcode(records) == number])
+            out[rank] += link_bytes(instruction, columns, program.rank_dims(rank))
+    return out
+
+
+def _of_rank(program: Program, segments: Sequence[Segment], rank: int) -> Records:
+    parts = []
+    for segment in segments:
+        first, end = (segment.offsets[(len(segment.offsets) - 1) // program.ranks * r] for r in (rank, rank + 1))
+        parts.append(segment.records[first:end])
+    return np.concatenate(parts)
 
 
 def _names(records: Records) -> dict[str, int]:
@@ -54,26 +102,42 @@ def _names(records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """Counters with a whole phase on both sides. No body counter is both its own and the next layer's."""
-    signals = _users(program, SIGNAL_WORD, SIGNALS)
-    waits = _users(program, WAIT_WORD, WAITS)
-    size = np.bincount(opcode(program.body.records), minlength=len(signals))[:, None]
-    whole = (size > 1) & (signals == size), (size > 1) & (waits == size)
-    return int((whole[0].any(axis=0) & whole[1].any(axis=0)).sum())
+    """Counters with a whole phase on both sides, on the rank that has most. Signals may be of all ranks.
+
+    No body counter is both its own and the next layer's.
+    """
+    body = (program.body, program.queues)
+    ranks = [_of_rank(program, body, rank) for rank in range(program.ranks)]
+    sizes = [np.bincount(opcode(records), minlength=max(BY_OPCODE) + 1)[:, None] for records in ranks]
+    size, most = np.sum(sizes, axis=0), 0
+    for rank, (records, own) in enumerate(zip(ranks, sizes, strict=True)):
+        signals = np.sum([_users(program, r, SIGNAL_WORD, SIGNALS, to=rank) for r in ranks], axis=0)
+        waits = _users(program, records, WAIT_WORD, WAITS)
+        whole = (size > 1) & (signals == size), (own > 1) & (waits == own)
+        most = max(most, int((whole[0].any(axis=0) & whole[1].any(axis=0)).sum()))
+    return most
 
 
-def _users(program: Program, first_word: int, words: int) -> NDArray[np.int64]:
-    """[opcode, counter]: body instructions that name the counter. A grid's name counts for each member."""
-    records, dims = program.body.records, program.dims
+def _users(program: Program, records: Records, first_word: int, words: int, to: int | None = None) -> NDArray[np.int64]:
+    """[opcode, counter]: instructions that name a rank's counter. A grid's name counts for each member.
+
+    `to`: whose counters, where the words say so.
+    """
+    dims = program.dims
     named = records[:, first_word : first_word + words]
-    row, slot = np.nonzero(named)
+    used = named != 0
+    if to is not None:
+        used &= np.isin(word_rank(named), (to, OWNER, ALL_RANKS))
+    row, slot = np.nonzero(used)
     word, kind = named[row, slot], opcode(records)[row]
     attention = BY_NAME["attention"]
     out = np.zeros((max(BY_OPCODE) + 1, program.counters), dtype=np.int64)
     plain = word & INDEXED == 0
     np.add.at(out, (kind[plain], word_counter(word[plain])), 1)
     for r, w in zip(row[~plain], word[~plain], strict=True):
-        groups = int(attention.columns(records[[r]])["groups"][0]) if first_word == WAIT_WORD else 1
-        start = int(word_counter(w))
-        out[attention.opcode, start : start + dims.row_blocks * groups] += 1
+        groups = int(attention.columns(records[[r]])["groups"][0]) if to is None else 1
+        members = np.arange(dims.row_blocks * groups)
+        if to is not None and word_rank(w) == OWNER:
+            members = members[members % dims.tp == to]
+        out[attention.opcode, word_counter(w) + members] += 1
     return out

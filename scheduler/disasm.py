@@ -13,6 +13,7 @@ from ..isa.record import (
     INDEXED,
     NEXT,
     OPERAND_WORD,
+    OWNER,
     SIGNAL_WORD,
     SIGNALS,
     WAIT_WORD,
@@ -29,8 +30,9 @@ def disassemble(program: Program) -> Iterator[str]:
     """Lines without line ends; the same program always gives the same text.
 
     `#7=3` waits until counter 7 has its 3 arrivals of this launch; `#7=3 (1 in layer 0)` where the prologue
-    feeds it. `#7+` signals counter 7 of the next layer's block. `#7[table]` is a grid that starts at counter 7,
-    whose member the step table picks.
+    feeds it. `#7+` signals counter 7 of the next layer's block, `#7@3` rank 3's counter, `#7@all` that of every rank,
+    `#7@owner` that of the rank that owns the rows. `#7[table]` is a grid that starts at counter 7, whose member the
+    step table picks.
     """
     d = program.dims
     yield (
@@ -40,25 +42,30 @@ def disassemble(program: Program) -> Iterator[str]:
     yield f"{program.instructions} instructions, {program.counters} counters in each of {d.layers + 1} blocks"
     first, middle, last = program.totals_first, program.totals_middle, program.totals_last
     body = (first, first if d.layers == 1 else middle)
-    yield from _segment("prologue", program, program.prologue, (first, first))
-    yield from _segment(f"body, layers 0 to {d.layers - 1}", program, program.body, body)
-    yield from _segment("epilogue", program, program.epilogue, (last, last))
+    streams, queues = ("worker", program.workers), ("queue", program.rank_queues)
+    yield from _segment("prologue", program.prologue, streams, (first, first))
+    yield from _segment(f"body, layers 0 to {d.layers - 1}", program.body, streams, body)
+    yield from _segment("queues of the body", program.queues, queues, body, start=len(program.body.records))
+    yield from _segment("epilogue", program.epilogue, streams, (last, last))
 
 
-Totals = tuple[NDArray[np.int32], NDArray[np.int32]]
+Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # of layer 0 and of a later one; [ranks, counters]
 
 
-def _segment(title: str, program: Program, segment: Segment, totals: Totals) -> Iterator[str]:
-    yield f"{title}:"
-    for stream in range(program.ranks * program.workers):
-        rank, worker = divmod(stream, program.workers)
-        yield f"  rank {rank} worker {worker}:"
+def _segment(title: str, segment: Segment, of: tuple[str, int], totals: Totals, start: int = 0) -> Iterator[str]:
+    """`of`: what records are dealt to, and how many of those a rank has."""
+    name, each = of
+    if each:
+        yield f"{title}:"
+    for stream in range(len(segment.offsets) - 1):
+        rank, number = divmod(stream, each)
+        yield f"  rank {rank} {name} {number}:"
         records = segment.stream(stream)
         if len(records):
-            yield from _lines(records, int(segment.offsets[stream]), totals)
+            yield from _lines(records, rank, start + int(segment.offsets[stream]), totals)
 
 
-def _lines(records: Records, start: int, totals: Totals) -> Iterator[str]:
+def _lines(records: Records, rank: int, start: int, totals: Totals) -> Iterator[str]:
     opcodes = opcode(records)
     for i, record in enumerate(records):
         instruction = BY_OPCODE[int(opcodes[i])]
@@ -66,20 +73,24 @@ def _lines(records: Records, start: int, totals: Totals) -> Iterator[str]:
         text = [f"    {start + i:6d}  {instruction.name:<12}"]
         text += [f"{name}={value}" for name, value in zip(instruction.operands, operands, strict=True)]
         waits, signals = record[WAIT_WORD : WAIT_WORD + WAITS], record[SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
-        text += ["wait", *(_wait(word, totals) for word in waits[waits != 0].reshape(-1, 1))] if waits.any() else []
-        text += ["signal", *(_signal(word) for word in signals[signals != 0].reshape(-1, 1))] if signals.any() else []
+        text += (
+            ["wait", *(_wait(word, rank, totals) for word in waits[waits != 0].reshape(-1, 1))] if waits.any() else []
+        )
+        text += (
+            ["signal", *(_signal(word, rank) for word in signals[signals != 0].reshape(-1, 1))] if signals.any() else []
+        )
         yield " ".join(text)
 
 
-def _wait(word: Records, totals: Totals) -> str:
+def _wait(word: Records, rank: int, totals: Totals) -> str:
     counter = int(word_counter(word)[0])
     if word & INDEXED:
         return f"#{counter}[table]"
-    first, later = (int(t[counter]) for t in totals)
+    first, later = (int(t[rank, counter]) for t in totals)
     return f"#{counter}={later}" + (f" ({first} in layer 0)" if first != later else "")
 
 
-def _signal(word: Records) -> str:
+def _signal(word: Records, own: int) -> str:
     rank = int(word_rank(word)[0])
-    to = "@all" if rank == ALL_RANKS else f"@{rank}" if rank else ""
+    to = {own: "", ALL_RANKS: "@all", OWNER: "@owner"}.get(rank, f"@{rank}")
     return f"#{word_counter(word)[0]}{'[table]' if word & INDEXED else ''}{'+' if word & NEXT else ''}{to}"

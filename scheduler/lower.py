@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..isa import BY_NAME, KV_BLOCK, Column, Dims, Dtype, Index, Instruction, Kind
+from ..isa import BY_NAME, INSTRUCTIONS, KV_BLOCK, Column, Dims, Dtype, Family, Index, Instruction, Kind
 from ..isa.record import SIGNALS
 from ..machine import Machine
 from ..model.checkpoint import weight_dims
 from ..model.config import LlamaConfig
 from .cost import panel_blocks, seconds
-from .regions import boxes, head_group_boxes, nonempty, overlap
+from .regions import boxes, head_group_columns, nonempty
 
 # Step-table room for attention: items per slot beyond one per row, so that few rows can be cut by KV head and KV
 # block for balance; rows whose long contexts may be split at once, and the most partials that are kept for them.
@@ -24,14 +27,16 @@ _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
 
 @dataclass(frozen=True)
 class Phase:
-    """All instructions of one kind in a segment, as operand columns of equal length.
+    """All instructions of one kind of a rank in a segment, as operand columns of equal length.
 
-    `block` is the row block that the instruction's rows lie in: token rows, or logit rows in the epilogue.
+    `block` groups them: what one task of a block needs, and what it must precede, holds for the block. It is the
+    row block that the instruction's rows lie in: token rows, or logit rows in the epilogue.
     """
 
     instruction: Instruction
     columns: dict[str, Column]
     block: Column
+    rank: int = 0
 
     def __len__(self) -> int:
         return len(self.block)
@@ -39,7 +44,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Tasks:
-    """A step's instructions: three segments of phases in program order."""
+    """A step's instructions: three segments of phases in program order, the ranks' phases of a kind together."""
 
     dims: Dims
     prologue: list[Phase]
@@ -51,6 +56,12 @@ class Tasks:
         return self.prologue, self.body, self.epilogue
 
 
+def kinds(phases: list[Phase]) -> list[int]:
+    """Which kind of its segment each phase is, counted in program order."""
+    changes = [a.instruction is not b.instruction for a, b in itertools.pairwise(phases)]
+    return list(itertools.accumulate(changes, initial=0))
+
+
 def program_dims(
     config: LlamaConfig,
     machine: Machine,
@@ -60,9 +71,17 @@ def program_dims(
     logit_rows: int,
     max_seqs: int,
     max_context: int,
+    tp: int = 1,
+    slots: int | None = None,
 ) -> Dims:
-    """Sizes of a bucket, with room in its step table that depends on the bucket and the worker count only."""
+    """Sizes of a bucket, with room in its step table that depends on the bucket and the slots only.
+
+    `slots`: attention instructions of a layer and rank; one for each worker by default.
+
+    Row blocks and how the ranks share the work are those of one rank: `choose` has the rest.
+    """
     kv_blocks = -(-max_context // KV_BLOCK)
+    slots = slots or machine.workers
     return replace(
         weight_dims(config, dtype),
         page=machine.page,
@@ -71,111 +90,159 @@ def program_dims(
         logit_rows=logit_rows,
         max_seqs=max_seqs,
         max_context=max_context,
-        items=tokens + _ITEMS_PER_SLOT * machine.workers,
-        attention_slots=machine.workers,
+        items=tokens + _ITEMS_PER_SLOT * slots,
+        attention_slots=slots,
         partials=min(config.kv_heads * kv_blocks * min(tokens, _SPLIT_ROWS), _MAX_PARTIALS),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
+        tp=tp,
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Blocks of `length` rows, of `total` rows in all: those numbered `blocks`."""
+
+    total: int
+    length: int
+    blocks: Column
+
+    def __len__(self) -> int:
+        return int(np.minimum(self.length, self.total - self.blocks * self.length).sum())
 
 
 def lower(dims: Dims, machine: Machine) -> Tasks:
-    """The tasks of one rank."""
-    token = (dims.tokens, dims.row_block)
-    logit = (dims.logit_rows, min(machine.tile_rows, dims.logit_rows))
-    qkv = _tiles("qkv_rope", token, dims.qkv_cols, dims, machine)
+    """The tasks of all ranks."""
     return Tasks(
         dims,
-        prologue=[_rows("embed", token, _share(dims.tokens, machine))],
-        body=[
-            _rows("attn_norm", token, _share(dims.tokens, machine)),
-            qkv,
-            _attention(qkv, dims),
-            _tiles("o_proj", token, dims.hidden, dims, machine),
-            _rows("mlp_norm", token, _share(dims.tokens, machine)),
-            _tiles("gate_up_silu", token, dims.ffn, dims, machine),
-            _tiles("down_proj", token, dims.hidden, dims, machine),
-        ],
-        epilogue=[
-            _rows("final_norm", logit, _share(dims.logit_rows, machine)),
-            _tiles("lm_head", logit, dims.vocab, dims, machine),
-            _rows("sample", logit, 1),
-        ],
+        prologue=_phases(("embed", "rope"), dims, machine),
+        body=_phases([i.name for i in INSTRUCTIONS if i.layered and i.family is not Family.CONTROL], dims, machine),
+        epilogue=_phases(("final_norm", "lm_head", "sample"), dims, machine),
     )
 
 
-def _share(rows: int, machine: Machine) -> int:
-    return -(-rows // machine.workers)
+def _phases(names: Iterable[str], dims: Dims, machine: Machine) -> list[Phase]:
+    """Kind by kind, rank by rank; without those that have nothing to do."""
+    out: list[Phase] = []
+    for name in names:
+        instruction = BY_NAME[name]
+        for rank in range(dims.tp) if instruction.present(dims) else ():
+            phase = _phase(instruction, replace(dims, rank=rank), machine, out)
+            if len(phase):
+                out.append(phase)
+    return out
 
 
-def _rows(name: str, shape: tuple[int, int], at_most: int) -> Phase:
-    """Runs of up to `at_most` rows, of near-equal length inside each row block. `shape`: rows, rows of a block."""
-    total, block = shape
-    pieces = -(-block // min(at_most, block))
-    cuts = np.arange(pieces + 1, dtype=np.int32) * block // pieces
-    start = (np.arange(-(-total // block), dtype=np.int32)[:, None] * block + cuts[:-1]).ravel()
-    rows = np.minimum(np.tile(np.diff(cuts), -(-total // block)), total - start)
-    start, rows = start[rows > 0], rows[rows > 0]
-    return Phase(BY_NAME[name], {"row": start, "rows": rows}, start // block)
+def _phase(instruction: Instruction, d: Dims, machine: Machine, before: list[Phase]) -> Phase:
+    """The tasks of rank `d.rank`."""
+    every = _Rows(d.tokens, d.row_block, np.arange(d.row_blocks, dtype=np.int32))
+    own = every if d.one_hop else replace(every, blocks=every.blocks[d.rank :: d.tp])
+    logit_block = min(machine.tile_rows, d.logit_rows)
+    logit = _Rows(d.logit_rows, logit_block, np.arange(-(-d.logit_rows // logit_block), dtype=np.int32))
+    match instruction.name:
+        case "embed" | "attn_norm" | "mlp_norm":
+            return _runs(instruction, own, d, machine)
+        case "rope":
+            return _runs(instruction, every, d, machine)
+        case "qkv_rope":
+            return _tiles(instruction, every, d.qkv_cols, d, machine)
+        case "attention":
+            qkv = next((p for p in before if p.instruction.name == "qkv_rope" and p.rank == d.rank), None)
+            return _attention(instruction, qkv, d)
+        case "o_proj" | "down_proj":
+            return _tiles(instruction, own, d.hidden, d, machine)
+        case "o_partial":
+            return _tiles(instruction, every, d.hidden if d.rank_heads else 0, d, machine)
+        case "down_partial":
+            return _tiles(instruction, every, d.hidden if d.rank_ffn else 0, d, machine)
+        case "o_reduce" | "down_reduce":
+            # Whole rows: the norm that follows needs them whole.
+            phase = _runs(instruction, own, d, machine)
+            zero = np.zeros_like(phase.block)
+            return replace(phase, columns=phase.columns | {"col": zero, "cols": zero + d.hidden})
+        case "gate_up_silu":
+            return _tiles(instruction, every, d.rank_ffn, d, machine)
+        case "final_norm":
+            return _runs(instruction, logit, d, machine)
+        case "lm_head":
+            return _tiles(instruction, logit, d.rank_vocab, d, machine)
+        case "sample":
+            first = min(d.rank * d.own_logit_rows, d.logit_rows)
+            row = np.arange(first, min(first + d.own_logit_rows, d.logit_rows), dtype=np.int32)
+            return Phase(instruction, {"row": row, "rows": np.ones_like(row)}, row // logit_block, d.rank)
+    raise AssertionError(f"nothing lowers {instruction.name}")
 
 
-def _tiles(name: str, shape: tuple[int, int], cols: int, dims: Dims, machine: Machine) -> Phase:
+def _runs(instruction: Instruction, rows: _Rows, d: Dims, machine: Machine) -> Phase:
+    """Runs of rows, enough of them for all workers, of near-equal length inside each row block."""
+    at_most = max(1, -(-len(rows) // machine.workers))
+    pieces = -(-rows.length // min(at_most, rows.length))
+    cuts = np.arange(pieces + 1, dtype=np.int32) * rows.length // pieces
+    start = (rows.blocks[:, None] * rows.length + cuts[:-1]).ravel()
+    count = np.minimum(np.tile(np.diff(cuts), len(rows.blocks)), rows.total - start)
+    start, count = start[count > 0], count[count > 0]
+    return Phase(instruction, {"row": start, "rows": count}, start // rows.length, d.rank)
+
+
+def _tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: Machine) -> Phase:
     """Row blocks x near-equal column tiles that start on multiples of the machine's column unit."""
-    total, block = shape
-    blocks = -(-total // block)
+    blocks = len(rows.blocks)
     units = -(-cols // machine.col_unit)
-    count = _column_tiles(BY_NAME[name], block, blocks, cols, dims, machine)
-    cuts = np.minimum(np.arange(count + 1) * units // count * machine.col_unit, cols).astype(np.int32)
-    at = np.repeat(np.arange(blocks, dtype=np.int32), count)
+    count = _column_tiles(instruction, rows, cols, d, machine) if blocks and cols else 0
+    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * machine.col_unit, cols).astype(np.int32)
+    at = np.repeat(rows.blocks, count)
     columns = {
-        "row": at * block,
-        "rows": np.minimum(block, total - at * block),
+        "row": at * rows.length,
+        "rows": np.minimum(rows.length, rows.total - at * rows.length),
         "col": np.tile(cuts[:-1], blocks),
         "cols": np.tile(np.diff(cuts), blocks),
     }
-    return Phase(BY_NAME[name], columns, at)
+    return Phase(instruction, columns, at, d.rank)
 
 
-def _column_tiles(instruction: Instruction, rows: int, blocks: int, cols: int, dims: Dims, machine: Machine) -> int:
+def _column_tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: Machine) -> int:
     """How many column tiles make the phase shortest: waves of tiles over the workers x seconds of the widest tile.
 
     A tile holds at most tile_rows x tile_cols outputs, so short row blocks may have wide tiles: then a phase is
     about one tile per worker. Tiles are cut narrower only to fill the workers or to even out the last wave; with
     several panels the next phase fills the last wave, so a part of a wave counts as that.
     """
+    blocks = len(rows.blocks)
     units = -(-cols // machine.col_unit)
-    widest = max(1, machine.tile_rows * machine.tile_cols // (rows * machine.col_unit))
+    widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * machine.col_unit))
     fewest = -(-units // widest)
     most = min(units, 2 * max(fewest, -(-machine.workers // blocks)))
     counts = np.arange(fewest, most + 1)
     width = np.minimum(-(-units // counts) * machine.col_unit, cols).astype(np.int32)
     zero = np.zeros_like(width)
-    tile = seconds(instruction, {"row": zero, "rows": zero + rows, "col": zero, "cols": width}, dims, machine)
+    first = {"row": zero + rows.blocks[0] * rows.length, "rows": zero + rows.length, "col": zero, "cols": width}
+    tile = seconds(instruction, first, d, machine)
     waves = np.maximum(1.0, counts * blocks / machine.workers)
-    if blocks <= panel_blocks(dims, machine):
+    if blocks <= panel_blocks(d, machine):
         waves = np.ceil(waves)
     return int(counts[np.argmin(waves * tile)])
 
 
-def _attention(qkv: Phase, dims: Dims) -> Phase:
+def _attention(instruction: Instruction, qkv: Phase | None, d: Dims) -> Phase:
     """One instruction per slot. Heads are grouped just so far that a QKV tile's signals fit its record."""
-    instruction = BY_NAME["attention"]
-    slot = np.arange(dims.attention_slots, dtype=np.int32)
-    group_heads = next(n for n in range(1, dims.kv_heads + 1) if _most_groups(qkv, instruction, dims, n) <= SIGNALS)
-    groups = -(-dims.kv_heads // group_heads)
-    columns = {"slot": slot, "group_heads": np.full_like(slot, group_heads), "groups": np.full_like(slot, groups)}
-    return Phase(instruction, columns, np.zeros_like(slot))
+    slot = np.arange(d.attention_slots if qkv else 0, dtype=np.int32)
+    columns = {name: np.zeros_like(slot) for name in instruction.operands} | {"slot": slot}
+    if qkv:
+        first = qkv.block == qkv.block[0]
+        tiles = replace(qkv, block=qkv.block[first], columns={name: c[first] for name, c in qkv.columns.items()})
+        sizes = range(1, d.rank_kv_heads + 1)
+        group_heads = next(n for n in sizes if head_groups(tiles, instruction, d, n).sum(axis=1).max() <= SIGNALS)
+        columns["group_heads"] += group_heads
+        columns["groups"] += -(-d.rank_kv_heads // group_heads)
+    return Phase(instruction, columns, np.zeros_like(slot), d.rank)
 
 
-def _most_groups(qkv: Phase, attention: Instruction, dims: Dims, group_heads: int) -> int:
-    """The most head groups that one QKV tile has a part of."""
-    first = qkv.block == 0
-    tiles = {name: column[first] for name, column in qkv.columns.items()}
-    written = {a.buffer: boxes(a) for a in qkv.instruction.accesses(tiles, dims) if a.kind is not Kind.READ}
+def head_groups(producers: Phase, attention: Instruction, d: Dims, group_heads: int) -> NDArray[np.bool_]:
+    """[tasks, head groups]: which tasks write what items of their rows with some of `group_heads` KV heads read."""
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
-    touched = np.zeros((int(first.sum()), -(-dims.kv_heads // group_heads)), dtype=bool)
-    for access in attention.accesses(one, dims):
-        if access.index is Index.ITEM and access.buffer in written:
-            tile = written[access.buffer]
-            groups = head_group_boxes(access, dims, 0, group_heads)
-            touched |= nonempty(tile)[:, None] & overlap(tile, groups)
-    return int(touched.sum(axis=1).max())
+    read = {a.buffer for a in attention.accesses(one, d) if a.index is Index.ITEM and a.kind is Kind.READ}
+    out = np.zeros((len(producers), -(-d.rank_kv_heads // group_heads)), dtype=bool)
+    for access in producers.instruction.accesses(producers.columns, d):
+        if access.buffer in read and access.kind is not Kind.READ:
+            low, high = head_group_columns(access.buffer, d, group_heads).T
+            out |= nonempty(boxes(access))[:, None] & (access.col[:, None] < high) & (low < access.col_end[:, None])
+    return out

@@ -1,84 +1,132 @@
-"""From tasks to workers and an order. Every stream is a subsequence of one topological order of the segment."""
+"""From tasks to streams and an order. Every stream is a subsequence of one topological order of the segment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Dims, Family
 from ..machine import Machine
-from .cost import panel_blocks, seconds
-from .lower import Phase
+from .cost import panel_blocks, seconds, unit_seconds
+from .lower import Phase, kinds
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where and when each instruction of a phase runs: its worker and its position in the segment's order."""
+    """Where and when each instruction of a phase runs: its worker and its position in the segment's order.
+
+    Positions are those of one order of all ranks.
+    """
 
     worker: NDArray[np.int64]
     order: NDArray[np.int64]
 
 
-def place(phases: list[Phase], dims: Dims, machine: Machine) -> list[Placed]:
+def place(phases: list[Phase], dims: Dims, machine: Machine, *, interleave: bool = True) -> list[Placed]:
     """Place one segment.
 
     Stages (matmuls and attention) run one after the other; inside a stage, panels of row blocks in order, and inside
-    a panel column by column, so that a weight tile read from memory serves the whole panel. What lies between
-    two stages, a norm or sampling, is ordered halfway between the panel's own two stages: its inputs are then
-    long complete and its consumers far away, so neither side waits.
+    a panel column by column, so that a weight tile read from memory serves the whole panel. Two neighbouring stages
+    of which one is bound by arithmetic and one by the link or memory take turns, panel by panel. What lies between
+    two stages, a norm, a reduction or sampling, is ordered so that its inputs are then long complete and its
+    consumers far away, so neither side waits. Without `interleave` phases run one after the other.
     """
+    kind = kinds(phases)
     blocks = panel_blocks(dims, machine)
     panels = [phase.block // blocks for phase in phases]
     count = max(int(panel.max()) + 1 for panel in panels)
-    keys = _keys(phases, panels, count)
-    worker = _workers(phases, panels, dims, machine, pipelined=count > 1)
+    starts = _turns(phases, kind, count, dims, machine) if interleave else [(k, 1 / count) for k in kind]
+    keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
+    workers: dict[int, NDArray[np.int64]] = {}
+    for rank in range(dims.tp):
+        own = [i for i, phase in enumerate(phases) if phase.rank == rank]
+        parts = [(phases[i], panels[i], keys[i]) for i in own]
+        placed = _workers(parts, replace(dims, rank=rank), machine, pipelined=count > 1)
+        workers |= dict(zip(own, placed, strict=True))
     sizes = np.cumsum([0, *map(len, phases)])
-    phase_of = np.repeat(np.arange(len(phases)), np.diff(sizes))
+    kind_of, panel_of = np.repeat(kind, np.diff(sizes)), np.concatenate(panels)
     cols = np.concatenate([phase.columns.get("col", np.zeros_like(phase.block)) for phase in phases])
     rows = np.concatenate([phase.columns.get("row", np.zeros_like(phase.block)) for phase in phases])
-    order = np.empty(len(phase_of), dtype=np.int64)
-    order[np.lexsort((rows, cols, phase_of, np.concatenate(keys)))] = np.arange(len(order))
-    return [Placed(w, order[sizes[i] : sizes[i + 1]]) for i, w in enumerate(worker)]
+    order = np.empty(len(kind_of), dtype=np.int64)
+    order[np.lexsort((rows, cols, panel_of, kind_of, np.concatenate(keys)))] = np.arange(len(order))
+    return [Placed(workers[i], order[sizes[i] : sizes[i + 1]]) for i in range(len(phases))]
 
 
-def _keys(phases: list[Phase], panels: list[NDArray[np.int32]], count: int) -> list[NDArray[np.float64]]:
-    """Sort keys. Panel p of stage s has s + p / P; what precedes stage s lies midway between the end of its panel
-    in stage s - 1 and its start in stage s."""
-    keys, stage = [], 1
-    for phase, panel in zip(phases, panels, strict=True):
-        if phase.instruction.family in (Family.MATMUL, Family.ATTENTION):
-            keys.append(stage + panel / count)
-            stage += 1
-        else:
-            keys.append(stage - 0.5 + (2 * panel + 1) / (2 * count))
-    return keys
+def _turns(
+    phases: list[Phase], kind: list[int], panels: int, dims: Dims, machine: Machine
+) -> list[tuple[float, float]]:
+    """The sort key of each phase's first panel, and the step from one panel to the next.
+
+    A stage has a unit of keys; what precedes it lies midway between the end of its panel in the stage before and
+    its start in this one. Two stages that take turns share two units: the second lags the first by a panel, and one
+    more for each kind between them.
+    """
+    of_kind = {k: [p for p, number in zip(phases, kind, strict=True) if number == k] for k in kind}
+    stages = [k for k, members in of_kind.items() if members[0].instruction.family in _STAGES]
+    turns: dict[int, tuple[float, float]] = {}
+    for number, stage in enumerate(stages, 1):
+        turns.setdefault(stage, (number, 1 / panels))
+        following = stages[number] if number < len(stages) else stage
+        lag = following - stage
+        if number > 1 and turns[stage][1] > 1 / panels:
+            continue
+        if lag and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
+            step = 2 / (panels + lag)
+            turns[stage] = number, step
+            # Each kind between runs a panel and a third after the one before it began.
+            for k in range(stage + 1, following):
+                turns[k] = number + (k - stage + 1 / 3) * step, step
+            turns[following] = number + lag * step, step
+    for k in kind:
+        number = 1 + sum(stage < k for stage in stages)
+        turns.setdefault(k, (number - 0.5 + 0.5 / panels, 1 / panels))
+    return [turns[k] for k in kind]
+
+
+_STAGES = (Family.MATMUL, Family.ATTENTION)
+
+
+def _complementary(first: list[Phase], second: list[Phase], dims: Dims, machine: Machine) -> bool:
+    """Whether one stage is bound by arithmetic and the other by memory or the link."""
+    bound = []
+    for phases in (first, second):
+        if any(phase.instruction.family is not Family.MATMUL for phase in phases):
+            return False
+        units = [unit_seconds(p.instruction, p.columns, replace(dims, rank=p.rank), machine) for p in phases]
+        arithmetic, memory, link = np.max(units, axis=0)
+        bound.append(arithmetic > max(memory, link))
+    return bound[0] != bound[1]
 
 
 def _workers(
-    phases: list[Phase], panels: list[NDArray[np.int32]], dims: Dims, machine: Machine, *, pipelined: bool
+    parts: list[tuple[Phase, NDArray[np.int32], NDArray[np.float64]]],
+    dims: Dims,
+    machine: Machine,
+    *,
+    pipelined: bool,
 ) -> list[NDArray[np.int64]]:
-    """Give each task, in order, to the worker that is free first. Slots of attention are workers.
+    """Give each task, in the order of keys, to the worker that is free first. Attention's go by their slot.
 
-    With one panel a phase starts when the one before has ended, so all workers are free; with more, a phase
-    begins where workers run out of the last one, so the load carries over.
+    `parts`: a rank's phases, with the panel and the key of each task. With one panel a phase starts when the one
+    before has ended, so all workers are free; with more, a phase begins where workers run out of the last one, so the
+    load carries over.
     """
     load = np.zeros(machine.workers)
-    out: list[NDArray[np.int64]] = []
-    for phase, panel in zip(phases, panels, strict=True):
-        if phase.instruction.family is Family.ATTENTION:
-            out.append(phase.columns["slot"].astype(np.int64))
-            continue
+    out = [np.arange(len(phase)) % machine.workers for phase, _, _ in parts]
+    costs = [seconds(phase.instruction, phase.columns, dims, machine) for phase, _, _ in parts]
+    chunks = []
+    for i, (phase, panel, key) in enumerate(parts):
+        if phase.instruction.family is not Family.ATTENTION:
+            order = np.lexsort((phase.columns["row"], phase.columns.get("col", phase.block), panel))
+            for tasks in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
+                chunks.append((float(key[tasks[0]]), i, tasks))
+    for _, i, tasks in sorted(chunks, key=lambda chunk: chunk[:2]):
         if not pipelined:
             load[:] = 0.0
-        cost = seconds(phase.instruction, phase.columns, dims, machine)
-        worker = np.empty(len(phase), dtype=np.int64)
-        order = np.lexsort((phase.columns["row"], phase.columns.get("col", phase.block), panel))
-        for tasks in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
-            worker[tasks] = _first_free(len(tasks), float(cost[tasks].mean()), load)
-            load += np.bincount(worker[tasks], weights=cost[tasks], minlength=machine.workers)
-        out.append(worker)
+        out[i][tasks] = worker = _first_free(len(tasks), float(costs[i][tasks].mean()), load)
+        load += np.bincount(worker, weights=costs[i][tasks], minlength=machine.workers)
     return out
 
 

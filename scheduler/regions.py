@@ -1,11 +1,11 @@
-"""Boxes of rows and columns, many at a time, and the parts of a box that attention items pick."""
+"""Boxes of rows and columns, many at a time, and the parts of a box that the step table picks."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Access, Dims
+from ..isa import Access, Buffer, Dims, item_columns
 
 Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
@@ -21,12 +21,13 @@ def nonempty(b: Boxes) -> NDArray[np.bool_]:
     return found
 
 
-def overlap(a: Boxes, b: Boxes) -> NDArray[np.bool_]:
-    """[len(a), len(b)]: which boxes share an element. All must be nonempty."""
-    x, y = a[:, None, :], b[None, :, :]
-    rows = (x[..., 0] < y[..., 1]) & (y[..., 0] < x[..., 1])
-    cols = (x[..., 2] < y[..., 3]) & (y[..., 2] < x[..., 3])
-    return rows & cols
+def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
+    """[len(starts), 4]: the smallest box around each run of boxes; empty where all of a run are."""
+    none = np.iinfo(np.int32).max
+    filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
+    low = np.minimum.reduceat(filled[:, ::2], starts)
+    high = np.maximum.reduceat(filled[:, 1::2], starts)
+    return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=1)
 
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
@@ -34,22 +35,13 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
     return block * dims.row_block, min((block + 1) * dims.row_block, dims.tokens)
 
 
-def head_group_boxes(access: Access, dims: Dims, block: int, group_heads: int) -> Boxes:
-    """What attention items of `block` touch, one box per group of `group_heads` KV heads.
-
-    The columns of an attention access divide evenly among the KV heads.
-    """
-    low, high = block_rows(dims, block)
-    first = np.arange(0, dims.kv_heads, group_heads)
-    per_head = int(access.col_end[0]) // dims.kv_heads
-    out = np.empty((len(first), 4), dtype=np.int32)
-    out[:, 0], out[:, 1] = low, high
-    out[:, 2] = first * per_head
-    out[:, 3] = np.minimum(first + group_heads, dims.kv_heads) * per_head
-    return out
-
-
-def block_box(access: Access, dims: Dims, block: int) -> Boxes:
+def block_box(access: Access, dims: Dims, block: int) -> tuple[int, int, int, int]:
     """The part of a token-row access, whose box is every row it may be, that lies in one row block."""
-    low, high = block_rows(dims, block)
-    return np.array([[low, high, access.col[0], access.col_end[0]]], dtype=np.int32)
+    return *block_rows(dims, block), int(access.col[0]), int(access.col_end[0])
+
+
+def head_group_columns(buffer: Buffer, dims: Dims, group_heads: int) -> NDArray[np.int64]:
+    """[groups, 2]: columns that attention items touch of each group of `group_heads` of the rank's KV heads."""
+    heads = dims.rank_kv_heads
+    firsts = range(0, heads, group_heads)
+    return np.array([item_columns(buffer, dims, first, min(first + group_heads, heads)) for first in firsts])

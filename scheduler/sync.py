@@ -9,19 +9,45 @@ complete and for what final rows wait for.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Index
-from ..isa.record import INDEXED, NEXT, SIGNALS, WAITS, counter_word, word_counter
-from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies, relation
-from .lower import Tasks
+from ..isa.record import (
+    ALL_RANKS,
+    COUNTER_MASK,
+    INDEXED,
+    NEXT,
+    OWNER,
+    SIGNALS,
+    WAITS,
+    counter_word,
+    word_counter,
+    word_rank,
+)
+from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies
+from .lower import Phase, Tasks, head_groups
 from .regions import block_rows
 
 Words = NDArray[np.int32]
-Totals = NDArray[np.int32]
+Totals = NDArray[np.int32]  # [ranks, counters]
+
+# A counter's number before the end of `synchronise` is that of its creation; `home` then says which numbers it gets.
+SHARED = -1  # one that all ranks count at the same index, or that all name alike
+
+
+@dataclass(frozen=True, order=True)
+class Counter:
+    """What signals name: a counter, and the rank whose copy of it gets the signal, or ALL_RANKS."""
+
+    number: int
+    rank: int
+
+    def signal(self, *, next_layer: bool = False) -> int:
+        return counter_word(self.number, rank=self.rank, next_layer=next_layer)
 
 
 @dataclass(frozen=True)
@@ -31,126 +57,222 @@ class Join:
     segment: int
     phase: int
     tasks: NDArray[np.int64]
-    waits: tuple[int, ...]  # words
-    signal: int  # word
+    waits: Words  # [waits]
+    signal: Words  # [1]
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Words of each phase of each segment, [n, 8], and the totals of a counter block (see Program)."""
+    """Words of each phase of each segment, [n, 8], and the totals of a counter block (see Program).
+
+    `barrier`: counters of the barrier at the end of a launch, of a rank's workers and of the ranks.
+    """
 
     waits: list[list[Words]]
     signals: list[list[Words]]
     joins: list[Join]
+    barrier: tuple[int, int] | None
     totals_first: Totals
     totals_middle: Totals
     totals_last: Totals
 
 
-def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
-    build = _Builder(tasks, dependencies)
+def synchronise(tasks: Tasks, dependencies: Dependencies, workers: int, *, overlap_ranks: bool = True) -> Sync:
+    """`overlap_ranks`: whether what comes from another rank is waited for by row blocks, not by whole phases."""
+    build = _Builder(tasks, dependencies, overlap_ranks)
     build.attention_grids()
     build.final_row_grid()
     build.groups_done()
     build.prologue_done()
     build.wait_for_groups()
-    return build.sync()
+    return build.sync(workers)
 
 
 class _Builder:
-    def __init__(self, tasks: Tasks, dependencies: Dependencies) -> None:
+    def __init__(self, tasks: Tasks, dependencies: Dependencies, overlap_ranks: bool) -> None:
         self.tasks = tasks
         self.groups = dependencies.groups
-        self.counters = 0
+        self.homes: list[int] = []  # of each counter: a rank, or SHARED
         self.waits = [[np.zeros((len(p), WAITS), np.int32) for p in s] for s in tasks.segments]
         self.signals = [[np.zeros((len(p), SIGNALS), np.int32) for p in s] for s in tasks.segments]
         self.joins: list[Join] = []
-        self.arrivals_by_table: dict[int, int] = {}
-        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> counters
-        self.from_last_run: dict[int, list[int]] = defaultdict(list)  # the part of `waited` that a body may feed
+        self.arrivals_by_table: dict[Counter, int] = {}
+        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> counters of its rank
+        self.from_last_run: dict[int, set[Counter]] = defaultdict(set)  # those that a body may feed
         self.entering = _successors(dependencies.entering)
-        self.onward = _successors(dependencies.onward)
+        self.producers: dict[int, list[int]] = defaultdict(list)
+        for producer, consumer in sorted(dependencies.within):
+            self.producers[consumer].append(producer)
         by_item = {g for g, group in enumerate(self.groups) if group.index is Index.ITEM}
         if by_item & ({c for _, c in dependencies.onward} | {c for _, c in dependencies.entering}):
             raise AssertionError("attention items wait for counters of their own layer only")
         self.to_items = {e for e in dependencies.within if e[1] in by_item}
-        self.within = _successors(dependencies.within - self.to_items)
-        # Which groups share a counter of the next block: same successors there.
-        self.onward_counter: dict[frozenset[int], int] = {}
+        self.families: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self.by_blocks = overlap_ranks
+        for g in range(len(self.groups)):
+            self.families[self._family(g)].append(g)
+        self.within = {p: self._targets(p, s) for p, s in _successors(dependencies.within - self.to_items).items()}
+        self.onward = {p: self._targets(p, s) for p, s in _successors(dependencies.onward).items()}
+        # Which groups share a counter: those with the same successors. (run, rank, successors) -> counter
+        self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
+
+    def _family(self, g: int) -> tuple[int, ...]:
+        """Groups of all ranks that take over together what comes from several ranks, or goes to several."""
+        group = self.groups[g]
+        family = (group.segment, group.kind, int(group.virtual))
+        return (*family, group.block) if self.by_blocks else family
+
+    def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
+        """Successors by the rank that must hear of it; ALL_RANKS for all of a family that has some on several."""
+        by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for g in successors:
+            by_family[self._family(g)].append(g)
+        out: dict[int, set[int]] = defaultdict(set)
+        for family, members in by_family.items():
+            ranks = {self.groups[g].rank for g in members}
+            if len(ranks) > 1 or not (self.by_blocks or self.groups[producer].rank in ranks):
+                out[ALL_RANKS].update(self.families[family])
+            else:
+                out[ranks.pop()].update(members)
+        return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
 
     def attention_grids(self) -> None:
-        """Number both grids, signal the first from what items read; the second is signalled by the items."""
+        """Number both grids, signal the first from what items read; the second is signalled by the items.
+
+        The first is the rank's own. Arrivals at the second are where the rows' attention output goes.
+        """
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return
-        dims, first = self.tasks.dims, self.groups[items[0]]
-        head_groups = len(first.members)
-        ready = self._new(len(items) * head_groups)
-        done = self._new(len(items))
-        self.waits[first.segment][first.phase][:, 0] = counter_word(ready, indexed=True)
-        self.signals[first.segment][first.phase][:, 0] = counter_word(done, indexed=True)
-        for producer, consumer in sorted(self.to_items):
-            group, block = self.groups[producer], self.groups[consumer].block
-            touched = relation(group, self.groups[consumer])
-            for head_group in range(head_groups):
-                tasks = group.members[touched[:, head_group]]
-                word = counter_word(ready + block * head_groups + head_group)
-                _append(self.signals[group.segment][group.phase], tasks, word)
+        dims = self.tasks.dims
+        done = self._new(SHARED, dims.row_blocks)
+        ready: dict[int, tuple[int, int]] = {}  # rank: its first grid, head groups
         for g in items:
-            block = self.groups[g].block
-            low, high = block_rows(dims, block)
-            self.arrivals_by_table[done + block] = (high - low) * dims.kv_heads
-            for consumer in self.within.pop(g, frozenset()):
-                self.waited[consumer].add(done + block)
+            group = self.groups[g]
+            if group.rank in ready:
+                continue
+            groups = int(self._phase(g).columns["groups"][0])
+            ready[group.rank] = self._new(group.rank, dims.row_blocks * groups), groups
+            waits, signals = (words[group.segment][group.phase] for words in (self.waits, self.signals))
+            waits[:, 0] = counter_word(ready[group.rank][0], indexed=True)
+            signals[:, 0] = counter_word(done, rank=self._output_rank(group.rank), indexed=True)
+        feeds: dict[int, NDArray[np.bool_]] = {}  # phase: [tasks, head groups]
+        for producer, consumer in sorted(self.to_items):
+            group, item = self.groups[producer], self.groups[consumer]
+            first, groups = ready[item.rank]
+            if group.phase not in feeds:
+                attention = self._phase(consumer)
+                size = int(attention.columns["group_heads"][0])
+                rank_dims = replace(dims, rank=item.rank)
+                feeds[group.phase] = head_groups(self._phase(producer), attention.instruction, rank_dims, size)
+            touched = feeds[group.phase][group.members]
+            if group.rank != item.rank or not touched.any(axis=1).all():
+                raise AssertionError("attention items wait for tasks of their rank that write what they read")
+            for head_group in range(groups):
+                counter = Counter(first + item.block * groups + head_group, item.rank)
+                _append(
+                    self.signals[group.segment][group.phase], group.members[touched[:, head_group]], counter.signal()
+                )
+        self._attention_done(items, done)
+
+    def _attention_done(self, items: list[int], done: int) -> None:
+        """Arrivals at the grid that starts at counter `done`, and who waits for them."""
+        dims = self.tasks.dims
+        for g in items:
+            group = self.groups[g]
+            low, high = block_rows(dims, group.block)
+            to = self._output_rank(group.rank)
+            counter = Counter(done + group.block, group.block % dims.tp if to == OWNER else to)
+            heads = replace(dims, rank=group.rank).rank_kv_heads
+            self.arrivals_by_table[counter] = self.arrivals_by_table.get(counter, 0) + (high - low) * heads
+        for g in items:
+            for consumer in {c for _, successors in self.within.pop(g, ()) for c in successors}:
+                at = (self.groups[consumer].rank, ALL_RANKS)
+                blocks = {c.number for c in self.arrivals_by_table if c.rank in at} if not self.by_blocks else set()
+                self.waited[consumer] |= blocks or {done + self.groups[g].block}
+
+    def _phase(self, g: int) -> Phase:
+        return self.tasks.segments[self.groups[g].segment][self.groups[g].phase]
+
+    def _output_rank(self, rank: int) -> int:
+        """Rank in the signal word of attention on `rank`."""
+        dims = self.tasks.dims
+        if not dims.replicated_o:
+            return rank
+        return ALL_RANKS if dims.one_hop else OWNER
 
     def final_row_grid(self) -> None:
         """Number the counters that final rows pick from before all others of their kind, in row-block order."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
-        base = self.counters
+        base = self._new(SHARED, self.tasks.dims.row_blocks)
         for g in rows:
-            picked = {successors for successors in self.onward.values() if g in successors}
+            picked = {target for targets in self.onward.values() for target in targets if g in target[1]}
             if len(picked) != 1:
                 raise AssertionError("a final row must wait for exactly one counter of the last layer")
-            self.onward_counter[picked.pop()] = self._new()
-        phase = self.groups[rows[0]]
-        self.waits[phase.segment][phase.phase][:, 0] = counter_word(base, indexed=True)
+            rank, successors = picked.pop()
+            self.shared["onward", rank, successors] = Counter(base + self.groups[g].block, rank)
+            phase = self.groups[g]
+            self.waits[phase.segment][phase.phase][:, 0] = counter_word(base, indexed=True)
 
     def groups_done(self) -> None:
         """Signals of each group, and which counters its successors wait for."""
-        own: dict[tuple[int, frozenset[int]], int] = {}
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.phase]
-            if successors := self.within.get(producer):
-                key = (group.segment, successors)
-                counter = own[key] if key in own else own.setdefault(key, self._new())
-                _append(words, group.members, counter_word(counter))
-                for consumer in successors:
-                    self.waited[consumer].add(counter)
-            if successors := self.onward.get(producer):
-                if successors not in self.onward_counter:
-                    self.onward_counter[successors] = self._new()
-                counter = self.onward_counter[successors]
-                _append(words, group.members, counter_word(counter, next_layer=True))
-        for successors, counter in self.onward_counter.items():
+            for rank, successors in self.within.get(producer, ()):
+                counter = self._counter(f"within {group.segment}", rank, successors)
+                _append(words, group.members, counter.signal())
+            for rank, successors in self.onward.get(producer, ()):
+                counter = self._counter("onward", rank, successors)
+                _append(words, group.members, counter.signal(next_layer=True))
+        for (run, _, successors), counter in self.shared.items():
             for consumer in successors:
-                self.waited[consumer].add(counter)
-                self.from_last_run[consumer].append(counter)
+                self.waited[consumer].add(counter.number)
+                if run == "onward":
+                    self.from_last_run[consumer].add(counter)
+
+    def _counter(self, run: str, rank: int, successors: frozenset[int]) -> Counter:
+        key = run, rank, successors
+        if key not in self.shared:
+            self.shared[key] = Counter(self._new(SHARED if rank == ALL_RANKS else rank), rank)
+        return self.shared[key]
 
     def prologue_done(self) -> None:
         """The prologue arrives at block 0 where a layer before would; the total of block 0 is its own."""
-        fresh: dict[frozenset[int], int] = {}
+        fed: dict[int, int | None] = {}
+
+        def nearest(consumer: int) -> int | None:
+            """`consumer`, or a task that it waits for in every layer, that an earlier run signals."""
+            if consumer not in fed:
+                near = (nearest(p) for p in self.producers.get(consumer, ()))
+                fed[consumer] = (
+                    consumer if self.from_last_run.get(consumer) else next((n for n in near if n is not None), None)
+                )
+            return fed[consumer]
+
+        fed_counters: dict[Counter, set[int]] = defaultdict(set)  # from which groups
         for producer, successors in self.entering.items():
-            group = self.groups[producer]
-            counters = {min(self.from_last_run[c]) for c in successors if self.from_last_run[c]}
-            if alone := frozenset(c for c in successors if not self.from_last_run[c]):
-                counter = fresh[alone] if alone in fresh else fresh.setdefault(alone, self._new())
-                counters.add(counter)
+            found = {consumer: nearest(consumer) for consumer in successors}
+            for n in found.values():
+                if n is not None:
+                    fed_counters[min(self.from_last_run[n])].add(producer)
+            for rank, alone in self._targets(producer, (c for c, n in found.items() if n is None)):
+                counter = self._counter("entering", rank, alone)
+                fed_counters[counter].add(producer)
                 for consumer in alone:
-                    self.waited[consumer].add(counter)
-            for counter in sorted(counters):
-                _append(self.signals[group.segment][group.phase], group.members, counter_word(counter))
+                    self.waited[consumer].add(counter.number)
+        # What a layer before signals and nothing in the prologue: by what is first in the same rows, so that no
+        # counter is without arrivals.
+        first = {self.groups[g].block: g for g in sorted(self.entering, reverse=True)}
+        for counter, consumer in sorted((c, g) for g, counters in self.from_last_run.items() for c in counters):
+            group = self.groups[consumer]
+            if group.segment == BODY and counter not in fed_counters:
+                fed_counters[counter].add(first.get(group.block, min(first.values())))
+        for counter, producers in sorted(fed_counters.items()):
+            for producer in sorted(producers):
+                group = self.groups[producer]
+                _append(self.signals[group.segment][group.phase], group.members, counter.signal())
 
     def wait_for_groups(self) -> None:
         """Waits of each group; through joins where they are more than its records have room for."""
@@ -163,43 +285,76 @@ class _Builder:
             wanted = [counter_word(counter) for counter in sorted(self.waited[consumer])]
             while len(wanted) > room:
                 head, wanted = wanted[:WAITS], wanted[WAITS:]
-                joined = counter_word(self._new())
-                self.joins.append(Join(group.segment, group.phase, group.members, tuple(head), joined))
-                wanted.append(joined)
+                joined = Counter(self._new(group.rank), group.rank)
+                signal = np.array([joined.signal()], np.int32)
+                self.joins.append(Join(group.segment, group.phase, group.members, np.array(head, np.int32), signal))
+                wanted.append(counter_word(joined.number))
             for word in wanted:
                 _append(words, group.members, word)
 
-    def sync(self) -> Sync:
-        prologue, _ = self._arrivals(PROLOGUE)
-        body, onward = self._arrivals(BODY)
-        epilogue, _ = self._arrivals(EPILOGUE)
+    def sync(self, workers: int) -> Sync:
+        tp = self.tasks.dims.tp
+        barrier = self._new(SHARED, 2) if tp > 1 else None
+        numbers = self._numbers()
+        for words in (w for segments in (self.waits, self.signals) for s in segments for w in s):
+            _renumber(words, numbers)
+        for join in self.joins:
+            _renumber(join.waits, numbers)
+            _renumber(join.signal, numbers)
+        counters = int(numbers.max(initial=-1)) + 1
+        prologue, _ = self._arrivals(PROLOGUE, counters)
+        body, onward = self._arrivals(BODY, counters)
+        epilogue, _ = self._arrivals(EPILOGUE, counters)
         for counter, arrivals in self.arrivals_by_table.items():
-            body[counter] += arrivals
-        return Sync(self.waits, self.signals, self.joins, prologue + body, body + onward, onward + epilogue)
+            body[slice(None) if counter.rank == ALL_RANKS else counter.rank, numbers[counter.number]] += arrivals
+        ends = None if barrier is None else (int(numbers[barrier]), int(numbers[barrier + 1]))
+        if ends:
+            epilogue[:, ends[0]] += workers
+            epilogue[:, ends[1]] += tp
+        return Sync(self.waits, self.signals, self.joins, ends, prologue + body, body + onward, onward + epilogue)
 
-    def _new(self, count: int = 1) -> int:
-        self.counters += count
-        return self.counters - count
+    def _new(self, home: int, count: int = 1) -> int:
+        self.homes += [home] * count
+        return len(self.homes) - count
 
-    def _arrivals(self, segment: int) -> tuple[Totals, Totals]:
+    def _numbers(self) -> NDArray[np.int32]:
+        """Index in a rank's block of each counter: shared ones first, then each rank's own from the same start."""
+        homes = np.array(self.homes, dtype=np.int32)
+        out = np.zeros(len(homes), dtype=np.int32)
+        start = int((homes == SHARED).sum())
+        for home in np.unique(homes):
+            own = np.flatnonzero(homes == home)
+            out[own] = np.arange(len(own)) + (0 if home == SHARED else start)
+        return out
+
+    def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
         """Arrivals per counter at the segment's own block and at the next one."""
+        tp = self.tasks.dims.tp
         words = np.concatenate(
-            [w.ravel() for w in self.signals[segment]]
-            + [np.array([j.signal], np.int32) for j in self.joins if j.segment == segment]
+            [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
         )
         words = words[(words != 0) & (words & INDEXED == 0)]
         out = []
         for part in (words[words & NEXT == 0], words[words & NEXT != 0]):
-            out.append(np.bincount(word_counter(part), minlength=self.counters).astype(np.int32))
+            to = word_rank(part).astype(np.int64)
+            counts = np.bincount(to * counters + word_counter(part), minlength=(ALL_RANKS + 1) * counters)
+            counts = counts.reshape(-1, counters).astype(np.int32)
+            out.append(counts[:tp] + counts[ALL_RANKS])
         return out[0], out[1]
 
 
-def _successors(edges: set[tuple[int, int]]) -> dict[int, frozenset[int]]:
+def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
+    """Give each word its counter's final number, in place."""
+    named = words[words != 0]
+    words[words != 0] = named & ~COUNTER_MASK | numbers[word_counter(named)] + 1
+
+
+def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
     """Consumers of each producer; producers in order."""
-    out: dict[int, set[int]] = defaultdict(set)
+    out: dict[int, list[int]] = defaultdict(list)
     for producer, consumer in sorted(edges):
-        out[producer].add(consumer)
-    return {producer: frozenset(consumers) for producer, consumers in out.items()}
+        out[producer].append(consumer)
+    return dict(out)
 
 
 def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:

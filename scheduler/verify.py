@@ -1,25 +1,45 @@
 """Proof that a program is right for every valid step table, or what is wrong with it.
 
-Reads the finished program and the instruction table, and shares no code with what made the program. Proved:
+Reads the finished program and the instruction table, and shares no code with what made the program. Proved, over
+all ranks:
 
-form      every record decodes, stays in bounds and names counters of its block; attention slots appear once each
-totals    every counter gets exactly its stored total of arrivals, in the first, the middle and the last block,
-          and a counter that is waited for gets some
-coverage  each phase writes each element of its outputs exactly once, so every output is written
-order     program order and counter edges have no cycle, with every edge that some step table may bring
-data      each read comes after the write whose value it needs; each overwrite after the earlier write and after
-          that write's readers, with only the edges that every step table brings
+form      every record decodes, stays in bounds and names counters of its block; attention slots appear once each;
+          drains claim their queues whole
+totals    every counter gets exactly its stored total of arrivals, in the first, the middle and the last block; one
+          that gets none there is no obstacle and orders nothing
+order     program order, counters and the ways to claim a queue have no cycle, with every edge that some step table
+          may bring
+coverage  what an instruction reads was written exactly once, on the copy that it reads, by the phase whose value it
+          needs; every output is written
+data      each read comes after that write; each overwrite after the earlier write and after its readers, with only
+          the edges that every step table and every way to claim a queue bring: a record of a queue comes after what
+          its own waits say, and what follows a drain knows of its records by counters only
+epochs    with more than one rank, every stream ends after all work of all ranks
+
+Queues. A queue's records are claimed in order, by whichever worker is at a drain that claims so far. No claim can
+block for ever: take the events in an order in which a record follows the one before it in its queue and the begin of
+some drain that claims it, and a drain's end follows all records before its end. The first event of that order that
+has not happened can: if it is a record that nobody has claimed, all before it in the queue are finished, so a worker
+at that drain is free to claim it.
 
 Three layers prove any number of layers. A run of the body waits on its own block only and signals its own block
 and the next, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the
 last block). A cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the
 epilogue; all layers after the first have the same edges. A path between events of layers l and l + 1 stays in those
-two layers, so for l >= 1 it exists for every l or for none. Every buffer that the body writes, it writes whole in
-each layer (coverage), so two accesses of an element with no write between them are at most one layer apart. The only
-exception is what the prologue writes and every layer reads: the reader in layer l + 1 follows itself in layer l in
-program order. So prologue, layers 0, 1, 2 and epilogue hold an instance of every pair that has to be ordered; with
-neighbours ordered, all accesses of an element are. The partials of split attention are private to a (row, KV head),
-so the order of items of successive layers, proved for ATTN, orders them too.
+two layers, so for l >= 1 it exists for every l or for none. Every layer writes the same elements, so two accesses of
+an element with no write between them are at most one layer apart; with neighbours ordered, all accesses of an element
+are. The only exception is what the prologue writes and every layer reads: its reader in layer 0 must follow the
+write, and each later one itself, one layer earlier. The partials of split attention are private to a
+(row, KV head), so the order of items of successive layers, proved for ATTN, orders them too.
+
+One launch proves any number of launches. Between two launches there is the host (one rank) or the exit barrier:
+whatever a stream does in launch k + 1 comes after all that any rank does in launch k, but for joins that end a
+stream, which only wait for what stays true. So when an instruction of launch k + 1 begins, every counter has got
+exactly k times its total, every queue has been claimed exactly k times its length, the last piece of every split has
+set its SPLITS word back to 0, and all that launch k read it has read: launch k + 1 finds what launch 1 found, and its
+waits, which are for k + 1 times the total, are met by nothing less than all its own arrivals. A launch that is
+aborted stops anywhere: the backend then ends all workers of all ranks and sets counters, claims and SPLITS back to
+0, which is the state before launch 1; activations need no reset, because nothing reads what its launch did not write.
 """
 
 from __future__ import annotations
@@ -32,7 +52,7 @@ from itertools import islice
 import numpy as np
 
 from ..program import SEGMENTS, Program
-from .verify_data import check_data, coverage
+from .verify_data import check_boxes, check_data, uses
 from .verify_form import Part, check_layout, check_records
 from .verify_order import Events, Unrolled
 
@@ -72,37 +92,37 @@ def _violations(program: Program) -> Iterator[str]:
     if found:
         yield from found
         return
+    touched = uses(parts)
+    found = list(check_boxes(touched))
+    if found:
+        yield from found
+        return
     events = [Events(part) for part in parts]
     found = list(_totals(program, events))
     unrolled = Unrolled(program, events, min(program.dims.layers, _LAYERS))
     order, cycle = unrolled.order()
     if cycle:
         found.append("deadlock, each waiting for the next: " + "; ".join(unrolled.label(row) for row in cycle))
-    uncovered, phases, cuts, maps = coverage(events)
-    found += uncovered
     yield from found
     if not found:
-        yield from check_data(unrolled, unrolled.clocks(order), phases, cuts, maps)
+        yield from check_data(unrolled, touched, order, _MOST + 1)
 
 
 def _totals(program: Program, events: list[Events]) -> Iterator[str]:
     prologue, body, epilogue = events
-    waits = [np.unique(np.concatenate([c for c, _ in e.waits + e.may_wait])) for e in events]
     own, across = body.arrivals(False), body.arrivals(True)
     blocks = [
-        ("first", program.totals_first, prologue.arrivals(False) + own, np.union1d(waits[0], waits[1])),
-        ("middle", program.totals_middle, own + across, waits[1]),
-        ("last", program.totals_last, across + epilogue.arrivals(False), waits[2]),
+        ("first", program.totals_first, prologue.arrivals(False) + own),
+        ("middle", program.totals_middle, own + across),
+        ("last", program.totals_last, across + epilogue.arrivals(False)),
     ]
     if program.dims.layers == 1:
         del blocks[1]
-    for name, totals, arrivals, waited in blocks:
-        stored = np.tile(totals.astype(np.int64), program.ranks)
+    for name, totals, arrivals in blocks:
+        stored = totals.astype(np.int64).reshape(-1)
         for counter in np.nonzero(stored != arrivals)[0]:
             label = _counter(program, int(counter), events)
             yield f"{name} block: {label} has total {stored[counter]} but gets {arrivals[counter]} arrivals"
-        for counter in waited[arrivals[waited] == 0]:
-            yield f"{name} block: {_counter(program, int(counter), events)} is waited for and never signalled"
 
 
 def _counter(program: Program, counter: int, events: list[Events]) -> str:

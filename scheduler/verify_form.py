@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, BY_NAME, BY_OPCODE, INSTRUCTIONS, Buffer, Dims, Family, Instruction, Kind
+from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Family, Instruction
 from ..isa import record as bits
 from ..program import SEGMENTS, Program, Segment
 
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _OPS = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
 _LAYERED = [i.opcode for i in _OPS if i.layered]
 _KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
+_KNOWN = np.isin(np.arange(256), list(BY_OPCODE))
+_ATTENTION, _FINAL_NORM, _DRAIN = (BY_NAME[name].opcode for name in ("attention", "final_norm", "drain"))
+# Columns of instructions whose column tiles are not those of one buffer that they write.
+_TILE_COLUMNS: dict[str, Callable[[Dims], int]] = {"qkv_rope": lambda d: d.qkv_cols, "lm_head": lambda d: d.rank_vocab}
 
 
 def home(instruction: Instruction) -> str | None:
     """The segment that an instruction belongs to, from the table's order; None: any."""
+    if instruction.name == "drain":
+        return "body"
     if instruction.family is Family.CONTROL:
         return None
     if instruction.layered:
@@ -28,12 +36,20 @@ def home(instruction: Instruction) -> str | None:
     return "prologue" if instruction.opcode < min(_LAYERED) else "epilogue"
 
 
-def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
-    """Rows and columns of a buffer as `Access` counts them."""
-    if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-        return dims.tokens, dims.kv_cols
-    rows, *cols = BUFFERS[buffer].shape(dims, 0)
-    return rows, cols[0] if cols else 1
+_HOME = np.array([SEGMENTS.index(home(BY_OPCODE[i]) or "body") if _KNOWN[i] else 0 for i in range(256)])
+_ANYWHERE = np.array([bool(_KNOWN[i]) and home(BY_OPCODE[i]) is None for i in range(256)])
+# What operands may be at least, and less than what; sums of two never come near the end of int32.
+_LEAST = np.full((256, bits.OPERANDS), -(1 << 31))
+_MOST = np.full((256, bits.OPERANDS), 1 << 31)
+for _i in INSTRUCTIONS:
+    _LEAST[_i.opcode, : len(_i.operands)] = [name in ("rows", "cols") for name in _i.operands]
+    _MOST[_i.opcode, : len(_i.operands)] = 1 << 28
+
+
+@lru_cache(maxsize=64)
+def all_dims(dims: Dims) -> list[Dims]:
+    """Sizes as each rank sees them."""
+    return [replace(dims, rank=rank) for rank in range(dims.tp)]
 
 
 @dataclass(frozen=True)
@@ -42,10 +58,11 @@ class Word:
 
     row: Ints
     slot: Ints
+    raw: NDArray[np.int32]
     counter: Ints
     rank: Ints
-    next: NDArray[np.bool_]
-    indexed: NDArray[np.bool_]
+    next: Mask
+    indexed: Mask
 
 
 def _words(records: NDArray[np.int32], first: int, count: int) -> Word:
@@ -55,6 +72,7 @@ def _words(records: NDArray[np.int32], first: int, count: int) -> Word:
     return Word(
         row,
         slot,
+        word,
         bits.word_counter(word).astype(np.int64),
         bits.word_rank(word).astype(np.int64),
         word & bits.NEXT != 0,
@@ -63,23 +81,35 @@ def _words(records: NDArray[np.int32], first: int, count: int) -> Word:
 
 
 class Part:
-    """A segment's records with their stream, position in the stream's part of the segment, and decoded words."""
+    """A segment's records with their stream, position in the stream's part of the segment, and decoded words.
+
+    The body's are followed by those of the queues, as in a trace. Those belong to no stream: `queue` is the queue
+    of each, counted over all ranks, and -1 for records of streams; `position` is the position in the queue.
+    """
 
     def __init__(self, program: Program, name: str) -> None:
         segment: Segment = getattr(program, name)
         self.name, self.program = name, program
-        self.records = segment.records
-        self.offsets = segment.offsets.astype(np.int64)
-        self.lengths = np.diff(self.offsets)
-        self.stream = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        self.position = np.arange(len(self.records)) - self.offsets[self.stream]
+        self.static = len(segment.records)
+        offsets = segment.offsets.astype(np.int64)
+        self.stream = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        self.position = np.arange(self.static) - offsets[self.stream]
         self.rank = self.stream // program.workers
+        self.records = segment.records
+        self.queue: Ints = np.full(self.static, -1)
+        if name == "body" and len(program.queues.records):
+            begin = program.queues.offsets.astype(np.int64)
+            queue = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
+            self.records = np.concatenate([self.records, program.queues.records])
+            self.position = np.concatenate([self.position, np.arange(len(queue)) - begin[queue]])
+            self.rank = np.concatenate([self.rank, queue // program.rank_queues])
+            self.queue = np.concatenate([self.queue, queue])
         self.opcode = bits.opcode(self.records)
         self.waits = _words(self.records, bits.WAIT_WORD, bits.WAITS)
         self.signals = _words(self.records, bits.SIGNAL_WORD, bits.SIGNALS)
 
-    def rows(self, instruction: Instruction) -> Ints:
-        return np.nonzero(self.opcode == instruction.opcode)[0]
+    def rows(self, opcode: int) -> Ints:
+        return np.nonzero(self.opcode == opcode)[0]
 
     def label(self, row: int) -> str:
         """An instruction as a violation names it."""
@@ -89,130 +119,178 @@ class Part:
             name = instruction.name
             columns = instruction.columns(self.records[row : row + 1])
             operands = "(" + ", ".join(f"{k}={v[0]}" for k, v in columns.items()) + ")"
-        stream = int(self.stream[row])
-        rank, worker = divmod(stream, self.program.workers)
-        return f"{name}{operands} [{self.name}, rank {rank}, worker {worker}, position {self.position[row]}]"
+        if row < self.static:
+            where = f"worker {self.stream[row] % self.program.workers}"
+        else:
+            where = f"queue {self.queue[row] % self.program.rank_queues}"
+        return f"{name}{operands} [{self.name}, rank {self.rank[row]}, {where}, position {self.position[row]}]"
 
 
 def check_layout(program: Program) -> Iterator[str]:
-    """Shapes of the arrays; everything after relies on them."""
+    """Sizes, and shapes of the arrays; everything after relies on them."""
     dims, streams = program.dims, program.ranks * program.workers
     if program.ranks < 1 or program.workers < 1 or dims.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
-    if program.ranks > bits.ALL_RANKS:
+        return
+    if program.ranks >= bits.OWNER:
         yield f"{program.ranks} ranks do not fit a signal word"
+    if program.ranks != dims.tp or dims.rank != 0:
+        yield f"a program of {program.ranks} ranks has sizes of rank {dims.rank} of {dims.tp}, not of rank 0"
+    if program.counters > bits.COUNTER_MASK:
+        yield f"a block of {program.counters} counters does not fit a wait or signal word"
+    if dims.layers > bits.LAYER_MASK:
+        yield f"{dims.layers} layers do not fit a record"
+    yield from _sizes(dims)
     for name in SEGMENTS:
-        segment: Segment = getattr(program, name)
-        shape, offsets = segment.records.shape, segment.offsets
-        if len(shape) != 2 or shape[1] != bits.WORDS:
-            yield f"{name}: records have shape {shape}, not [n, {bits.WORDS}]"
-        elif (
-            offsets.shape != (streams + 1,)
-            or offsets[0] != 0
-            or offsets[-1] != shape[0]
-            or (np.diff(offsets) < 0).any()
-        ):
-            yield f"{name}: worker offsets are not monotone from 0 to {shape[0]} over {streams} streams"
+        yield from _segment(name, getattr(program, name), streams)
+    if len(program.queues.offsets) % program.ranks != 1 % program.ranks:
+        yield f"{len(program.queues.offsets) - 1} queues are not the same number on each of {program.ranks} ranks"
+    yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
     for name in ("totals_first", "totals_middle", "totals_last"):
-        if getattr(program, name).shape != (program.counters,):
-            yield f"{name}: shape {getattr(program, name).shape}, not ({program.counters},)"
+        if getattr(program, name).shape != (program.ranks, program.counters):
+            yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
+
+
+def _sizes(d: Dims) -> Iterator[str]:
+    """Relations between the sizes of a step that every lowering and every step table relies on."""
+    counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "page", "row_block", "tokens", "logit_rows")
+    low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
+    if low:
+        yield f"{', '.join(low)} must be at least 1"
+        return
+    if d.heads % d.kv_heads or d.head_dim % 2:
+        yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
+    if d.kv_block < 1 or d.kv_block % d.page:
+        yield f"pages of {d.page} tokens do not divide KV blocks of {d.kv_block}"
+    # Every sequence and the padding may begin a new item, and so does every row block.
+    items = min(d.tokens, d.row_blocks + d.max_seqs)
+    if d.items < items or d.partials < 0 or d.bias_entries < 0:
+        yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
+
+
+def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
+    shape, offsets = segment.records.shape, segment.offsets
+    if len(shape) != 2 or shape[1] != bits.WORDS:
+        yield f"{name}: records have shape {shape}, not [n, {bits.WORDS}]"
+    elif offsets.shape != (streams + 1,) or offsets[0] != 0 or offsets[-1] != shape[0] or (np.diff(offsets) < 0).any():
+        yield f"{name}: offsets are not monotone from 0 to {shape[0]} over {streams} streams or queues"
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Everything one record can get wrong by itself, and the attention instructions together."""
-    for part in parts:
-        yield from _headers(part)
-        yield from _operands(part, program.dims)
+    """Everything that one record can get wrong by itself, but for its boxes, and attention instructions and drains
+    together."""
+    dims = all_dims(program.dims)
+    for number, part in enumerate(parts):
+        yield from _headers(part, number)
+        yield from _operands(part, dims)
         yield from _counters(part)
-    yield from _attention(program, next(p for p in parts if p.name == "body"))
+    yield from _attention(program, parts[1], dims)
+    yield from _drains(program, parts[1])
 
 
-def _each(part: Part, rows: Iterable[np.intp], what: str) -> Iterator[str]:
+def _each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
     for row in rows:
         yield f"{part.label(int(row))}: {what}"
 
 
-def _headers(part: Part) -> Iterator[str]:
-    known = np.isin(part.opcode, list(BY_OPCODE))
-    yield from _each(part, np.nonzero(~known)[0], "unknown opcode")
-    yield from _each(part, np.nonzero(part.records[:, 0] != part.opcode)[0], "the header's layer and flags must be 0")
-    for instruction in INSTRUCTIONS:
-        where = home(instruction)
-        if where not in (None, part.name):
-            yield from _each(part, part.rows(instruction), f"belongs in the {where}")
+def _headers(part: Part, number: int) -> Iterator[str]:
+    opcode = part.opcode
+    yield from _each(part, np.nonzero(~_KNOWN[opcode])[0], "unknown opcode")
+    yield from _each(part, np.nonzero(part.records[:, 0] != opcode)[0], "the header's layer and flags must be 0")
+    away = (_HOME[opcode] != number) & ~_ANYWHERE[opcode]
+    for row in np.nonzero(away & _KNOWN[opcode])[0]:
+        yield f"{part.label(int(row))}: belongs in the {SEGMENTS[_HOME[opcode[row]]]}"
+    yield from _each(part, np.nonzero((opcode == _DRAIN) & (part.queue >= 0))[0], "a queue cannot hold a drain")
 
 
-def _operands(part: Part, dims: Dims) -> Iterator[str]:
-    for instruction in INSTRUCTIONS:
-        rows = part.rows(instruction)
-        columns = instruction.columns(part.records[rows])
-        written: Ints = np.zeros(len(rows), dtype=np.int64)
-        for access in instruction.accesses(columns, dims) if len(rows) else ():
-            height, width = extent(access.buffer, dims)
-            bad = (access.row < 0) | (access.row_end <= access.row) | (access.row_end > height)
-            bad |= (access.col < 0) | (access.col_end < access.col) | (access.col_end > width)
-            what = f"its box lies outside {access.buffer.name} [{height}, {width}]"
-            yield from _each(part, rows[bad], what)
-            if access.kind is not Kind.READ:
-                written += access.col_end - access.col
-        if "cols" in columns:
-            bad = (columns["cols"] < 1) | (written != columns["cols"])
-            yield from _each(part, rows[bad], "its column tile lies outside the output")
-        if instruction.name == "qkv_rope":
+def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
+    opcode, values = part.opcode, part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
+    bad = ((values < _LEAST[opcode]) | (values >= _MOST[opcode])).any(axis=1)
+    yield from _each(part, np.nonzero(bad)[0], "an operand is out of range")
+    absent = [i.opcode for i in INSTRUCTIONS if not i.present(dims[0])]
+    yield from _each(part, np.nonzero(np.isin(opcode, absent))[0], "programs of these sizes have no such instruction")
+    for name, width in _TILE_COLUMNS.items():
+        rows = part.rows(BY_NAME[name].opcode)
+        if not len(rows):
+            continue
+        columns = BY_NAME[name].columns(part.records[rows])
+        most = np.array([width(d) for d in dims])[part.rank[rows]]
+        bad = columns["col"].astype(np.int64) + columns["cols"] > most
+        yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
+        if name == "qkv_rope":
             bad = (columns["col"] % 2 != 0) | (columns["cols"] % 2 != 0)
             yield from _each(part, rows[bad], "its column tile cuts a RoPE pair")
 
 
-def grid_size(part: Part, row: int, signal: bool) -> int | None:
-    """Members of the grid that word 0 of this record names; None: the instruction has no indexed word there."""
-    name, dims = BY_OPCODE[int(part.opcode[row])].name, part.program.dims
-    if name == "attention":
-        groups = int(BY_NAME["attention"].columns(part.records[row : row + 1])["groups"][0])
-        return dims.row_blocks * (1 if signal else groups)
-    return dims.row_blocks if name == "final_norm" and not signal else None
-
-
 def _counters(part: Part) -> Iterator[str]:
-    program = part.program
+    program, dims = part.program, part.program.dims
+    attention = part.records[:, bits.OPERAND_WORD + BY_NAME["attention"].operands.index("groups")]
     for words, signal in ((part.waits, False), (part.signals, True)):
         what = "signal" if signal else "wait"
-        raw = part.records[words.row, (bits.SIGNAL_WORD if signal else bits.WAIT_WORD) + words.slot]
-        bad = (raw & ~np.int32(_KNOWN_BITS) != 0) | (words.counter < 0) | (words.counter >= program.counters)
+        bad = (words.raw & ~np.int32(_KNOWN_BITS) != 0) | (words.counter < 0) | (words.counter >= program.counters)
         yield from _each(part, words.row[bad], f"a {what} names no counter of the block of {program.counters}")
         if signal:
-            bad = (words.rank >= program.ranks) & (words.rank != bits.ALL_RANKS)
+            owner = words.rank == bits.OWNER
+            bad = (words.rank >= program.ranks) & (words.rank != bits.ALL_RANKS) & ~owner
             yield from _each(part, words.row[bad], "a signal names no rank")
+            bad = owner & ~words.indexed
+            yield from _each(part, words.row[bad], "only a signal that the step table picks goes to a row's owner")
+            if owner.any() and dims.one_hop:
+                yield from _each(part, words.row[owner], "rows have no owner where every rank has all of them")
             if part.name != "body":
                 yield from _each(part, words.row[words.next], "only the body signals the next block")
         else:
             yield from _each(part, words.row[words.rank != 0], "a wait is always on the own rank")
             yield from _each(part, words.row[words.next], "a run waits on its own block only")
-        for i in np.nonzero(words.indexed)[0]:
-            row = int(words.row[i])
-            size = grid_size(part, row, signal) if int(part.opcode[row]) in BY_OPCODE else None
-            if size is None or words.slot[i] != 0:
-                yield f"{part.label(row)}: {what} word {words.slot[i]} cannot be indexed"
-            elif words.counter[i] + size > program.counters:
-                yield f"{part.label(row)}: its {what} grid of {size} runs past the block of {program.counters}"
+        if words.indexed.any():
+            row, opcode = words.row[words.indexed], part.opcode[words.row[words.indexed]]
+            # Members of the grid: [row block][group] that items wait for, [row block] that they signal and rows wait for.
+            members = np.where((opcode == _ATTENTION) & (not signal), attention[row].astype(np.int64), 1)
+            picks = (opcode == _ATTENTION) | (opcode == _FINAL_NORM) & (not signal)
+            bad = ~picks | (words.slot[words.indexed] != 0)
+            yield from _each(part, row[bad], f"a {what} word cannot be indexed there")
+            past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
+            yield from _each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
 
 
-def _attention(program: Program, body: Part) -> Iterator[str]:
+def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
     """Any slot may run any item, so all attention instructions of a rank must name the same grids."""
-    dims, instruction = program.dims, BY_NAME["attention"]
-    rows = body.rows(instruction)
-    columns = instruction.columns(body.records[rows])
-    heads, groups, slots = columns["group_heads"], columns["groups"], columns["slot"]
-    bad = (heads < 1) | (groups != -(-dims.kv_heads // np.maximum(heads, 1)))
-    yield from _each(body, rows[bad], f"its groups do not cover {dims.kv_heads} KV heads")
+    instruction = BY_NAME["attention"]
+    every = body.rows(_ATTENTION)
     for words, what in ((body.waits, "wait"), (body.signals, "signal")):
-        indexed = np.unique(words.row[words.indexed & (words.slot == 0)])
-        yield from _each(body, np.setdiff1d(rows, indexed), f"its {what} word 0 must name a grid")
-    for rank in range(program.ranks):
-        mine = body.rank[rows] == rank
-        if not np.array_equal(np.sort(slots[mine]), np.arange(dims.attention_slots)):
-            found = np.sort(slots[mine]).tolist()
-            yield f"attention: rank {rank} has slots {found}, not each of 0..{dims.attention_slots - 1} once"
-        words0 = body.records[rows[mine]][:, [bits.WAIT_WORD, bits.SIGNAL_WORD]]
-        differ = (words0 != words0[:1]).any(axis=1)
-        yield from _each(body, rows[mine][differ], "its grids differ from the first attention instruction's")
-    yield from _each(body, rows[heads != heads[:1]], "its groups differ from the first attention instruction's")
+        indexed = words.row[words.indexed & (words.slot == 0)]
+        yield from _each(body, np.setdiff1d(every, indexed), f"its {what} word 0 must name a grid")
+    for rank, d in enumerate(dims):
+        rows = every[body.rank[every] == rank]
+        columns = instruction.columns(body.records[rows])
+        if not d.rank_heads:
+            yield from _each(body, rows, f"rank {rank} has no heads")
+            continue
+        slots = np.sort(columns["slot"])
+        if not np.array_equal(slots, np.arange(d.attention_slots)):
+            yield f"attention: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
+        heads = columns["group_heads"]
+        bad = (heads < 1) | (columns["groups"] != -(-d.rank_kv_heads // np.maximum(heads, 1)))
+        yield from _each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
+        same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
+        yield from _each(
+            body, rows[(same != same[:1]).any(axis=1)], "its grids differ from the rank's first attention instruction's"
+        )
+
+
+def _drains(program: Program, body: Part) -> Iterator[str]:
+    """Drains name queues of their rank and do not claim more than there is; together they claim all."""
+    rows = body.rows(_DRAIN)
+    lengths = np.diff(program.queues.offsets).astype(np.int64)
+    columns = BY_NAME["drain"].columns(body.records[rows])
+    bad = columns["queue"] >= program.rank_queues
+    yield from _each(body, rows[bad], f"its rank has {program.rank_queues} queues")
+    if bad.any():
+        return
+    queue = body.rank[rows] * program.rank_queues + columns["queue"]
+    yield from _each(body, rows[columns["end"] > lengths[queue]], "its end lies past the end of its queue")
+    claimed = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(claimed, queue, columns["end"])
+    for q in np.nonzero(claimed < lengths)[0]:
+        row = int(body.static + program.queues.offsets[q] + claimed[q])
+        yield f"{body.label(row)}: no drain of its rank claims it"

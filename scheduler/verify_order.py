@@ -1,225 +1,254 @@
 """Second stage of the verifier: events, what each waits for, and what is therefore known to have happened.
 
-An event is one run of an instruction, or one of two kinds of virtual event that stand for what the step table
-decides:
+An event is one run of an instruction, or a virtual event. Two kinds stand for what the step table decides:
 
-item    (layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot has
-        it. It is known to come after the counters that its indexed wait names and after nothing else; its
+item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot
+        has it. It is known to come after the counters that its indexed wait names and after nothing else; its
         arrival at the row block's counter proves only itself. A split's last arriver stands for the whole split.
-read    (final_norm's grid, row block): the read of one logit row, after that row block's counter.
+read    (final_norm's grid, rank, row block): the read of one logit row, after that row block's counter.
+
+Others say how a queue is claimed, and count only against freedom from deadlock:
+
+begin   a worker arrives at a drain. The drain's own event is that it moves on, after all records before its end.
+gate    of the records before one end of a queue's drains that no smaller end covers: some worker has arrived at a
+        drain that claims them. One is enough, so a gate opens with the first of the edges that lead to it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME
+from ..isa import BY_NAME, Dims
 from ..isa import record as bits
 from ..program import Program
-from .verify_form import Ints, Part
+from .verify_form import Ints, Mask, Part, all_dims
+from .verify_native import Graph, topological_order
+
+Edges = tuple[Ints, Ints]  # earlier, later
+
+
+def row_blocks(dims: Dims, rank: int) -> Ints:
+    """The row blocks whose residual `rank` has."""
+    step = 1 if dims.one_hop else dims.tp
+    return np.arange(rank % step, dims.row_blocks, step)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Virtual events of a segment: `event` of [rank, row block, group] and the row blocks' sizes."""
+    """Attention items of one rank: `event` of [row block, head group], `group_heads` KV heads in a group."""
 
     event: Ints
     group_heads: int
 
 
+@dataclass(frozen=True)
+class Reads:
+    """The `records` of one rank that wait for one grid, and the event of each of the rank's row blocks."""
+
+    records: Ints
+    rank: int
+    event: Ints
+
+
 class Events:
     """Events of one segment: its records, then virtual ones. Counters are flat: rank * counters + counter.
 
-    `waits` and `may_wait` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals);
-    `after` are (event, event) pairs. `may_wait` and `after` hold for some step tables only: they count against
-    freedom from deadlock and prove nothing about data.
+    `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). `may_wait` and `after`,
+    (event, event) pairs, hold for some step tables and for some ways to claim a queue only: they count against
+    freedom from deadlock and prove nothing about data. `chain` is every stream's events in program order, stream
+    by stream, and `stream` says whose they are. `gates` happen after any of their edges.
     """
 
     def __init__(self, part: Part) -> None:
-        program, n = part.program, len(part.records)
-        self.part, self.count = part, n
-        self.clock: Ints = part.stream.astype(np.int64)  # component of the vector clock; -1: none
-        self.items: Grid | None = None
-        self.reads: list[tuple[Ints, int, Ints]] = []  # (records, rank, event of [row block])
-        waits, signals = part.waits, part.signals
+        self.part, self.count = part, len(part.records)
+        self.items: dict[int, Grid] = {}
+        self.reads: list[Reads] = []
+        self.begins: Edges = (np.zeros(0, np.int64),) * 2  # drain, its begin
+        self.gates: Ints = np.zeros(0, np.int64)
+        counters, waits, signals = part.program.counters, part.waits, part.signals
+        self._wait = part.rank[waits.row] * counters + waits.counter
         fixed = ~waits.indexed
-        base = part.rank[waits.row] * program.counters + waits.counter
-        self.waits = [(base[fixed], waits.row[fixed])]
-        self.may_wait: list[tuple[Ints, Ints]] = []
-        self.after: list[tuple[Ints, Ints]] = []
-        self.signals: list[tuple[Ints, Ints, NDArray[np.bool_], Ints]] = []
-        for rank in range(program.ranks):
-            here = ~signals.indexed & ((signals.rank == rank) | (signals.rank == bits.ALL_RANKS))
-            row, counter = signals.row[here], signals.counter[here] + rank * program.counters
-            self.signals.append((row, counter, signals.next[here], np.ones(len(row), dtype=np.int64)))
+        self.waits: list[Edges] = [(self._wait[fixed], waits.row[fixed])]
+        self.may_wait: list[Edges] = []
+        self.after: list[Edges] = []
+        self.signals: list[tuple[Ints, Ints, Mask, Ints]] = []
+        one = ~signals.indexed & (signals.rank != bits.ALL_RANKS)
+        self._signal(signals.row[one], signals.rank[one] * counters + signals.counter[one], signals.next[one], 1)
+        every = ~signals.indexed & (signals.rank == bits.ALL_RANKS)
+        for rank in range(part.program.ranks if every.any() else 0):
+            self._signal(signals.row[every], rank * counters + signals.counter[every], signals.next[every], 1)
+        self.chain, self.stream = np.arange(part.static), part.stream
         if part.name == "body":
-            self._add_items(base)
+            self._add_items()
+            self._add_queues()
         elif part.name == "epilogue":
-            self._add_reads(base)
+            self._add_reads()
 
-    def _new(self, shape: tuple[int, ...]) -> Ints:
+    def _signal(self, event: Ints, counter: Ints, is_next: Mask | bool, arrivals: Ints | int) -> None:
+        shape = event.shape
+        self.signals.append((event, counter, np.broadcast_to(is_next, shape), np.broadcast_to(arrivals, shape)))
+
+    def _new(self, *shape: int) -> Ints:
         first = self.count
         self.count += int(np.prod(shape))
-        self.clock = np.concatenate([self.clock, np.full(self.count - first, -1)])
         return np.arange(first, self.count).reshape(shape)
 
-    def _add_items(self, base: Ints) -> None:
+    def _add_items(self) -> None:
         part, program, dims = self.part, self.part.program, self.part.program.dims
         instruction = BY_NAME["attention"]
-        rows = part.rows(instruction)
-        columns = instruction.columns(part.records[rows])
-        groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
-        event = self._new((program.ranks, dims.row_blocks, groups))
-        self.clock[event.ravel()] = program.ranks * program.workers + np.arange(event.size)
-        self.items = Grid(event, group_heads)
-        block_rows = np.minimum(dims.tokens - np.arange(dims.row_blocks) * dims.row_block, dims.row_block)
-        heads = np.minimum(dims.kv_heads - np.arange(groups) * group_heads, group_heads)
-        arrivals = block_rows[:, None] * heads
-        waits, signals = part.waits, part.signals
-        for rank in range(program.ranks):
-            mine, items = rows[part.rank[rows] == rank], event[rank].ravel()
-            first = base[waits.indexed & (waits.row == mine[0])]
-            grid = first + np.arange(items.size)
+        every = part.rows(instruction.opcode)
+        blocks = np.arange(dims.row_blocks)
+        block_rows = np.minimum(dims.tokens - blocks * dims.row_block, dims.row_block)
+        for rank in range(dims.head_ranks):
+            slots = every[part.rank[every] == rank]
+            columns = instruction.columns(part.records[slots[:1]])
+            groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
+            event = self._new(dims.row_blocks, groups)
+            self.items[rank] = Grid(event, group_heads)
+            heads = np.minimum(all_dims(dims)[rank].rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
+            grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
             # Any slot may wait for any member before it is through, and be the last to arrive at any member.
-            begin, end = self._new((2,))
+            begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
-            self.after.append((np.full(len(mine), begin), mine))
-            self.after.append((mine, np.full(len(mine), end)))
+            self.after.append((np.full(len(slots), begin), slots))
+            self.after.append((slots, np.full(len(slots), end)))
             self.after.append((np.full(items.size, end), items))
-            word = np.nonzero(signals.indexed & (signals.row == mine[0]))[0][0]
-            targets = range(program.ranks) if signals.rank[word] == bits.ALL_RANKS else (signals.rank[word],)
-            for target in targets:
-                counter = target * program.counters + signals.counter[word] + np.arange(dims.row_blocks)
-                self.signals.append(
-                    (
-                        items,
-                        np.repeat(counter, groups),
-                        np.full(items.size, signals.next[word]),
-                        arrivals.ravel(),
-                    )
-                )
+            signals = part.signals
+            word = np.nonzero(signals.indexed & (signals.row == slots[0]))[0][0]
+            target = signals.rank[word]
+            targets = range(program.ranks) if target == bits.ALL_RANKS else [target]
+            if target == bits.OWNER:
+                targets = [blocks % program.ranks]
+            for to in targets:
+                counter = to * program.counters + signals.counter[word] + blocks
+                self._signal(items, np.repeat(counter, groups), signals.next[word], arrivals)
 
-    def _add_reads(self, base: Ints) -> None:
-        part, dims, waits = self.part, self.part.program.dims, self.part.waits
-        for first in np.unique(base[waits.indexed]):
-            rows = waits.row[waits.indexed & (base == first)]
-            grid = first + np.arange(dims.row_blocks)
-            event = self._new((dims.row_blocks,))
+    def _add_queues(self) -> None:
+        part, program = self.part, self.part.program
+        instruction = BY_NAME["drain"]
+        drains = part.rows(instruction.opcode)
+        if not len(drains):
+            return
+        columns = instruction.columns(part.records[drains])
+        end = columns["end"].astype(np.int64)
+        queue = part.rank[drains] * program.rank_queues + columns["queue"]
+        begin = self._new(len(drains))
+        self.begins = drains, begin
+        self.chain = np.insert(self.chain, np.searchsorted(self.chain, drains), begin)
+        self.stream = np.insert(self.stream, drains, part.stream[drains])
+        words = part.opcode[part.waits.row] == instruction.opcode
+        self.may_wait.append((self._wait[words], begin[np.searchsorted(drains, part.waits.row[words])]))
+        self.after.append((begin, drains))
+
+        first = part.static + program.queues.offsets[:-1].astype(np.int64)  # record of each queue
+        records = np.arange(part.static, len(part.records))
+        same = part.queue[records[1:]] == part.queue[records[:-1]]
+        self.after.append((records[:-1][same], records[1:][same]))
+        busy = end > 0
+        queue, end, begin, drains = queue[busy], end[busy], begin[busy], drains[busy]
+        tranches, which = np.unique(np.stack([queue, end], axis=1), axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        self.gates = self._new(len(tranches))
+        again = tranches[1:, 0] == tranches[:-1, 0]  # a later tranche of the same queue
+        start = np.where(np.append(False, again), np.append(0, tranches[:-1, 1]), 0)
+        self.after.append((begin, self.gates[which]))
+        self.after.append((self.gates[1:][again], self.gates[:-1][again]))
+        self.after.append((self.gates, first[tranches[:, 0]] + start))
+        self.after.append((first[queue] + end - 1, drains))
+
+    def _add_reads(self) -> None:
+        part, waits = self.part, self.part.waits
+        for first in np.unique(self._wait[waits.indexed]):
+            rows = waits.row[waits.indexed & (self._wait == first)]
+            rank = int(part.rank[rows[0]])
+            blocks = row_blocks(part.program.dims, rank)
+            grid, event = first + blocks, self._new(len(blocks))
             self.waits.append((grid, event))
             self.may_wait.append((np.tile(grid, len(rows)), np.repeat(rows, len(grid))))
-            self.reads.append((rows, int(part.rank[rows[0]]), event))
+            self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
         """Arrivals per counter that one run brings to its own or to the next block."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
-            np.add.at(out, counter[is_next == next_block], count[is_next == next_block])
+            mine = is_next == next_block
+            out += np.bincount(counter[mine], weights=count[mine], minlength=len(out)).astype(np.int64)
         return out
 
     def label(self, event: int) -> str:
         if event < len(self.part.records):
             return self.part.label(event)
-        if self.items is not None:
-            where = np.argwhere(self.items.event == event)
+        for rank, grid in self.items.items():
+            where = np.argwhere(grid.event == event)
             if len(where):
-                rank, block, group = where[0]
-                return f"attention item of row block {block}, head group {group} [body, rank {rank}]"
-            return "attention, any slot [body]"
-        for rows, _, events in self.reads:
-            if event in events:
-                return f"{self.part.label(int(rows[0]))}, logit row in row block {event - events[0]}"
-        raise IndexError(event)
+                return f"attention item of row block {where[0, 0]}, head group {where[0, 1]} [body, rank {rank}]"
+        for reads in self.reads:
+            if event in reads.event:
+                block = row_blocks(self.part.program.dims, reads.rank)[event - reads.event[0]]
+                return f"{self.part.label(int(reads.records[0]))}, logit row in row block {block}"
+        drains, begins = self.begins
+        if event in begins:
+            return f"{self.part.label(int(drains[np.searchsorted(begins, event)]))} begins"
+        return "a queue, claimed by any drain [body]" if event in self.gates else "attention, any slot [body]"
 
 
 class Unrolled:
-    """The runs of a program, its events and counters as rows of one graph, and the vector clocks.
+    """The runs of a program, its events and counters as rows of one graph.
 
-    Run 0 is the prologue, runs 1..layers the body, the last one the epilogue. `clocks[row, s]` is how many
-    events of stream s are known to have ended when the event of that row ends; items have a stream of their own
-    per row block and group, with one event per layer.
+    Run 0 is the prologue, runs 1..layers the body, the last one the epilogue.
     """
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
         prologue, body, epilogue = events
         self.program, self.layers = program, layers
         self.runs = [prologue, *[body] * layers, epilogue]
-        self.first = np.concatenate([[0], np.cumsum([e.count for e in self.runs])])
-        self.streams = program.ranks * program.workers
-        self.width = self.streams + (0 if body.items is None else body.items.event.size)
+        self.first = np.cumsum([0] + [e.count for e in self.runs]).astype(np.int32)
         self.block = program.ranks * program.counters
         self.rows = int(self.first[-1]) + (layers + 1) * self.block
-        lengths = [np.append(e.part.lengths, np.zeros(self.width - self.streams, dtype=np.int64)) for e in self.runs]
-        before = np.concatenate([np.zeros((1, self.width), dtype=np.int64), np.cumsum(lengths, axis=0)[:-1]])
-        self.position = [self._positions(t, before[t]) for t in range(len(self.runs))]
+        runs = list(zip(self.runs, self.first[:-1].astype(np.int64), strict=True))
+        self._chain = np.concatenate([first + e.chain for e, first in runs])
+        stream = np.concatenate([e.stream for e, _ in runs])
+        order = np.argsort(stream, kind="stable")
+        self._chain, self._stream = self._chain[order], stream[order]
+        same = self._stream[1:] == self._stream[:-1]
+        proven: list[Edges] = [(self._chain[:-1][same], self._chain[1:][same])]
+        perhaps: list[Edges] = []
+        for t, (e, first) in enumerate(runs):
+            block = int(self.first[-1]) + min(max(t - 1, 0), layers) * self.block
+            proven += [(block + counter, first + event) for counter, event in e.waits]
+            proven += [
+                (first + event, block + is_next * self.block + counter) for event, counter, is_next, _ in e.signals
+            ]
+            perhaps += [(block + counter, first + event) for counter, event in e.may_wait]
+            perhaps += [(first + earlier, first + later) for earlier, later in e.after]
+        gates = np.concatenate([first + e.gates for e, first in runs])
+        self.graph = self._graph(proven)
+        self._any_order, self._gates = self._graph(proven + perhaps), gates
 
-    def _positions(self, run: int, before: Ints) -> Ints:
-        """Per event of a run, its 1-based position in its clock component."""
-        events = self.runs[run]
-        out: Ints = np.full(events.count, run, dtype=np.int64)
-        part = events.part
-        out[: len(part.records)] = before[part.stream] + part.position + 1
-        return out
+    def _graph(self, edges: list[Edges]) -> Graph:
+        source, target = (np.concatenate(side).astype(np.int32) for side in zip(*edges, strict=True))
+        return Graph(self.rows, self.first, source, target)
 
-    def counter_row(self, run: int, next_block: bool | NDArray[np.bool_] = False) -> Ints:
-        """Row of counter 0 of the block that a run waits on or signals."""
-        block = np.clip(run - 1, 0, self.layers) + np.asarray(next_block, dtype=np.int64)
-        return np.asarray(self.first[-1] + block * self.block)
+    def order(self) -> tuple[NDArray[np.int32], list[int]]:
+        """A topological order of all rows under every edge that may hold, and the rows of a cycle if there is one."""
+        graph = self._any_order
+        missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
+        missing[self._gates] = 1
+        order, left = topological_order(graph, missing)
+        return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
-    def edges(self, proven: bool) -> tuple[Ints, Ints]:
-        """(earlier row, later row); `proven`: those that hold for every step table, else all that may hold."""
-        source, target = [], []
-        stream, rows = [], []
-        for t, (events, first) in enumerate(zip(self.runs, self.first[:-1], strict=True)):
-            block = self.counter_row(t)
-            for counter, event in events.waits + ([] if proven else events.may_wait):
-                source.append(block + counter)
-                target.append(first + event)
-            for event, counter, is_next, _ in events.signals:
-                source.append(first + event)
-                target.append(self.counter_row(t, is_next) + counter)
-            for earlier, later in () if proven else events.after:
-                source.append(first + earlier)
-                target.append(first + later)
-            stream.append(events.part.stream)
-            rows.append(first + np.arange(len(events.part.records)))
-        all_rows, all_streams = np.concatenate(rows), np.concatenate(stream)
-        order = np.argsort(all_streams, kind="stable")
-        chain, chain_stream = all_rows[order], all_streams[order]
-        same = chain_stream[1:] == chain_stream[:-1]
-        source.append(chain[:-1][same])
-        target.append(chain[1:][same])
-        return np.concatenate(source), np.concatenate(target)
-
-    def order(self) -> tuple[list[int], list[int]]:
-        """A topological order of all rows under every edge that may hold, or the rows of a cycle."""
-        source, target = self.edges(proven=False)
-        by_source = np.argsort(source, kind="stable")
-        successors = target[by_source].tolist()
-        begin = np.searchsorted(source[by_source], np.arange(self.rows + 1)).tolist()
-        missing = np.bincount(target, minlength=self.rows)
-        ready = deque(np.nonzero(missing == 0)[0].tolist())
-        left = missing.tolist()
-        done: list[int] = []
-        while ready:
-            row = ready.popleft()
-            done.append(row)
-            for later in successors[begin[row] : begin[row + 1]]:
-                left[later] -= 1
-                if left[later] == 0:
-                    ready.append(later)
-        return done, [] if len(done) == self.rows else self._cycle(source, target, np.asarray(left) > 0)
-
-    def _cycle(self, source: Ints, target: Ints, stuck: NDArray[np.bool_]) -> list[int]:
+    def _cycle(self, stuck: Mask) -> list[int]:
         """Every stuck row has a stuck predecessor: walk back until a row repeats."""
-        inside = stuck[source] & stuck[target]
+        graph = self._any_order
+        inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)
-        predecessor[target[inside]] = source[inside]
+        predecessor[graph.target[inside]] = graph.source[inside]
         path: list[int] = []
         seen: dict[int, int] = {}
         row = int(np.nonzero(stuck)[0][0])
@@ -229,28 +258,24 @@ class Unrolled:
             row = int(predecessor[row])
         return path[seen[row] :]
 
-    def clocks(self, order: list[int]) -> NDArray[np.int32]:
-        """Vector clocks [rows, width] over the proven edges."""
-        source, target = self.edges(proven=True)
-        by_target = np.argsort(target, kind="stable")
-        predecessors = source[by_target]
-        begin = np.searchsorted(target[by_target], np.arange(self.rows + 1)).tolist()
-        component = np.full(self.rows, -1)
-        position = np.zeros(self.rows, dtype=np.int64)
-        for t, events in enumerate(self.runs):
-            here = slice(int(self.first[t]), int(self.first[t + 1]))
-            component[here], position[here] = events.clock, self.position[t]
-        own, value = component.tolist(), position.tolist()
-        clocks: NDArray[np.int32] = np.zeros((self.rows, self.width), dtype=np.int32)
-        for row in order:
-            low, high = begin[row], begin[row + 1]
-            if high - low == 1:
-                clocks[row] = clocks[predecessors[low]]
-            elif high > low:
-                np.maximum.reduce(clocks[predecessors[low:high]], axis=0, out=clocks[row])
-            if own[row] >= 0:
-                clocks[row, own[row]] = value[row]
-        return clocks
+    def ends(self) -> Edges:
+        """Of every stream, its last row that does work or is waited for, and its last row.
+
+        They differ where a stream ends in a join that signals nothing: it only waits, so it may be as late as it
+        will, and what it waits for stays true.
+        """
+        last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
+        lasts = self._chain[last]
+        run = np.searchsorted(self.first, lasts, side="right") - 1
+        work = last.copy()
+        for t in np.unique(run):
+            here, part = run == t, self.runs[t].part
+            event = lasts[here] - self.first[t]
+            idle = (part.opcode[event] == BY_NAME["join"].opcode) & ~np.isin(event, part.signals.row)
+            work[here] -= idle
+        alone = work >= 0
+        alone[1:] &= work[1:] > last[:-1]  # a stream of one join does no work
+        return self._chain[work[alone]], lasts
 
     def label(self, row: int) -> str:
         """What a violation calls a row of the graph."""

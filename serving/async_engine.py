@@ -95,6 +95,7 @@ class AsyncEngine:
         self.stats = engine.stats  # after the last step
         self.dead: EngineDead | None = None
         self.on_step: list[Callable[[Step, float], None]] = []
+        self.wants_trace: Callable[[], bool] = lambda: False  # asked in the engine's thread before a step
         self._max_waiting = max_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: set[Job] = set()  # those with something open
@@ -219,7 +220,7 @@ class AsyncEngine:
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         began = self._step_began or perf_counter()
-        step = self.engine.step()
+        step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self._progress_at = monotonic()
         self.stats = self.engine.stats

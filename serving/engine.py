@@ -110,7 +110,8 @@ class Engine:
     """Runs requests on a backend. Not thread-safe: one caller adds, steps and aborts.
 
     `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; the other limits are
-    those of `dims`. With `prefix_cache` prompts share the pages of what they begin with alike. Token ids go in and come out; `Transcript` makes text of them.
+    those of `dims`. With `prefix_cache`, prompts that begin alike share pages. Token ids go in and come out;
+    `Transcript` makes text of them.
     """
 
     def __init__(
@@ -195,7 +196,6 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Forget a request; its choices that run end with reason `abort`."""
-        request.held.clear()
         for sequence in request.choices:
             self._finish(sequence, "abort")
         self._settle()
@@ -215,7 +215,8 @@ class Engine:
         """Wait for the launch under way, start the next one and tell what the ended one brought; there must be work.
 
         `trace` is for the launches that this call starts: the one it returns is traced if the last call asked, or if
-        nothing was under way. After an exception every request is as it was, less what the lost launches computed.
+        nothing was under way. After an exception nothing is under way and every request waits, to compute again what
+        was lost; tokens of a launch that had ended may remain untold, so abort the requests that ran.
         """
         try:
             if self._under_way is None:
@@ -247,8 +248,8 @@ class Engine:
         """Plan and build the step after the launches so far; None where nobody can take part."""
         for sequence in self._running:
             self._publish(sequence)
-        if self._grow():
-            self._admit()
+        self._grow()
+        self._admit()
         chunks: list[Chunk] = []
         samples: list[_Sample] = []
         plan = self._plan()
@@ -263,10 +264,12 @@ class Engine:
 
     def _start(self, work: _Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
-        if work is None or all(sequence.finish_reason for sequence in work.sequences):
+        if work is None:
             return
         for slot, tokens in work.histories:
             self.backend.write_history(slot, 0, tokens)
+        if all(sequence.finish_reason for sequence in work.sequences):
+            return
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
 
@@ -288,7 +291,7 @@ class Engine:
         for sequence in sorted(self._running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self._waiting:
-            sequence.sampling = 0
+            sequence.length = len(sequence.tokens)
             sequence.request.scored = len(sequence.request.prompt_logprobs)
         self._histories.clear()
         self._pool.forget()
@@ -316,26 +319,24 @@ class Engine:
                 self._pool.learn(hashes[i], sequence.pages[i])
             sequence.known_pages = full
 
-    def _grow(self) -> bool:
-        """Give every running sequence room for its next token, the oldest first. False where that cost a younger one
-        its pages."""
+    def _grow(self) -> None:
+        """Give every running sequence room for its next token, the oldest first and, if need be, at the youngest's
+        expense. Who lost its pages cannot be admitted in the same plan: it needs more than it gave up.
+        """
         page = self.dims.page
         short = [s for s in self._running if s.pending and len(s.pages) * page < s.length]
-        if len(short) <= self._pool.free:
-            for sequence in short:
-                sequence.pages += self._pool.take(1)
-            return True
-        for sequence in sorted(short, key=_age):
+        if len(short) > self._pool.free:
+            short.sort(key=_age)
+        for sequence in short:
             while not self._pool.free and sequence.slot >= 0:
                 self._preempt(max(self._running, key=_age))
                 self._preemptions += 1
             if sequence.slot >= 0:
                 sequence.pages += self._pool.take(1)
-        return False
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, with the tokens it has."""
         self._release(sequence)
-        sequence.computed = 0
         self._push(sequence)
 
     def _admit(self) -> None:
@@ -429,7 +430,7 @@ class Engine:
             rows.append(sequence.sample_row(count - 1))
             wanted = request.params.logprobs
             samples.append(_Sample(sequence, -1, -1 if wanted is None else wanted))
-            sequence.sampling += 1
+            sequence.length += 1
         sequence.computed = end
         if request.held and sequence.choice == 0 and end >= len(request.prompt_ids):
             self._unhold(request)
@@ -446,7 +447,6 @@ class Engine:
                 continue
             sequence = sample.sequence
             sequence.tokens.append(token)
-            sequence.sampling -= 1
             sequence.first_token_at = sequence.first_token_at or now
             sequence.last_token_at = now
             if token in sequence.request.stop_ids:
@@ -461,7 +461,7 @@ class Engine:
         logits = iter(output.logits)
         rows = zip(work.samples, live, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
         for (sequence, target, top), alive, token, logprob in rows:
-            best = top_logprobs(next(logits), top) if top > 0 else {}
+            best = top_logprobs(next(logits), top, token, logprob) if top > 0 else {}
             if not alive:
                 continue
             if top >= 0:

@@ -11,7 +11,7 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..runtime import create
+from ..runtime import create, join_ranks
 from ..scheduler import compile_program
 from .engine import SCORED_ROWS, Engine, Step, Token
 from .memory import kv_capacity
@@ -87,7 +87,7 @@ class LLM:
     """A model ready to generate.
 
     model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
-    tp           tensor-parallel ranks
+    tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
     backend      auto, reference, cpu or null
     dtype        auto (the checkpoint's own), f32 or bf16
     threads      CPU threads; None: the cores that this process may use
@@ -95,6 +95,7 @@ class LLM:
     max_seqs     sequences that run at once
     step_tokens  tokens that one step computes at most; longer prompts are cut
     prefix_cache prompts that begin alike compute the beginning once
+    ranks        threads, or processes; in a torchrun job its processes, where only rank 0 goes on after the call
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class LLM:
         max_seqs: int = 64,
         step_tokens: int = 512,
         prefix_cache: bool = True,
+        ranks: str = "threads",
     ) -> None:
-        for name, value in (("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
+        for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
                 raise MegakernelError(f"{name}={value} must be positive")
         if step_tokens < max_seqs:
             raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
-        if tp != 1:
-            raise MegakernelError(f"tp={tp} is not supported: this version runs one rank, use tp=1")
+        join_ranks(tp)
         wanted = parse_dtype(dtype)
         checkpoint = open_checkpoint(model) if isinstance(model, str) else model
         machine = machines.host(threads)
@@ -125,12 +126,13 @@ class LLM:
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.threads = machine.workers
-        context, kv_tokens = kv_capacity(self.config, self.dtype, machine.memory_bytes, max_context, max_seqs)
+        memory = machine.memory_bytes
+        context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         programs = Programs(
             partial(
                 compile_program,
                 self.config,
-                machine,
+                machines.host(max(1, machine.workers // tp)),
                 dtype=self.dtype,
                 max_seqs=max_seqs,
                 max_context=context,
@@ -143,7 +145,7 @@ class LLM:
         pages = -(-kv_tokens // dims.page)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(
-            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
+            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads, ranks=ranks),
             programs,
             dims,
             pages=pages,

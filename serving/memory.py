@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, Dtype
 from ..isa.buffers import Space
+from ..model.checkpoint import weight_dims
 from ..model.config import LlamaConfig
 
 log = logging.getLogger(__name__)
@@ -25,20 +27,22 @@ def weight_bytes(dims: Dims, *, tied: bool) -> int:
     return total
 
 
-def kv_token_bytes(config: LlamaConfig, dtype: Dtype) -> int:
-    """Bytes of K and V of one token, all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+def kv_token_bytes(config: LlamaConfig, dtype: Dtype, tp: int = 1) -> int:
+    """Bytes of K and V of one token, all layers and all ranks; more ranks may hold the same KV head."""
+    dims = replace(weight_dims(config, dtype), tp=tp)
+    columns = sum(replace(dims, rank=rank).kv_cols for rank in range(tp))
+    return 2 * config.layers * columns * dtype.itemsize
 
 
 def kv_capacity(
-    config: LlamaConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int
+    config: LlamaConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int, tp: int = 1
 ) -> tuple[int, int]:
-    """(tokens a sequence may reach, tokens of the KV pool).
+    """(tokens a sequence may reach, tokens of the KV pool), where `tp` ranks share memory.
 
     The pool holds `max_seqs` full sequences, or what fits KV_SHARE of memory, but at least one sequence. Raises
     MegakernelError where `max_context` exceeds what the model was made for or what memory holds.
     """
-    per_token = kv_token_bytes(config, dtype)
+    per_token = kv_token_bytes(config, dtype, tp)
     room = int(KV_SHARE * memory_bytes / per_token)
     if max_context is None:
         context = min(config.max_context, room)

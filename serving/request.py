@@ -11,13 +11,12 @@ from .pages import ROOT, page_hash
 from .sampling import SamplingParams
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One choice. `tokens` is the prompt, then what was generated.
 
-    K and V of the first `computed` tokens are in `pages`, those that the launch under way writes included. The
-    next `sampling` tokens, which launches sample now or once they start, take part in planning though nobody knows
-    them yet.
+    Planning is ahead of that: `length` counts also the tokens that planned steps will have sampled, and of the first
+    `computed` tokens K and V will be in `pages`.
     """
 
     request: Request
@@ -27,7 +26,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    sampling: int = 0
+    length: int = field(init=False)
     known_pages: int = 0  # of `pages`, those that the pool may share
     finish_reason: str | None = None
     first_token_at: float = 0.0
@@ -35,13 +34,12 @@ class Sequence:
     _hashes: list[bytes] = field(default_factory=list)
     _decode_row: SampleRow | None = None
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + self.sampling
+    def __post_init__(self) -> None:
+        self.length = len(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Tokens that no step has seen and that the next may: none where the one being sampled is the last."""
+        """Tokens that no planned step sees and the next may: none where the last one is being sampled."""
         return self.length - self.computed if self.length < self.length_limit else 0
 
     @property
@@ -84,7 +82,7 @@ class Sequence:
         return row
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1.
 

@@ -64,11 +64,15 @@ class Browser:
 
     def open(self, page: Path, ready: str) -> None:
         """Load a file and wait until the expression `ready` is true."""
-        self._do("/url", {"url": page.resolve().as_uri()})
+        self.visit(page.resolve().as_uri(), ready)
+
+    def visit(self, url: str, ready: str) -> None:
+        """Load an address and wait until the expression `ready` is true."""
+        self._do("/url", {"url": url})
         deadline = time.monotonic() + 30
         while not self.run(f"return !!({ready})"):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{page.name} did not get ready: {self.log()}")
+                raise RuntimeError(f"{url} did not get ready: {self.log()}")
             time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:

@@ -56,7 +56,17 @@ class RandomCheckpoint:
         d = self.dims
         self.dtype = Dtype(d.dtype)
         self.config = LlamaConfig(
-            d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context, tied=self.tied
+            d.vocab,
+            d.hidden,
+            d.ffn,
+            d.layers,
+            d.heads,
+            d.kv_heads,
+            d.head_dim,
+            d.max_context,
+            tied=self.tied,
+            attention_bias=bool(d.attention_bias),
+            mlp_bias=bool(d.mlp_bias),
         )
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
@@ -146,5 +156,5 @@ def program(
     dims: Dims, workers: int, counters: int, segments: Sequence[Segment], totals: Sequence[Mapping[int, int]]
 ) -> Program:
     """`totals`: arrivals by counter, for the first, the middle and the last block."""
-    arrays = [np.array([t.get(c, 0) for c in range(counters)], np.int32) for t in totals]
+    arrays = [np.array([[t.get(c, 0) for c in range(counters)]], np.int32) for t in totals]
     return Program(dims, "test", 1, workers, counters, *segments, *arrays)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +25,29 @@ CONFIG = LlamaConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1,
 EOS = 63
 
 
-class FakeBackend:
-    """Row after position p of a sequence gets token `reply(p)`, unless a bias forbids it: then the next id.
+def digest(tokens: Sequence[int], before: int = 0) -> int:
+    return crc32(array("q", tokens).tobytes(), before)
 
-    Every table must be valid. K and V of a position are "the tokens up to it", by page: whatever a row reads must be
-    there, wherever it was computed. A launch runs when it is waited for; meanwhile nothing may start or be written.
+
+def continuation(said: int, seed: int, choice: int) -> int:
+    """A token that depends on the digest of all that was said, on the seed (32 bits) and on the choice."""
+    return digest([seed, choice], said) % CONFIG.vocab
+
+
+class FakeBackend:
+    """Row after position p of a sequence gets token `reply(p)`, unless a bias forbids it: then the next id. Without
+    `reply` it gets `continuation` of what K and V hold.
+
+    Every table must be valid. K and V of a position are a digest of the tokens up to it, as its page has them, whoever
+    wrote those. A launch runs when it is waited for; meanwhile nothing may start or be written.
     """
 
     name = "fake"
 
-    def __init__(self, reply: Callable[[int], int]) -> None:
+    def __init__(self, reply: Callable[[int], int] | None) -> None:
         self.reply = reply
         self.history: dict[int, dict[int, int]] = {}
-        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> tokens up to there
+        self.kv: dict[tuple[int, int], int] = {}  # by page and offset
         self.tables: list[StepTable] = []
         self.interrupt = False
         self.under_way = False
@@ -67,9 +79,8 @@ class FakeBackend:
             token = self.history[slot][position] if token < 0 else token
             assert token == self.history[slot][position]
             pages = table.block_tables[slot]
-            before = self.kv[int(pages[(position - 1) // d.page]), (position - 1) % d.page] if position else ()
-            assert before == tuple(self.history[slot][p] for p in range(position))
-            self.kv[int(pages[position // d.page]), position % d.page] = (*before, token)
+            before = self.kv[int(pages[(position - 1) // d.page]), (position - 1) % d.page] if position else 0
+            self.kv[int(pages[position // d.page]), position % d.page] = digest([token], before)
         logits = np.zeros((d.logit_rows, d.vocab), np.float32)
         tokens = np.zeros(d.logit_rows, np.int32)
         logprobs = np.zeros(d.logit_rows, np.float32)
@@ -82,7 +93,12 @@ class FakeBackend:
             bias = dict(zip(table.bias_ids[begin:end].tolist(), table.bias_values[begin:end].tolist(), strict=True))
             token = int(table.target[i])
             if token < 0:
-                token = self.reply(position - 1)
+                if self.reply:
+                    token = self.reply(position - 1)
+                else:
+                    page = int(table.block_tables[table.row_seq[row], (position - 1) // d.page])
+                    seed = int(table.seed_low[i]) & 0xFFFFFFFF
+                    token = continuation(self.kv[page, (position - 1) % d.page], seed, int(table.choice[i]))
                 while bias.get(token) == -np.inf:
                     token = (token + 1) % d.vocab
             logits[i] = np.arange(d.vocab) == token
@@ -134,18 +150,22 @@ class Letters:
         return "\ufffd" if self.half else ""
 
 
+@cache
+def _compile(**bucket: Any) -> Program:
+    return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
+
+
 def fake_engine(
-    reply: Callable[[int], int] = lambda position: position % 60,
+    reply: Callable[[int], int] | None = lambda position: position % 60,
     *,
     max_seqs: int = 4,
     max_context: int = 256,
     pages: int = 64,
     step_tokens: int = 16,
+    prefix_cache: bool = True,
     **changes: Any,
 ) -> tuple[Engine, FakeBackend]:
-    compile = partial(
-        compile_program, CONFIG, host(2), dtype=Dtype.F32, max_seqs=max_seqs, max_context=max_context, **changes
-    )
+    compile = partial(_compile, max_seqs=max_seqs, max_context=max_context, **changes)
     programs = Programs(compile, step_tokens, max(max_seqs, SCORED_ROWS))
     backend = FakeBackend(reply)
     engine = Engine(
@@ -155,5 +175,6 @@ def fake_engine(
         pages=pages,
         step_tokens=step_tokens,
         eos_ids=frozenset([EOS]),
+        prefix_cache=prefix_cache,
     )
     return engine, backend

@@ -1,17 +1,28 @@
-"""Programs written by hand: every phase row block by row block, tiles dealt to workers in turn.
+"""Programs written by hand for any number of ranks: every phase row block by row block, tiles dealt to workers in turn.
 
 Independent of the scheduler, so that a backend's tests do not rest on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megakernel.isa import BY_NAME, Dims, Dtype
-from megakernel.isa.record import OPERAND_WORD, SIGNAL_WORD, WAIT_WORD, WORDS, Records, counter_word
+from megakernel.isa.record import (
+    ALL_RANKS,
+    OPERAND_WORD,
+    OWNER,
+    SIGNAL_WORD,
+    WAIT_WORD,
+    WORDS,
+    Records,
+    counter_word,
+)
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program, Segment
@@ -35,118 +46,189 @@ def make_dims(config: LlamaConfig, **overrides: Any) -> Dims:
     return replace(dims, **overrides)
 
 
-def make_record(name: str, *operands: int, waits: list[int] | None = None, signals: list[int] | None = None) -> Records:
+def make_record(name: str, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
     words = np.zeros(WORDS, np.int32)
     words[0] = BY_NAME[name].opcode
     if len(operands) != len(BY_NAME[name].operands):
         raise ValueError(f"{name} takes {BY_NAME[name].operands}")
     words[OPERAND_WORD : OPERAND_WORD + len(operands)] = operands
-    for first, listed in ((WAIT_WORD, waits or []), (SIGNAL_WORD, signals or [])):
+    for first, listed in ((WAIT_WORD, waits), (SIGNAL_WORD, signals)):
         words[first : first + len(listed)] = listed
     return words
 
 
-@dataclass
 class _Builder:
-    workers: int
-    streams: list[list[Records]] = field(default_factory=list)
-    dealt: int = 0
+    """Streams of all ranks, and the arrivals at their counters. A counter has the same number on every rank."""
 
-    def add(self, record: Records) -> None:
-        self.streams[self.dealt % self.workers].append(record)
-        self.dealt += 1
+    def __init__(self, dims: Dims, workers: int, counters: int) -> None:
+        self.workers, self.ranks = workers, dims.tp
+        self.arrivals = defaultdict(lambda: np.zeros((dims.tp, counters), np.int32))  # by segment, and "next"
+        self._start("prologue")
 
-    def segment(self) -> Segment:
-        lengths = [len(s) for s in self.streams]
+    def _start(self, segment: str) -> None:
+        self.name = segment
+        self.streams: list[list[Records]] = [[] for _ in range(self.ranks * self.workers)]
+        self.dealt = [0] * self.ranks
+
+    def end(self, following: str = "") -> Segment:
+        """The segment that is done; what follows belongs to the next."""
+        offsets = np.cumsum([0, *(len(s) for s in self.streams)]).astype(np.int32)
         records = np.array([r for s in self.streams for r in s], np.int32).reshape(-1, WORDS)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        self.streams = [[] for _ in range(self.workers)]
+        self._start(following)
         return Segment(records, offsets)
+
+    def count(self, counter: int, to: int, arrivals: int, *, next_layer: bool = False) -> None:
+        ranks = slice(None) if to == ALL_RANKS else to
+        self.arrivals["next" if next_layer else self.name][ranks, counter] += arrivals
+
+    def signal(self, counter: int, to: int, *, next_layer: bool = False) -> int:
+        """A signal word for one arrival."""
+        self.count(counter, to, 1, next_layer=next_layer)
+        return counter_word(counter, rank=to, next_layer=next_layer)
+
+    def add(self, rank: int, record: Records) -> None:
+        """To the rank's next worker."""
+        self.streams[rank * self.workers + self.dealt[rank] % self.workers].append(record)
+        self.dealt[rank] += 1
+
+    def add_to_each_worker(self, rank: int, record: Records) -> None:
+        for worker in range(self.workers):
+            self.streams[rank * self.workers + worker].append(record)
 
 
 def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
-    """A forward pass. A tile waits for all that was done to its row block in the phase before."""
-    d = dims
-    blocks = d.row_blocks
-    b = _Builder(workers, [[] for _ in range(workers)])
-    rows = [(i * d.row_block, min(d.row_block, d.tokens - i * d.row_block)) for i in range(blocks)]
-    # One group of columns per KV head for q, k, v alike; the tiles of a group are q heads, k head and v head.
-    x, h, qkv, attn, o, h2, act = (phase * blocks * d.kv_heads for phase in range(7))
-    single, y, logits = (7 * blocks * d.kv_heads + i for i in range(3))
-    counters = 7 * blocks * d.kv_heads + 3
-    totals = np.zeros((2, counters), np.int32)  # arrivals from the prologue or body; from the epilogue
+    """A forward pass. A tile waits for all that was done to its row block in the phase before, by any rank."""
+    size = dims.row_blocks * dims.kv_heads
+    x, h, qkv, attn, o_sum, o, h2, act, down_sum = (phase * size for phase in range(9))
+    gathered, ended, chosen, y, logits = (9 * size + i for i in range(5))
+    counters = 9 * size + 5
+    b = _Builder(dims, workers, counters)
+    blocks = [
+        (row // dims.row_block, row, min(dims.row_block, dims.tokens - row))
+        for row in range(0, dims.tokens, dims.row_block)
+    ]
+    ranks = [(r, replace(dims, rank=r)) for r in range(dims.tp)]
+    with_heads = [(r, d) for r, d in ranks if d.rank_heads]
+    owned = [(r, block) for r, _ in ranks for block in blocks if dims.one_hop or block[0] % dims.tp == r]
 
     def tiles(width: int) -> list[tuple[int, int]]:
         return [(c, min(tile, width - c)) for c in range(0, width, tile)]
 
-    def word(counter: int, **flags: bool) -> int:
-        return counter_word(counter, **flags)
+    def owner(block: int) -> int:
+        """Who waits for what is done to the residual of a row block."""
+        return ALL_RANKS if dims.one_hop else block % dims.tp
 
-    for i, (row, n) in enumerate(rows):
-        b.add(make_record("embed", row, n, signals=[word(x + i)]))
-    prologue = b.segment()
+    def readers(rank: int) -> int:
+        """Who waits for a norm of this rank."""
+        return rank if dims.one_hop or dims.tp == 1 else ALL_RANKS
 
-    for i, (row, n) in enumerate(rows):
-        b.add(make_record("attn_norm", row, n, waits=[word(x + i)], signals=[word(h + i)]))
-        totals[0, h + i] = 1
-    group = d.group_size * d.head_dim
-    for i, (row, n) in enumerate(rows):
-        for g in range(d.kv_heads):
-            member = qkv + i * d.kv_heads + g
-            for col, cols in (
-                (g * group, group),
-                (d.q_cols + g * d.head_dim, d.head_dim),
-                (d.q_cols + d.kv_cols + g * d.head_dim, d.head_dim),
-            ):
-                b.add(make_record("qkv_rope", row, n, col, cols, waits=[word(h + i)], signals=[word(member)]))
-            totals[0, member] = 3
-    for slot in range(d.attention_slots):
-        grids = {"waits": [word(qkv, indexed=True)], "signals": [word(attn, indexed=True)]}
-        b.add(make_record("attention", slot, 1, d.kv_heads, **grids))
-    for i, (row, n) in enumerate(rows):
-        totals[0, attn + i] = n * d.kv_heads
-        for col, cols in tiles(d.hidden):
-            b.add(make_record("o_proj", row, n, col, cols, waits=[word(attn + i)], signals=[word(o + i)]))
-        totals[0, o + i] = len(tiles(d.hidden))
-    for i, (row, n) in enumerate(rows):
-        b.add(make_record("mlp_norm", row, n, waits=[word(o + i)], signals=[word(h2 + i)]))
-        totals[0, h2 + i] = 1
-    for i, (row, n) in enumerate(rows):
-        for col, cols in tiles(d.ffn):
-            b.add(make_record("gate_up_silu", row, n, col, cols, waits=[word(h2 + i)], signals=[word(act + i)]))
-        totals[0, act + i] = len(tiles(d.ffn))
-    for i, (row, n) in enumerate(rows):
-        for col, cols in tiles(d.hidden):
-            done = [word(x + i, next_layer=True)]
-            b.add(make_record("down_proj", row, n, col, cols, waits=[word(act + i)], signals=done))
-    body = b.segment()
+    wait, signal = counter_word, b.signal
 
-    half = -(-d.logit_rows // 2)
-    for row in range(0, d.logit_rows, half):
-        n = min(half, d.logit_rows - row)
-        b.add(make_record("final_norm", row, n, waits=[word(x, indexed=True)], signals=[word(y)]))
-        totals[1, y] += 1
-    for col, cols in tiles(d.vocab):
-        b.add(make_record("lm_head", 0, d.logit_rows, col, cols, waits=[word(y)], signals=[word(logits)]))
-    totals[1, logits] = len(tiles(d.vocab))
-    b.add(make_record("join", waits=[word(logits)], signals=[word(single)]))
-    totals[1, single] = 1
-    b.add(make_record("sample", 0, d.logit_rows, waits=[word(single)]))
-    epilogue = b.segment()
+    for r, _ in ranks:
+        for i, row, n in blocks:
+            b.add(r, make_record("rope", row, n, signals=[signal(x + i, owner(i))]))
+    for r, (i, row, n) in owned:
+        b.add(r, make_record("embed", row, n, signals=[signal(x + i, owner(i))]))
+    prologue = b.end("body")
 
-    first, middle, last = totals[0].copy(), totals[0].copy(), totals[1]
-    first[x : x + blocks] = 1
-    middle[x : x + blocks] = last[x : x + blocks] = len(tiles(d.hidden))
+    for r, (i, row, n) in owned:
+        b.add(r, make_record("attn_norm", row, n, waits=[wait(x + i)], signals=[signal(h + i, readers(r))]))
+    for r, d in with_heads:
+        for i, row, n in blocks:
+            for g in range(d.rank_kv_heads):
+                first, end = (d.head_dim * head for head in d.query_heads(g))
+                k = d.q_cols + g * d.head_dim
+                for col, cols in ((first, end - first), (k, d.head_dim), (k + d.kv_cols, d.head_dim)):
+                    done = [signal(qkv + i * d.rank_kv_heads + g, r)]
+                    b.add(r, make_record("qkv_rope", row, n, col, cols, waits=[wait(h + i)], signals=done))
+    for r, d in with_heads:
+        to = r if not d.replicated_o else ALL_RANKS if d.one_hop else OWNER
+        grids = {"waits": [wait(qkv, indexed=True)], "signals": [wait(attn, rank=to, indexed=True)]}
+        for slot in range(d.attention_slots):
+            b.add(r, make_record("attention", slot, 1, d.rank_kv_heads, **grids))
+        for i, _, n in blocks:
+            b.count(attn + i, owner(i) if to == OWNER else to, n * d.rank_kv_heads)
+    if dims.tp == 1 or dims.replicated_o:
+        for r, (i, row, n) in owned:
+            for col, cols in tiles(dims.hidden):
+                done = [signal(o + i, owner(i))]
+                b.add(r, make_record("o_proj", row, n, col, cols, waits=[wait(attn + i)], signals=done))
+    else:
+        for r, _ in with_heads:
+            for i, row, n in blocks:
+                for col, cols in tiles(dims.hidden):
+                    done = [signal(o_sum + i, owner(i))]
+                    b.add(r, make_record("o_partial", row, n, col, cols, waits=[wait(attn + i)], signals=done))
+        for r, (i, row, n) in owned:
+            for col, cols in tiles(dims.hidden):
+                done = [signal(o + i, owner(i))]
+                b.add(r, make_record("o_reduce", row, n, col, cols, waits=[wait(o_sum + i)], signals=done))
+    for r, (i, row, n) in owned:
+        b.add(r, make_record("mlp_norm", row, n, waits=[wait(o + i)], signals=[signal(h2 + i, readers(r))]))
+    for r, d in ranks:
+        for i, row, n in blocks:
+            for col, cols in tiles(d.rank_ffn):
+                done = [signal(act + i, r)]
+                b.add(r, make_record("gate_up_silu", row, n, col, cols, waits=[wait(h2 + i)], signals=done))
+    if dims.tp == 1:
+        for r, (i, row, n) in owned:
+            for col, cols in tiles(dims.hidden):
+                done = [signal(x + i, r, next_layer=True)]
+                b.add(r, make_record("down_proj", row, n, col, cols, waits=[wait(act + i)], signals=done))
+    else:
+        for r, _ in ranks[: dims.ffn_ranks]:
+            for i, row, n in blocks:
+                for col, cols in tiles(dims.hidden):
+                    done = [signal(down_sum + i, owner(i))]
+                    b.add(r, make_record("down_partial", row, n, col, cols, waits=[wait(act + i)], signals=done))
+        for r, (i, row, n) in owned:
+            for col, cols in tiles(dims.hidden):
+                done = [signal(x + i, owner(i), next_layer=True)]
+                b.add(r, make_record("down_reduce", row, n, col, cols, waits=[wait(down_sum + i)], signals=done))
+    body = b.end("epilogue")
+
+    half = -(-dims.logit_rows // 2)
+    for r, _ in ranks:
+        for row in range(0, dims.logit_rows, half):
+            n = min(half, dims.logit_rows - row)
+            grid = [wait(x, indexed=True)]
+            b.add(r, make_record("final_norm", row, n, waits=grid, signals=[signal(y, readers(r))]))
+    for r, d in ranks:
+        for col, cols in tiles(d.rank_vocab):
+            done = [signal(logits, ALL_RANKS)]
+            b.add(r, make_record("lm_head", 0, dims.logit_rows, col, cols, waits=[wait(y)], signals=done))
+    for r, _ in ranks:
+        b.add(r, make_record("join", waits=[wait(logits)], signals=[signal(chosen, r)]))
+        row = r * dims.own_logit_rows
+        if row < dims.logit_rows:
+            n = min(dims.own_logit_rows, dims.logit_rows - row)
+            b.add(r, make_record("sample", row, n, waits=[wait(chosen)]))
+    if dims.tp > 1:
+        for r, _ in ranks:
+            b.count(gathered, r, workers)
+            b.add_to_each_worker(r, make_record("join", signals=[wait(gathered, rank=r)]))
+            b.add(r, make_record("join", waits=[wait(gathered)], signals=[signal(ended, ALL_RANKS)]))
+            b.add_to_each_worker(r, make_record("join", waits=[wait(ended)]))
+    epilogue = b.end()
+
     return Program(
-        dims=d,
+        dims=dims,
         machine="hand",
-        ranks=1,
+        ranks=dims.tp,
         workers=workers,
         counters=counters,
         prologue=prologue,
         body=body,
         epilogue=epilogue,
-        totals_first=first,
-        totals_middle=middle,
-        totals_last=last,
+        totals_first=b.arrivals["prologue"] + b.arrivals["body"],
+        totals_middle=b.arrivals["body"] + b.arrivals["next"],
+        totals_last=b.arrivals["next"] + b.arrivals["epilogue"],
     )
+
+
+def make_queue_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
+    """The same with the whole body in one queue for each rank, in the order in which one worker would run it."""
+    queues = make_program(dims, 1, tile).body
+    drains = [make_record("drain", 0, n) for n in np.diff(queues.offsets) for _ in range(workers)]
+    body = Segment(np.array(drains, np.int32), np.arange(len(drains) + 1, dtype=np.int32))
+    return replace(make_program(dims, workers, tile), body=body, queues=queues)

@@ -69,7 +69,7 @@ def program(
     ranks: int = 1,
 ) -> Program:
     """Streams are given per (rank, worker). Totals are left at zero: no view reads them."""
-    zeros = np.zeros(counters, dtype=np.int32)
+    zeros = np.zeros((ranks, counters), dtype=np.int32)
     workers = len(body) // ranks
     return Program(
         dims=d,

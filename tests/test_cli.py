@@ -113,7 +113,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
         (["--prompt", "x", "--logit-bias", "1=nan"], "logit_bias=nan"),
-        (["--prompt", "x", "--tp", "2"], "tp=2"),
+        (["--prompt", "x", "--tp", "3"], "parallel size 3: it must be 1, 2, 4 or 8"),
         (["--prompt", "x", "--dtype", "int4"], "unknown dtype 'int4'"),
         (["--prompt", "x", "--backend", "tpu"], "unknown backend 'tpu'"),
     ],
@@ -174,7 +174,8 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         ["compile", "--tokens", "-1"],
         ["disasm"],
         ["disasm", "file", "--model", "m"],
-        ["bench", "throughput"],
+        ["bench"],
+        ["bench", "nonsense"],
     ):
         assert run(capsys, *arguments)[0] == 2, arguments
 
@@ -187,6 +188,8 @@ def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str])
         status, text, _ = run(capsys, verb, "--help")
         assert status == 0
         assert f"Example: megakernel {verb}" in " ".join(text.split())
+    for what in ("latency", "throughput", "serve"):
+        assert f"Example: megakernel bench {what}" in " ".join(run(capsys, "bench", what, "--help")[1].split())
     status, out, _ = run(capsys, "--version")
     assert (status, out.split()[0]) == (0, "megakernel")
 
@@ -298,6 +301,20 @@ def test_bench_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
         assert figures["ceilings"]["read_bytes_per_s"] > 0
         assert figures["settings"]["backend"] == extra[1]
         assert figures["errors"] == []
+
+
+@pytest.mark.usefixtures("quick_ceilings")
+def test_bench_throughput(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    sizes = ["--random-input-len", "20", "--random-output-len", "5", "--max-num-seqs", "4"]
+    flags = ["bench", "throughput", "--model", model, "--dataset", "random", "--num-prompts", "6", *sizes]
+    figures = run_json(capsys, *flags, "--backend", "null", "--runs", "2")
+    for key in ("tokens_per_s", "step_s", "roofline_fraction", "read_GBps", "gflops", "total_tokens_per_s"):
+        assert figures[key] > 0
+    assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (6, 120, 30)
+    assert figures["steps"] >= 10 and 1 <= figures["sequences"] <= 4
+    assert len(figures["runs"]) == 2 and figures["vs"] == {}
+    status, out, _ = run(capsys, *flags)
+    assert status == 0 and "120 in, 30 out" in out and "tokens/s out" in out
 
 
 def test_a_fraction_above_the_roofline_is_named(

@@ -72,7 +72,8 @@ def test_embed(backend: CpuBackend) -> None:
     table.token_ids[21] = -1 - 1
     backend.write_history(1, 391, np.array([77], np.int32))
     before = value(backend, B.X)
-    backend.execute(record("embed", 3, 19), 0, table)
+    for name in ("embed", "rope"):
+        backend.execute(record(name, 3, 19), 0, table)
     ids = table.token_ids[3:22].copy()
     ids[-1] = 77
     expected = before

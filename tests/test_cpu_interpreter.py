@@ -36,7 +36,8 @@ def forward_program(workers: int) -> Program:
         turn[segment_name] += 1
 
     for b, (row, rows) in enumerate(BLOCKS):
-        emit("prologue", "embed", row, rows, signals=[word(X + b)])
+        for name in ("embed", "rope"):
+            emit("prologue", name, row, rows, signals=[word(X + b)])
     for b, (row, rows) in enumerate(BLOCKS):
         emit("body", "attn_norm", row, rows, waits=[word(X + b)], signals=[word(H + b)])
     for b, (row, rows) in enumerate(BLOCKS):
@@ -62,7 +63,8 @@ def forward_program(workers: int) -> Program:
 
     inner = {H: 1, H + 1: 1, OUT: 2, OUT + 1: 2, H2: 1, H2 + 1: 1, ACT: 2, ACT + 1: 2}
     inner |= {QKV + i: 3 for i in range(4)} | {ATTN + b: rows * d.kv_heads for b, (_, rows) in enumerate(BLOCKS)}
-    totals = [inner | {X: 1, X + 1: 1}, inner | {X: 2, X + 1: 2}, {X: 2, X + 1: 2, Y: 1, LOGITS: 2}]
+    residual = {X: 2, X + 1: 2}
+    totals = [inner | residual, inner | residual, {**residual, Y: 1, LOGITS: 2}]
     return program(d, workers, COUNTERS, [segment(*streams[s]) for s in streams], totals)
 
 
@@ -255,7 +257,7 @@ def test_programs_for_another_model_are_refused(make: Callable[..., CpuBackend])
     bad.body.records[0, 0] = 99
     with pytest.raises(MegakernelError, match="unknown opcode 99"):
         backend.launch(bad, mixed_table())
-    with pytest.raises(MegakernelError, match="one rank"):
+    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(p, ranks=2), mixed_table())
     table = mixed_table()
     table.block_tables[0, 0] = PAGES

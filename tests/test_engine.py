@@ -236,12 +236,22 @@ def test_text_that_may_become_a_stop_string_is_held_back() -> None:
 
 def test_top_logprobs_are_a_log_softmax_with_ties_by_id() -> None:
     logits = np.array([1.0, 3.0, 2.0, 3.0, -1.0], np.float32)
-    top = top_logprobs(logits, 3)
     expected = logits - np.log(np.exp(logits).sum())
+    top = top_logprobs(logits, 3, 4, float(expected[4]))
     assert list(top) == [1, 3, 2]
     assert all(math.isclose(value, expected[token], rel_tol=1e-6) for token, value in top.items())
-    assert list(top_logprobs(logits, 20)) == [1, 3, 2, 0, 4]
-    assert top_logprobs(logits, 0) == {}
+    assert list(top_logprobs(logits, 20, 0, 0.0)) == [1, 3, 2, 0, 4]
+    assert top_logprobs(logits, 0, 0, 0.0) == {}
+
+
+@pytest.mark.parametrize("vocab", [20, 64, 65, 500, 5000])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_top_logprobs_are_the_largest(vocab: int, count: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for _ in range(10):
+        logits = rng.integers(-40, 40, vocab).astype(np.float32)  # with ties
+        order = sorted(range(vocab), key=lambda i: (-logits[i], i))
+        assert list(top_logprobs(logits, count, 0, 0.0)) == order[:count]
 
 
 @pytest.mark.parametrize("step_tokens", [4, 16, 300])
@@ -442,7 +452,7 @@ def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tp": 2}, "tp=2"),
+        ({"tp": 3}, "parallel size 3: it must be 1, 2, 4 or 8"),
         ({"dtype": "int4"}, "unknown dtype 'int4'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"threads": 0}, "threads=0"),

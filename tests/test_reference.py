@@ -66,13 +66,13 @@ def test_logits_are_those_of_transformers(shape: dict[str, Any]) -> None:
 def _late_rope(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
     """Rows from 16 on are rotated as if one position further."""
 
-    def embed(c: reference_instructions.Context, row: int, rows: int) -> None:
-        reference_instructions.embed(c, row, rows)
+    def rope(c: reference_instructions.Context, row: int, rows: int) -> None:
+        reference_instructions.rope(c, row, rows)
         if row >= 16:
             angle = (c.table.positions[row : row + rows, None] + np.float32(1)) * c.read(Buffer.INV_FREQ)
             c.write(Buffer.ROPE, slice(row, row + rows), np.stack([np.cos(angle), np.sin(angle)], -1).reshape(rows, -1))
 
-    monkeypatch.setitem(reference.EXECUTE, BY_NAME["embed"].opcode, embed)
+    monkeypatch.setitem(reference.EXECUTE, BY_NAME["rope"].opcode, rope)
 
 
 def _swapped_heads(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
@@ -219,7 +219,7 @@ def test_what_an_earlier_launch_left_is_not_read() -> None:
     records = program.epilogue.records[keep]
     epilogue = replace(program.epilogue, records=records, offsets=np.array([0, len(records)], np.int32))
     totals = program.totals_last.copy()
-    totals[-2] = 0  # the counter that final_norm signals
+    totals[0, -2] = 0  # the counter that final_norm signals
     got = backend.launch(replace(program, epilogue=epilogue, totals_last=totals), table)
     assert np.isnan(got.logits).all()
 
@@ -232,7 +232,7 @@ def test_a_deadlock_names_the_stuck_and_the_next_launch_works() -> None:
         program, totals_first=program.totals_first + one_more, totals_middle=program.totals_middle + one_more
     )
     for _ in range(2):
-        with pytest.raises(MegakernelError, match=r"deadlock: worker 0 at qkv_rope .* of layer 0.* counter 6: 1 of 2"):
+        with pytest.raises(MegakernelError, match=r"deadlock: worker 0 of rank 0 at qkv_rope .* counter 6: 1 of 2"):
             backend.launch(broken, table)
     assert (backend.launch(program, table).logits == expected).all()
 
@@ -255,19 +255,19 @@ def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) 
 def test_totals_that_are_exceeded_are_refused() -> None:
     backend, program, table = simple()
     totals = program.totals_last.copy()
-    totals[-1] -= 1  # one lm_head tile less than there are
+    totals[0, -1] -= 1  # one lm_head tile less than there are
     with pytest.raises(MegakernelError, match="arrivals, its total is"):
         backend.launch(replace(program, totals_last=totals), table)
 
 
 def test_counters_wrap() -> None:
     counters = Counters(simple()[1])
-    busy = int(np.flatnonzero(counters.totals)[0])
-    counters.launch = 2**31 // int(counters.totals[busy]) + 3
-    counters.values[busy] = counters.expected(busy) - 1
-    assert not counters.met(busy)
-    counters.values[busy] = (counters.expected(busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
-    assert counters.met(busy)
+    busy = int(np.flatnonzero(counters.totals[0])[0])
+    counters.launch = 2**31 // int(counters.totals[0, busy]) + 3
+    counters.values[0, busy] = counters.expected(0, busy) - 1
+    assert not counters.met(0, busy)
+    counters.values[0, busy] = (counters.expected(0, busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
+    assert counters.met(0, busy)
 
 
 def test_trace_has_an_interval_for_each_piece_of_work() -> None:
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_refused() -> None:
         backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
         backend.launch(replace(program, dims=replace(program.dims, tokens=16)), table)
-    with pytest.raises(MegakernelError, match="runs one rank"):
+    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
     with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):
@@ -485,6 +485,7 @@ def test_columns_may_be_cut_anywhere() -> None:
     for step in (1000, 10):
         backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
         backend.execute(make_record("embed", 0, dims.tokens), 0, table)
+        backend.execute(make_record("rope", 0, dims.tokens), 0, table)
         backend.execute(make_record("attn_norm", 0, dims.tokens), 1, table)
         for col in range(0, dims.qkv_cols, step):
             cols = min(step, dims.qkv_cols - col)

@@ -18,6 +18,7 @@ from megakernel.scheduler import compile_program, describe, disassemble
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
 from megakernel.scheduler.lower import Phase, Tasks, lower, program_dims
+from megakernel.scheduler.options import Options
 
 LLAMA_70B = LlamaConfig(
     vocab=128256, hidden=8192, ffn=28672, layers=80, heads=64, kv_heads=8, head_dim=128, max_context=131072
@@ -34,9 +35,24 @@ def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
     )
 
 
-def compiled(config: LlamaConfig, target: machine.Machine, tokens: int, logit_rows: int = 1) -> Program:
+def compiled(
+    config: LlamaConfig,
+    target: machine.Machine,
+    tokens: int,
+    logit_rows: int = 1,
+    tp: int = 1,
+    options: Options = Options(),  # noqa: B008
+) -> Program:
     return compile_program(
-        config, target, dtype=Dtype.BF16, tokens=tokens, logit_rows=logit_rows, max_seqs=4, max_context=64
+        config,
+        target,
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=logit_rows,
+        max_seqs=4,
+        max_context=64,
+        tp=tp,
+        options=options,
     )
 
 
@@ -76,7 +92,18 @@ def test_random_shapes() -> None:
         check(compiled(config, target, int(rng.integers(1, 14)), int(rng.integers(1, 7))), seed, rounds=2)
 
 
-PHASES = [i.name for i in BY_OPCODE.values() if i.name not in ("embed", "join")]
+PHASES = (
+    "attn_norm",
+    "qkv_rope",
+    "attention",
+    "o_proj",
+    "mlp_norm",
+    "gate_up_silu",
+    "down_proj",
+    "final_norm",
+    "lm_head",
+    "sample",
+)
 
 
 @pytest.mark.parametrize("name", PHASES)
@@ -195,20 +222,20 @@ def test_same_arguments_give_the_same_bytes_and_text() -> None:
 
 
 def test_disassembly_names_operands_counters_and_totals() -> None:
-    text = list(disassemble(compiled(SMOLLM2, machine.host(2), 1)))
+    text = list(disassemble(compiled(SMOLLM2, machine.host(3), 1)))
     down = next(line for line in text if "down_proj" in line)
     norm = next(line for line in text if "attn_norm" in line)
-    assert "row=0 rows=1 col=0 cols=288" in down
+    assert "row=0 rows=1 col=0 cols=192" in down
     counter = down.rsplit("#", 1)[1].removesuffix("+")
-    assert f"wait #{counter}=2 (1 in layer 0)" in norm
-    assert sum("qkv_rope" in line for line in text) == 2
+    assert f"wait #{counter}=3 (2 in layer 0)" in norm
+    assert sum("qkv_rope" in line for line in text) == 3
     assert any("attention" in line and "[table]" in line for line in text)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"tp": 2}, "tensor parallel"),
+        ({"tp": 3}, "tensor parallel"),
         ({"tokens": 0}, "tokens"),
         ({"logit_rows": -1}, "logit_rows"),
         ({"tokens": 10**9}, "at most"),
@@ -223,26 +250,30 @@ def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> No
 # -- artificial instructions: what no Llama program needs yet
 
 
-def _column_phase(name: str, buffer: Buffer, kind: Kind, col: list[int], cols: list[int], also: Access | None = None):
-    """Tasks of one row block that touch columns of a buffer."""
+def _column_phase(name: str, buffer: Buffer, kind: Kind, col: list[int], cols: list[int], block: list[int]):
+    """Tasks that touch columns of a buffer, with the blocks that they are said to lie in."""
 
     def accesses(c, dims):
         box = Access(buffer, kind, c["row"], c["row"] + c["rows"], c["col"], c["col"] + c["cols"])
-        return [box] if also is None else [box, also]
+        return [box]
 
     instruction = replace(BY_NAME[name], accesses=accesses)
     zero = np.zeros(len(col), dtype=np.int32)
     columns = {"row": zero, "rows": zero + 1, "col": np.array(col, np.int32), "cols": np.array(cols, np.int32)}
-    return Phase(instruction, columns, zero)
+    return Phase(instruction, columns, np.array(block, np.int32))
 
 
-def _artificial(readers: list[tuple[int, int]]) -> tuple[Tasks, machine.Machine]:
-    """Twelve tasks write a column each; the readers read (first column, columns)."""
+def _artificial(readers: list[tuple[int, int]], blocks: int) -> tuple[Tasks, machine.Machine]:
+    """Twelve tasks in some blocks write a column each; the readers, each a block, read (first column, columns)."""
     target = small_machine(4)
     config = replace(SMALL, layers=2)
     dims = program_dims(config, target, dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=8)
-    writers = _column_phase("qkv_rope", Buffer.ACT, Kind.WRITE, list(range(12)), [1] * 12)
-    read = _column_phase("o_proj", Buffer.ACT, Kind.READ, [c for c, _ in readers], [n for _, n in readers])
+    writers = _column_phase(
+        "qkv_rope", Buffer.ACT, Kind.WRITE, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)]
+    )
+    read = _column_phase(
+        "o_proj", Buffer.ACT, Kind.READ, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers)))
+    )
     llama = lower(dims, target)
     return Tasks(dims, llama.prologue, [writers, read], llama.epilogue[2:]), target
 
@@ -254,8 +285,8 @@ def _run_artificial(tasks: Tasks, target: machine.Machine) -> Program:
     return program
 
 
-def test_partial_dependencies_cut_groups_instead_of_joining_phases() -> None:
-    program = _run_artificial(*_artificial([(c, 3) for c in range(0, 12, 3)]))
+def test_a_block_waits_only_for_blocks_that_it_touches() -> None:
+    program = _run_artificial(*_artificial([(c, 3) for c in range(0, 12, 3)], 4))
     readers = program.body.records[opcode(program.body.records) == BY_NAME["o_proj"].opcode]
     waits = readers[:, WAIT_WORD : WAIT_WORD + WAITS]
     assert (np.count_nonzero(waits, axis=1) == 1).all()
@@ -264,7 +295,7 @@ def test_partial_dependencies_cut_groups_instead_of_joining_phases() -> None:
 
 
 def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
-    tasks, target = _artificial([(0, 12), *((c, 1) for c in range(12))])
+    tasks, target = _artificial([(0, 12), *((c, 1) for c in range(12))], 12)
     program = _run_artificial(tasks, target)
     names = opcode(program.body.records)
     assert (names == BY_NAME["join"].opcode).sum() == 1

@@ -54,12 +54,14 @@ def test_random_steps_are_valid() -> None:
             items=int(rng.choice([130, 400])),
             partials=int(rng.choice([0, 40, 2000])),
             bias_entries=100,
+            tp=int(rng.choice([1, 2, 8])),
         )
         chunks = random_chunks(rng, dims)
         table = build_step(dims, chunks)
         check_step(table)
-        splits += int((table.item_split >= 0).sum())
-        cut_rows += sum(table.item_rows[i] % 8 != 0 and table.item_seq[i] >= 0 for i in live_items(table))
+        for t in map(table.rank, range(dims.tp)):
+            splits += int((t.item_split >= 0).sum())
+            cut_rows += sum(t.item_rows[i] % 8 != 0 and t.item_seq[i] >= 0 for i in live_items(t))
 
         rows = [(c, i) for c in chunks for i in range(len(c.tokens))]
         for row, (chunk, i) in enumerate(rows):
@@ -103,6 +105,22 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
         for row in range(table.item_row[i] + table.item_rows[i]):
             if table.row_seq[row] == table.item_seq[i] >= 0 and table.positions[row] in held:
                 assert row // dims.row_block in waits
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
+    """Six query heads in groups of two: two ranks have one KV head and a half, of eight the last two have nothing."""
+    dims = make_dims(CONFIG, tokens=20, attention_slots=7, items=90, partials=900, tp=tp)
+    table = build_step(dims, [*decode([2000, 40]), Chunk(2, 5, [1] * 9, range(512, 520))])
+    check_step(table)
+    held = {2: [2, 2], 4: [1, 1, 1, 1], 8: [1] * 6 + [0] * 2}[tp]
+    for rank, heads in enumerate(held):
+        own = table.rank(rank)
+        assert {head for _, head in naive_cover(own)} == set(range(heads))
+        assert bool((own.item_split >= 0).any()) == (heads > 0)
+        if heads == held[0]:
+            items = [name for name, _ in own.fields() if name.startswith("item_")]
+            assert all((getattr(own, name) == getattr(table, name)).all() for name in ("slot_items", *items))
 
 
 @pytest.mark.parametrize("slots", [2, 13, 132])
@@ -293,11 +311,13 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
 }
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_tables_are_recognised(what: str) -> None:
-    dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000)
+def test_broken_tables_are_recognised(what: str, tp: int) -> None:
+    """Items of the last rank where there are more."""
+    dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000, tp=tp)
     table = build_step(dims, [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 18, range(1024, 1034))])
     check_step(table)
-    BROKEN[what](table)
+    BROKEN[what](table.rank(tp - 1))
     with pytest.raises(MegakernelError, match=what):
         check_step(table)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handmade import handmade, run_once, small_dims
+from handmade import handmade, rank_dims, small_dims
 from mutants import mutants
+from run_once import run_once
 
 from megakernel.isa import BY_NAME, Dtype, record
 from megakernel.machine import Machine, host
@@ -55,28 +56,14 @@ def join(waits: list[int], signals: list[int]) -> np.ndarray:
 
 def with_counters(program: Program, totals: list[int]) -> Program:
     """More counters, with these totals in every block that the body waits on."""
-    more, none = np.array(totals, dtype=np.int32), np.zeros(len(totals), dtype=np.int32)
+    more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
     return replace(
         program,
         counters=program.counters + len(totals),
-        totals_first=np.concatenate([program.totals_first, more]),
-        totals_middle=np.concatenate([program.totals_middle, more]),
-        totals_last=np.concatenate([program.totals_last, none]),
+        totals_first=np.concatenate([program.totals_first, more], axis=1),
+        totals_middle=np.concatenate([program.totals_middle, more], axis=1),
+        totals_last=np.concatenate([program.totals_last, none], axis=1),
     )
-
-
-def two_ranks(program: Program) -> Program:
-    """The program on each of two ranks that do not talk."""
-
-    def double(segment: Segment) -> Segment:
-        second = segment.records.copy()
-        signals = second[:, record.SIGNAL_WORD :]
-        signals[signals != 0] |= 1 << record.RANK_SHIFT
-        offsets = np.concatenate([segment.offsets, segment.offsets[1:] + len(segment.records)]).astype(np.int32)
-        return Segment(np.concatenate([segment.records, second]), offsets)
-
-    body, ends = double(program.body), (double(program.prologue), double(program.epilogue))
-    return replace(program, ranks=2, prologue=ends[0], body=body, epilogue=ends[1])
 
 
 # -- good programs
@@ -107,16 +94,6 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
     )
     report = verify(program)
     assert report.violations == [] and report.checked == program.instructions
-
-
-def test_ranks_have_counters_and_buffers_of_their_own() -> None:
-    program = two_ranks(handmade(TINY))
-    assert verify(program).violations == []
-    records = program.body.records.copy()
-    signals = records[len(records) // 2 :, record.SIGNAL_WORD :]
-    signals &= ~np.int32(record.RANK_MASK << record.RANK_SHIFT)
-    wrong = replace(program, body=Segment(records, program.body.offsets))
-    assert not verify(wrong).ok
 
 
 # -- bad programs

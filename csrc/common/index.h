@@ -1,4 +1,4 @@
-// Index arithmetic of the buffers that pages and items address, in elements. Shapes:
+// Index arithmetic of the buffers that pages, items and owners address, in elements. Shapes:
 // megakernel/isa/buffers.py.
 #pragma once
 #include "isa.h"
@@ -7,18 +7,50 @@ namespace mk {
 
 // K_CACHE [page][KV head][element][token]: token 0 of one element.
 MK_DIMS_FN inline int64_t k_index(const Dims& d, int64_t page, int64_t head, int64_t element) {
-  return ((page * d.kv_heads + head) * d.head_dim + element) * d.page;
+  return ((page * d.rank_kv_heads() + head) * d.head_dim + element) * d.page;
 }
 
 // V_CACHE [page][KV head][token][element]: element 0 of one token.
 MK_DIMS_FN inline int64_t v_index(const Dims& d, int64_t page, int64_t head, int64_t token) {
-  return ((page * d.kv_heads + head) * d.page + token) * d.head_dim;
+  return ((page * d.rank_kv_heads() + head) * d.page + token) * d.head_dim;
 }
 
 // PARTIALS entry of one row and one KV head of a split item (both counted from the item's first) and KV block
 // 0.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
+}
+
+// Ranks [begin, end).
+struct Ranks {
+  int32_t begin, end;
+};
+
+MK_DIMS_FN inline Ranks own_rank(const Dims& d) { return {d.rank, d.rank + 1}; }
+
+MK_DIMS_FN inline Ranks all_ranks(const Dims& d) { return {0, d.tp}; }
+
+// Who keeps the residual of a token row: the owner of its row block, or every rank.
+MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
+  if (d.one_hop) return all_ranks(d);
+  const int32_t owner = row / d.row_block % d.tp;
+  return {owner, owner + 1};
+}
+
+// Who gets a normalised row: every rank, where not each computes it itself.
+MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) { return d.one_hop ? own_rank(d) : all_ranks(d); }
+
+// Whether this rank normalises logit row `i`: it keeps the residual; rank 0 does the padding.
+MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
+  const int32_t row = s.logit_rows[i];
+  if (d.one_hop) return true;
+  return row < 0 ? d.rank == 0 : residual_ranks(d, row).begin == d.rank;
+}
+
+// Row of REDUCE, on a rank that keeps the residual of token row `row`, where `rank` stores its partial of it.
+MK_DIMS_FN inline int64_t reduce_row(const Dims& d, int32_t rank, int32_t row) {
+  const int32_t place = d.one_hop ? row : row / d.row_block / d.tp * d.row_block + row % d.row_block;
+  return int64_t{rank} * d.own_rows() + place;
 }
 
 }  // namespace mk

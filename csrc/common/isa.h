@@ -18,6 +18,8 @@ constexpr int32_t kCounterMask = 16777215;
 constexpr int32_t kRankShift = 24;
 constexpr int32_t kRankMask = 15;
 constexpr int32_t kAllRanks = 15;
+constexpr int32_t kOwner = 14;
+constexpr int32_t kShardUnit = 32;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
 constexpr int32_t kTracePrologue = 65534;
@@ -39,7 +41,7 @@ enum class Buffer : int32_t {
   W_DOWN = 10,  // down projection
   B_DOWN = 11,  // bias of W_DOWN
   FINAL_NORM = 12,  // RMS norm before the LM head
-  LM_HEAD = 13,  // LM head; EMBED itself where tied
+  LM_HEAD = 13,  // LM head; rows of EMBED where tied
   ROPE = 14,  // cos, sin of each pair, interleaved
   X = 15,  // residual stream
   H = 16,  // normalised residual
@@ -55,54 +57,73 @@ enum class Buffer : int32_t {
   HISTORY = 26,  // token ids of each request slot
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at that token
+  REDUCE = 29,  // partials of a projection by rank: slot k, own_rows long, is stored by rank k
 };
-constexpr int32_t kBuffers = 29;
-constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false};
+constexpr int32_t kBuffers = 30;
+constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false};
 
 // name, Name, opcode
 #define MK_INSTRUCTIONS(X) \
   X(embed, Embed, 1) \
-  X(attn_norm, AttnNorm, 2) \
-  X(qkv_rope, QkvRope, 3) \
-  X(attention, Attention, 4) \
-  X(o_proj, OProj, 5) \
-  X(mlp_norm, MlpNorm, 6) \
-  X(gate_up_silu, GateUpSilu, 7) \
-  X(down_proj, DownProj, 8) \
-  X(final_norm, FinalNorm, 9) \
-  X(lm_head, LmHead, 10) \
-  X(sample, Sample, 11) \
-  X(join, Join, 12)
+  X(rope, Rope, 2) \
+  X(attn_norm, AttnNorm, 3) \
+  X(qkv_rope, QkvRope, 4) \
+  X(attention, Attention, 5) \
+  X(o_proj, OProj, 6) \
+  X(o_partial, OPartial, 7) \
+  X(o_reduce, OReduce, 8) \
+  X(mlp_norm, MlpNorm, 9) \
+  X(gate_up_silu, GateUpSilu, 10) \
+  X(down_proj, DownProj, 11) \
+  X(down_partial, DownPartial, 12) \
+  X(down_reduce, DownReduce, 13) \
+  X(final_norm, FinalNorm, 14) \
+  X(lm_head, LmHead, 15) \
+  X(sample, Sample, 16) \
+  X(join, Join, 17) \
+  X(drain, Drain, 18)
 
 enum class Opcode : int32_t {
   embed = 1,
-  attn_norm = 2,
-  qkv_rope = 3,
-  attention = 4,
-  o_proj = 5,
-  mlp_norm = 6,
-  gate_up_silu = 7,
-  down_proj = 8,
-  final_norm = 9,
-  lm_head = 10,
-  sample = 11,
-  join = 12,
+  rope = 2,
+  attn_norm = 3,
+  qkv_rope = 4,
+  attention = 5,
+  o_proj = 6,
+  o_partial = 7,
+  o_reduce = 8,
+  mlp_norm = 9,
+  gate_up_silu = 10,
+  down_proj = 11,
+  down_partial = 12,
+  down_reduce = 13,
+  final_norm = 14,
+  lm_head = 15,
+  sample = 16,
+  join = 17,
+  drain = 18,
 };
-constexpr int32_t kOpcodes = 13;
+constexpr int32_t kOpcodes = 19;
 
 // Operands of each instruction, laid over words 1..15 of its record.
 struct Embed { int32_t row; int32_t rows; };
+struct Rope { int32_t row; int32_t rows; };
 struct AttnNorm { int32_t row; int32_t rows; };
 struct QkvRope { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
 struct OProj { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct OPartial { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct OReduce { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct MlpNorm { int32_t row; int32_t rows; };
 struct GateUpSilu { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct DownProj { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct DownPartial { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct DownReduce { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct FinalNorm { int32_t row; int32_t rows; };
 struct LmHead { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct Sample { int32_t row; int32_t rows; };
 struct Join { };
+struct Drain { int32_t queue; int32_t end; };
 
 struct Dims {
   int32_t vocab;
@@ -127,15 +148,42 @@ struct Dims {
   int32_t attention_slots;
   int32_t partials;
   int32_t bias_entries;
+  int32_t tp;
+  int32_t rank;
+  int32_t replicated_o;
+  int32_t one_hop;
 #ifdef __CUDACC__
 #define MK_DIMS_FN __host__ __device__
 #else
 #define MK_DIMS_FN
 #endif
+  MK_DIMS_FN int32_t row_blocks() const { return (tokens + row_block - 1) / row_block; }
   MK_DIMS_FN int32_t pages_per_seq() const { return (max_context + page - 1) / page; }
-  MK_DIMS_FN int32_t q_cols() const { return heads * head_dim; }
-  MK_DIMS_FN int32_t kv_cols() const { return kv_heads * head_dim; }
+  MK_DIMS_FN int32_t own_rows() const { return one_hop ? tokens : (row_blocks() + tp - 1) / tp * row_block; }
+  MK_DIMS_FN int32_t own_logit_rows() const { return (logit_rows + tp - 1) / tp; }
+  MK_DIMS_FN int32_t rank_heads() const { return share(heads); }
+  MK_DIMS_FN int32_t first_head() const { return start(heads); }
+  MK_DIMS_FN int32_t rank_kv_heads() const { return rank_heads() ? (first_head() + rank_heads() + group_size() - 1) / group_size() - first_kv_head() : 0; }
+  MK_DIMS_FN int32_t first_kv_head() const { return first_head() / group_size(); }
+  MK_DIMS_FN int32_t rank_ffn() const { return low(ffn - first_ffn(), kShardUnit * share(units(ffn))); }
+  MK_DIMS_FN int32_t first_ffn() const { return low(ffn, kShardUnit * start(units(ffn))); }
+  MK_DIMS_FN int32_t rank_vocab() const { return low(vocab - first_vocab(), kShardUnit * share(units(vocab))); }
+  MK_DIMS_FN int32_t first_vocab() const { return low(vocab, kShardUnit * start(units(vocab))); }
+  MK_DIMS_FN int32_t head_ranks() const { return low(heads, tp); }
+  MK_DIMS_FN int32_t ffn_ranks() const { return low(units(ffn), tp); }
+  MK_DIMS_FN int32_t q_cols() const { return rank_heads() * head_dim; }
+  MK_DIMS_FN int32_t kv_cols() const { return rank_kv_heads() * head_dim; }
+  MK_DIMS_FN int32_t o_cols() const { return replicated_o ? heads * head_dim : q_cols(); }
+  MK_DIMS_FN int32_t o_first() const { return replicated_o ? first_head() * head_dim : 0; }
   MK_DIMS_FN int32_t group_size() const { return heads / kv_heads; }
+  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0; }
+  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads()); }
+
+ private:
+  MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }
+  MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }
+  MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }
+  MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }
 };
 
 // The step table, by field.
@@ -189,34 +237,34 @@ MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
   words += d.tokens;
   v.block_tables = words;
   words += d.max_seqs * d.pages_per_seq();
-  v.slot_items = words;
-  words += d.attention_slots + 1;
-  v.item_row = words;
-  words += d.items;
-  v.item_rows = words;
-  words += d.items;
-  v.item_kv_head = words;
-  words += d.items;
-  v.item_kv_heads = words;
-  words += d.items;
-  v.item_seq = words;
-  words += d.items;
-  v.item_block = words;
-  words += d.items;
-  v.item_blocks = words;
-  words += d.items;
-  v.item_wait_block = words;
-  words += d.items;
-  v.item_wait_blocks = words;
-  words += d.items;
-  v.item_split = words;
-  words += d.items;
-  v.item_splits = words;
-  words += d.items;
-  v.item_partial = words;
-  words += d.items;
-  v.item_span = words;
-  words += d.items;
+  v.slot_items = words + d.rank * (d.attention_slots + 1);
+  words += d.tp * (d.attention_slots + 1);
+  v.item_row = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_rows = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_kv_head = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_kv_heads = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_seq = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_block = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_blocks = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_wait_block = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_wait_blocks = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_split = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_splits = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_partial = words + d.rank * (d.items);
+  words += d.tp * (d.items);
+  v.item_span = words + d.rank * (d.items);
+  words += d.tp * (d.items);
   v.logit_rows = words;
   words += d.logit_rows;
   v.sample_slot = words;

@@ -9,6 +9,9 @@ MK_DIMS_FN inline int32_t record_opcode(const int32_t* record) { return record[0
 // Index in a counter block that a wait or signal word names.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
+// Rank that a signal word names; kAllRanks or kOwner.
+MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
+
 template <class Operands>
 MK_DIMS_FN inline const Operands& operands(const int32_t* record) {
   return *reinterpret_cast<const Operands*>(record + kOperandWord);

@@ -2,6 +2,7 @@
 // failure -1 or null, and mk_error() says why.
 #include <string.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -30,7 +31,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 }  // namespace
 
 struct mk_engine {
-  mk::Dims dims;
+  mk::Dims dims;  // of any rank
   std::unique_ptr<mk::Interpreter> interpreter;
   std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
 };
@@ -42,15 +43,19 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, const char* simd, int32_t null,
-                            double deadlock_seconds) {
+// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `abort`: a word that ends a launch when it is
+// not zero, in memory shared with other processes, and that the caller clears; or null.
+MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
+                            const char* simd, int32_t null, double deadlock_seconds, void* abort) {
   return guarded(
       [&] {
         const mk::Kernels& kernels =
             null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
         auto engine = std::make_unique<mk_engine>();
         engine->dims = *dims;
-        engine->interpreter = std::make_unique<mk::Interpreter>(*dims, kernels, threads, deadlock_seconds);
+        engine->interpreter =
+            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, deadlock_seconds,
+                                              static_cast<std::atomic<int32_t>*>(abort));
         return engine.release();
       },
       static_cast<mk_engine*>(nullptr));
@@ -58,35 +63,47 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, const char* s
 
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Bytes of one layer's packed buffer; 0 for a buffer that is not packed.
+// Bytes of one layer's packed buffer of rank dims->rank; 0 for a buffer that is not packed.
 MK_API int64_t mk_packed_bytes(const mk::Dims* dims, int32_t buffer) {
   return mk::packed_shape(*dims, static_cast<mk::Buffer>(buffer)).bytes();
 }
 
-// Packs a row-major weight matrix into memory of the engine's own.
-MK_API int32_t mk_pack(mk_engine* engine, int32_t buffer, int32_t layer, const void* source) {
+// Packs a row-major weight matrix of a rank into memory of the engine's own.
+MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, const void* source) {
   return guarded(
       [&] {
         const auto b = static_cast<mk::Buffer>(buffer);
-        const mk::PackedShape shape = mk::packed_shape(engine->dims, b);
+        mk::Dims dims = engine->dims;
+        dims.rank = rank;
+        const mk::PackedShape shape = mk::packed_shape(dims, b);
         engine->weights.push_back({mk::allocate(shape.bytes()), free});
         void* packed = engine->weights.back().get();
-        mk::pack(shape, engine->dims.dtype == static_cast<int32_t>(mk::Dtype::BF16) ? 2 : 4, source, packed,
+        mk::pack(shape, dims.dtype == static_cast<int32_t>(mk::Dtype::BF16) ? 2 : 4, source, packed,
                  engine->interpreter->threads());
-        engine->interpreter->bind(b, layer, packed);
+        engine->interpreter->bind(rank, b, layer, packed);
         return 0;
       },
       -1);
 }
 
-// LM_HEAD is EMBED's packed matrix.
-MK_API void mk_tie(mk_engine* engine) {
-  engine->interpreter->bind(mk::Buffer::LM_HEAD, 0, engine->interpreter->bound(mk::Buffer::EMBED, 0));
+// The rank's LM_HEAD is its rows of its packed EMBED.
+MK_API void mk_tie(mk_engine* engine, int32_t rank) {
+  mk::Dims dims = engine->dims;
+  dims.rank = rank;
+  const mk::PackedShape shape = mk::packed_shape(dims, mk::Buffer::EMBED);
+  char* embed = static_cast<char*>(engine->interpreter->bound(rank, mk::Buffer::EMBED, 0));
+  engine->interpreter->bind(rank, mk::Buffer::LM_HEAD, 0,
+                            embed + dims.first_vocab() / mk::kPanel * shape.panel_bytes);
 }
 
-// Borrows `data`, in the declared row-major layout.
-MK_API void mk_bind(mk_engine* engine, int32_t buffer, int32_t layer, void* data) {
-  engine->interpreter->bind(static_cast<mk::Buffer>(buffer), layer, data);
+// Borrows `data`, in the declared row-major layout, or packed where the buffer is.
+MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
+  engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
+}
+
+// What is bound, null for nothing.
+MK_API void* mk_bound(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer) {
+  return engine->interpreter->bound(rank, static_cast<mk::Buffer>(buffer), layer);
 }
 
 MK_API mk::Program* mk_load_program(const mk::ProgramSource* source) {
@@ -104,7 +121,8 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// 0: done; 1: still running; -1: aborted, and mk_error() names what was waited for.
+// 0: done; 1: still running; -1: aborted, mk_error() names what was waited for, and before another launch of
+// the program mk_reset is needed.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   switch (engine->interpreter->wait(std::chrono::milliseconds(timeout_ms))) {
     case mk::Status::kDone:
@@ -118,6 +136,41 @@ MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
 }
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
+
+// Makes a program whose launch failed as good as new; no rank may run it meanwhile.
+MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
+
+// Bytes that a rank has stored at others so far.
+MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
+  return engine->interpreter->link_bytes(rank);
+}
+
+// From now on memory of other ranks that is named to mk_watch may be touched by remote stores only, and those
+// are listed. `words`: shared memory of `size` bytes for the reason why this process died; null: standard
+// error.
+MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
+  engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
+}
+
+MK_API int32_t mk_watch(mk_engine* engine, const void* window, int64_t bytes) {
+  return guarded(
+      [&] {
+        engine->interpreter->audit->watch(window, bytes);
+        return 0;
+      },
+      -1);
+}
+
+// Number of remote stores listed; where `out` is not null copies them and forgets them.
+MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
+  std::vector<mk::RemoteStore>& all = engine->interpreter->audit->stores;
+  const auto count = static_cast<int64_t>(all.size());
+  if (out != nullptr) {
+    std::copy(all.begin(), all.end(), out);
+    all.clear();
+  }
+  return count;
+}
 
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const int32_t* words, const int32_t* record,
                        int32_t layer) {

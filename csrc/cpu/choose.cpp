@@ -1,7 +1,10 @@
+#include <string.h>
+
 #include <stdexcept>
 #include <string>
+#include <vector>
 
-#include "kernels.h"
+#include "remote.h"
 
 namespace mk {
 namespace {
@@ -11,9 +14,14 @@ void nothing(const Call&, const int32_t*) {}
 
 void sample_zero(const Call& call, const int32_t* record) {
   const Sample& op = *reinterpret_cast<const Sample*>(record + kOperandWord);
-  for (int32_t i = op.row; i < op.row + op.rows; ++i) {
-    call.at<int32_t>(Buffer::TOKENS_OUT)[i] = 0;
-    call.at<float>(Buffer::LOGPROBS_OUT)[i] = 0.0f;
+  const std::vector<int32_t> zeros(op.rows);  // of both types
+  for (const Buffer buffer : {Buffer::TOKENS_OUT, Buffer::LOGPROBS_OUT}) {
+    int32_t* out = call.copy<int32_t>(buffer, 0) + op.row;
+    const int64_t bytes = int64_t{op.rows} * static_cast<int64_t>(sizeof(int32_t));
+    if (call.dims->rank == 0)
+      memcpy(out, zeros.data(), bytes);
+    else
+      store_remote(call, out, zeros.data(), bytes);
   }
 }
 

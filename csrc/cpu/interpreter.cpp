@@ -64,19 +64,24 @@ uint64_t clock_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
-Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads, double deadlock_seconds)
+Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
+                         double deadlock_seconds, std::atomic<int32_t>* abort)
     : layers_(model.layers),
+      first_rank_(first_rank),
+      ranks_(ranks),
       kernels_(kernels),
-      buffers_(int64_t{kBuffers} * model.layers, nullptr),
+      buffers_(int64_t{model.tp} * kBuffers * model.layers, nullptr),
       memory_(threads),
       deadlock_seconds_(deadlock_seconds),
+      abort_(abort ? abort : &own_abort_),
       progress_(threads),
       pool_(threads, threads > 1 && threads == static_cast<int>(std::thread::hardware_concurrency())) {
-  const int64_t widest = std::max({model.hidden, model.ffn, model.q_cols()});
+  const int64_t widest = std::max({model.hidden, model.ffn, model.heads * model.head_dim});
   const int64_t chunks = (widest + kChunk - 1) / kChunk;
   const int64_t padded = (model.head_dim + kPanel - 1) / kPanel * kPanel;
   const int64_t pairs = std::max(kQueryRows, model.group_size());
   for (Memory& m : memory_) {
+    m.link_bytes.assign(model.tp, 0);
     Scratch& s = m.scratch;
     float* counts = nullptr;
     const Region regions[] = {
@@ -107,40 +112,64 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
 
 void Interpreter::start(Program& program, const int32_t* step_words, bool trace) {
   program_ = &program;
-  view_ = step_view(step_words, program.dims);
   // The last field's end gives the table's length.
-  words_.assign(step_words, reinterpret_cast<const int32_t*>(view_.bias_values) + program.dims.bias_entries);
-  view_ = step_view(words_.data(), program.dims);
-  abort_.store(0, std::memory_order_relaxed);
+  const Dims& dims = program.dims(0);
+  const StepView source = step_view(step_words, dims);
+  words_.assign(step_words, reinterpret_cast<const int32_t*>(source.bias_values) + dims.bias_entries);
+  views_.clear();
+  for (int r = first_rank_; r < first_rank_ + ranks_; ++r)
+    views_.push_back(step_view(words_.data(), program.dims(r)));
   traced_ = trace;
   failed_ = false;
   error_.clear();
   ++program.launches;
-  cursors_ = std::vector<Cursor>(program.workers);
-  for (int w = 0; w < program.workers; ++w) {
-    cursors_[w].next = program.begin(kPrologue, w);
-    if (trace) cursors_[w].intervals.reserve(interval_bound(w));
+  cursors_ = std::vector<Cursor>(int64_t{ranks_} * program.workers);
+  for (size_t i = 0; i < cursors_.size(); ++i) {
+    Cursor& c = cursors_[i];
+    c.rank = first_rank_ + static_cast<int>(i) / program.workers;
+    c.worker = static_cast<int>(i) % program.workers;
+    c.next = program.begin(kPrologue, program.stream(c.rank, c.worker));
+    if (trace) c.intervals.reserve(interval_bound(c));
   }
+  deal_streams();
   for (Progress& p : progress_) p.instructions.store(0, std::memory_order_relaxed);
   seen_progress_ = 0;
   seen_at_ = std::chrono::steady_clock::now();
   pool_.start([this](int thread) { traced_ ? run<true>(thread) : run<false>(thread); }, [this] { finish(); });
 }
 
-// A wait, a load and a compute interval for each instruction, and for each further item of an attention.
-int64_t Interpreter::interval_bound(int worker) const {
+// In turn; where there are enough threads, each serves one rank.
+void Interpreter::deal_streams() {
+  const int threads = pool_.size(), workers = program_->workers;
+  dealt_.assign(threads, {});
+  for (int i = 0; i < static_cast<int>(cursors_.size()); ++i) {
+    int thread = i % threads;
+    if (threads >= ranks_) {
+      const int rank = i / workers, first = rank * threads / ranks_, end = (rank + 1) * threads / ranks_;
+      thread = first + i % workers % (end - first);
+    }
+    dealt_[thread].push_back(&cursors_[i]);
+  }
+}
+
+// A wait, a load, a compute and a store interval for each instruction, and for each further item of an
+// attention; a worker may claim all of its rank's queues.
+int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
-  for (int s = 0; s < kSegments; ++s) {
-    const int64_t runs = s == kBody ? program_->dims.layers : 1;
-    for (int32_t i = program_->begin(s, worker); i < program_->end(s, worker); ++i) {
-      const int32_t* record = program_->record(s, i);
+  const auto add = [&](int list, int first, int end) {
+    const int64_t runs = list == kBody || list == kQueues ? layers_ : 1;
+    for (int32_t i = program_->begin(list, first); i < program_->begin(list, end); ++i) {
+      const int32_t* record = program_->record(list, i);
       units += runs;
       if (record_opcode(record) != static_cast<int32_t>(Opcode::attention)) continue;
       const int32_t slot = operands<Attention>(record).slot;
-      units += runs * (view_.slot_items[slot + 1] - view_.slot_items[slot]);
+      units += runs * (view(c).slot_items[slot + 1] - view(c).slot_items[slot]);
     }
-  }
-  return 3 * units;
+  };
+  const int stream = program_->stream(c.rank, c.worker);
+  for (int s = 0; s < kSegments; ++s) add(s, stream, stream + 1);
+  add(kQueues, program_->queue(c.rank, 0), program_->queue(c.rank + 1, 0));
+  return 4 * units;
 }
 
 Status Interpreter::wait(std::chrono::milliseconds limit) {
@@ -162,34 +191,36 @@ Status Interpreter::wait(std::chrono::milliseconds limit) {
 
 // On the last thread of a launch.
 void Interpreter::finish() {
-  failed_ =
-      abort_.load(std::memory_order_relaxed) != 0 &&
-      std::any_of(cursors_.begin(), cursors_.end(), [](const Cursor& c) { return c.segment < kSegments; });
-  if (!failed_) return;
-  error_ = describe_block();
-  program_->reset_counters();
-  int32_t* splits = static_cast<int32_t*>(bound(Buffer::SPLITS, 0));
-  std::fill(splits, splits + program_->dims.items, 0);
+  failed_ = abort_->load(std::memory_order_relaxed) != 0;
+  if (failed_) error_ = describe_block();
 }
 
-std::string Interpreter::describe_block() {
+void Interpreter::reset(Program& program) {
+  program.reset(first_rank_, first_rank_ + ranks_);
+  for (int r = first_rank_; r < first_rank_ + ranks_; ++r) {
+    int32_t* splits = static_cast<int32_t*>(bound(r, Buffer::SPLITS, 0));
+    std::fill(splits, splits + program.dims(r).items, 0);
+  }
+  own_abort_.store(0, std::memory_order_relaxed);
+}
+
+std::string Interpreter::describe_block() const {
   static constexpr const char* kSegmentNames[] = {"prologue", "body", "epilogue"};
   static const char* names[kOpcodes] = {};
 #define MK_NAME(name, Name, opcode) names[opcode] = #name;
   MK_INSTRUCTIONS(MK_NAME)
 #undef MK_NAME
-  for (int w = 0; w < program_->workers; ++w) {
-    Cursor& c = cursors_[w];
-    if (c.segment == kSegments || ready(c)) continue;
-    const int32_t* record = program_->record(c.segment, c.next);
-    const int32_t word = record[kWaitWord + c.blocked];
-    const int32_t block = program_->block(c.segment, c.layer), counter = word_counter(word);
-    const uint32_t expected = program_->launches * static_cast<uint32_t>(program_->total(block, counter));
-    return "worker " + std::to_string(w) + " waits in " + kSegmentNames[c.segment] + " record " +
-           std::to_string(c.next) + " (" + names[record_opcode(record)] + ", layer " +
-           std::to_string(c.layer) + ") for " + (word & kIndexed ? "the grid at " : "") + "counter " +
-           std::to_string(counter) + " of block " + std::to_string(block) + ": value " +
-           std::to_string(program_->counter(block, counter).load()) + ", expected " +
+  for (Cursor c : cursors_) {
+    if (c.segment == kSegments || c.record == nullptr || ready(c)) continue;
+    const int32_t word = c.record[kWaitWord + c.blocked], counter = word_counter(word);
+    const uint32_t expected =
+        program_->launches * static_cast<uint32_t>(program_->total(c.rank, block(c), counter));
+    return "rank " + std::to_string(c.rank) + " worker " + std::to_string(c.worker) + " waits in " +
+           kSegmentNames[c.segment] + " record " + std::to_string(c.number) + " (" +
+           names[record_opcode(c.record)] + ", layer " + std::to_string(c.layer) + ") for " +
+           (word & kIndexed ? "the grid at " : "") + "counter " + std::to_string(counter) + " of block " +
+           std::to_string(block(c)) + ": value " +
+           std::to_string(program_->counter(c.rank, block(c), counter).load()) + ", expected " +
            std::to_string(static_cast<int32_t>(expected));
   }
   return "no worker was blocked";
@@ -197,32 +228,30 @@ std::string Interpreter::describe_block() {
 
 template <bool kTrace>
 void Interpreter::run(int thread) {
-  const int workers = program_->workers, stride = pool_.size();
-  int left = 0;
-  for (int w = thread; w < workers; w += stride) left += settle(cursors_[w], w) ? 1 : 0;
+  const std::vector<Cursor*>& streams = dealt_[thread];
+  size_t left = 0;
+  for (Cursor* c : streams) left += settle(*c) ? 1 : 0;
   Backoff backoff;
   while (left > 0) {
     bool moved = false;
-    for (int w = thread; w < workers; w += stride) {
-      Cursor& c = cursors_[w];
-      if (c.segment == kSegments) continue;
-      if (abort_.load(std::memory_order_relaxed)) return;
-      if (!ready(c)) {
-        if (kTrace && c.wait_begin == 0) c.wait_begin = clock_ns();
+    for (Cursor* c : streams) {
+      if (c->segment == kSegments) continue;
+      if (abort_->load(std::memory_order_relaxed)) return;
+      if (!ready(*c)) {
+        if (kTrace && c->wait_begin == 0) c->wait_begin = clock_ns();
         continue;
       }
       moved = true;
-      if (!step<kTrace>(c, w, thread)) return;
-      if (!settle(c, w)) --left;
+      if (!step<kTrace>(*c, thread)) return;
+      if (!settle(*c)) --left;
     }
     if (moved) {
       backoff.reset();
       continue;
     }
     // Nothing to do: fetch the weights of the first blocked head, a slice between two polls.
-    int w = thread;
-    while (cursors_[w].segment == kSegments) w += stride;
-    Cursor& c = cursors_[w];
+    Cursor& c = **std::find_if(streams.begin(), streams.end(),
+                               [](const Cursor* s) { return s->segment < kSegments; });
     const uint64_t begin = kTrace && c.prefetched == 0 ? clock_ns() : 0;
     if (prefetch(c)) {
       if (kTrace && begin) c.load_begin = begin;
@@ -233,52 +262,73 @@ void Interpreter::run(int thread) {
   }
 }
 
-// Moves past the ends of segments and layers to the next record; false once the stream has ended.
-bool Interpreter::settle(Cursor& c, int worker) const {
-  while (c.segment < kSegments && c.next == program_->end(c.segment, worker)) {
-    if (c.segment == kBody && ++c.layer < program_->dims.layers) {
-      c.next = program_->begin(kBody, worker);
-      if (c.next == program_->end(kBody, worker))
-        c.layer = program_->dims.layers - 1;  // empty: skip all layers
+// Moves past the ends of segments and layers to the next record and fetches it; false once the stream has
+// ended.
+bool Interpreter::settle(Cursor& c) {
+  const int stream = program_->stream(c.rank, c.worker);
+  while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
+    if (c.segment == kBody && ++c.layer < layers_) {
+      c.next = program_->begin(kBody, stream);
+      if (c.next == program_->end(kBody, stream)) c.layer = layers_ - 1;  // empty: skip all layers
       continue;
     }
     ++c.segment;
     c.layer = 0;
-    if (c.segment < kSegments) c.next = program_->begin(c.segment, worker);
+    if (c.segment < kSegments) c.next = program_->begin(c.segment, stream);
   }
-  return c.segment < kSegments;
+  if (c.segment == kSegments) return false;
+  if (c.record == nullptr) fetch(c, program_->record(c.segment, c.next), c.next);
+  return true;
 }
 
-void Interpreter::enter(Cursor& c) {
-  const int32_t* record = program_->record(c.segment, c.next);
+void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
+  c.record = record;
+  c.number = number;
+  c.prefetched = 0;
   c.item = c.item_end = 0;
   if (record_opcode(record) == static_cast<int32_t>(Opcode::attention)) {
     const int32_t slot = operands<Attention>(record).slot;
-    c.item = view_.slot_items[slot];
-    c.item_end = view_.slot_items[slot + 1];
+    c.item = view(c).slot_items[slot];
+    c.item_end = view(c).slot_items[slot + 1];
   }
-  c.entered = true;
 }
 
-bool Interpreter::met(int32_t block, int32_t counter) const {
-  const uint32_t target = program_->launches * static_cast<uint32_t>(program_->total(block, counter));
+// The head, a drain, claims the next record of its queue; false where its part of the queue is claimed.
+bool Interpreter::claim(Cursor& c) {
+  const Drain& op = operands<Drain>(c.record);
+  const int queue = program_->queue(c.rank, op.queue);
+  const int32_t first = program_->begin(kQueues, queue), length = program_->end(kQueues, queue) - first;
+  std::atomic<int32_t>& claims = program_->claims(queue, c.layer);
+  const uint32_t base = (program_->launches - 1) * static_cast<uint32_t>(length);
+  int32_t seen = claims.load(std::memory_order_relaxed), done;
+  do {
+    done = static_cast<int32_t>(static_cast<uint32_t>(seen) - base);
+    if (done >= op.end) return false;
+  } while (!claims.compare_exchange_weak(seen, static_cast<int32_t>(static_cast<uint32_t>(seen) + 1),
+                                         std::memory_order_relaxed));
+  // Numbered after the body's records.
+  const int32_t body = program_->end(kBody, program_->stream(program_->ranks - 1, program_->workers - 1));
+  fetch(c, program_->record(kQueues, first + done), body + first + done);
+  c.claimed = true;
+  return true;
+}
+
+bool Interpreter::met(int rank, int32_t block, int32_t counter) const {
+  const uint32_t target = program_->launches * static_cast<uint32_t>(program_->total(rank, block, counter));
   const uint32_t value =
-      static_cast<uint32_t>(program_->counter(block, counter).load(std::memory_order_acquire));
+      static_cast<uint32_t>(program_->counter(rank, block, counter).load(std::memory_order_acquire));
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// Whether all waits of the head hold; for attention, of its current item.
-bool Interpreter::ready(Cursor& c) {
-  if (!c.entered) enter(c);
-  const int32_t* record = program_->record(c.segment, c.next);
-  const int32_t block = program_->block(c.segment, c.layer);
+// Whether all waits of the record hold; for attention, of its current item.
+bool Interpreter::ready(Cursor& c) const {
   for (int i = 0; i < kWaits; ++i) {
-    const int32_t word = record[kWaitWord + i];
+    const int32_t word = c.record[kWaitWord + i];
     if (word == 0) continue;
     bool holds;
     if (!(word & kIndexed)) {
-      holds = met(block, word_counter(word));
-    } else if (record_opcode(record) == static_cast<int32_t>(Opcode::attention)) {
+      holds = met(c.rank, block(c), word_counter(word));
+    } else if (record_opcode(c.record) == static_cast<int32_t>(Opcode::attention)) {
       holds = c.item == c.item_end || item_ready(c, word);
     } else {
       holds = rows_ready(c, word);
@@ -293,69 +343,90 @@ bool Interpreter::ready(Cursor& c) {
 
 // Attention: the row blocks and KV-head groups of the current item, in the grid [row block][group].
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
-  const Attention& op = operands<Attention>(program_->record(c.segment, c.next));
-  const int32_t i = c.item, block = program_->block(c.segment, c.layer);
-  const int32_t group = view_.item_kv_head[i] / op.group_heads;
-  const int32_t last = (view_.item_kv_head[i] + view_.item_kv_heads[i] - 1) / op.group_heads;
-  const int32_t row = view_.item_wait_block[i];
-  for (int32_t b = row; b < row + view_.item_wait_blocks[i]; ++b) {
+  const Attention& op = operands<Attention>(c.record);
+  const StepView& s = view(c);
+  const int32_t i = c.item;
+  const int32_t group = s.item_kv_head[i] / op.group_heads;
+  const int32_t last = (s.item_kv_head[i] + s.item_kv_heads[i] - 1) / op.group_heads;
+  const int32_t row = s.item_wait_block[i];
+  for (int32_t b = row; b < row + s.item_wait_blocks[i]; ++b) {
     for (int32_t g = group; g <= last; ++g) {
-      if (!met(block, word_counter(word) + b * op.groups + g)) return false;
+      if (!met(c.rank, block(c), word_counter(word) + b * op.groups + g)) return false;
     }
   }
   return true;
 }
 
-// final_norm: the row block of each logit row.
+// final_norm: the row block of each logit row that the rank normalises.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
-  const FinalNorm& op = operands<FinalNorm>(program_->record(c.segment, c.next));
-  const int32_t block = program_->block(c.segment, c.layer);
+  const FinalNorm& op = operands<FinalNorm>(c.record);
+  const Dims& d = program_->dims(c.rank);
   for (int32_t i = op.row; i < op.row + op.rows; ++i) {
-    const int32_t row = view_.logit_rows[i];
-    if (row >= 0 && !met(block, word_counter(word) + row / program_->dims.row_block)) return false;
+    const int32_t row = view(c).logit_rows[i];
+    if (row < 0 || !norms_logit_row(d, view(c), i)) continue;
+    if (!met(c.rank, block(c), word_counter(word) + row / d.row_block)) return false;
   }
   return true;
 }
 
-// Executes the head, of attention as many items as are ready. False where the launch was aborted meanwhile.
+// Executes the record, of attention as many items as are ready, of a drain one claim. False where the launch
+// was aborted meanwhile.
 template <bool kTrace>
-bool Interpreter::step(Cursor& c, int worker, int thread) {
-  const int32_t* record = program_->record(c.segment, c.next);
-  const uint64_t begin = kTrace ? clock_ns() : 0;
+bool Interpreter::step(Cursor& c, int thread) {
+  IntervalKind kind = IntervalKind::COMPUTE;
+  uint64_t begin = kTrace ? clock_ns() : 0;
   if (kTrace) {
-    if (c.wait_begin) record_interval(c, worker, IntervalKind::COUNTER_WAIT, c.wait_begin, begin, c.blocked);
-    if (c.load_begin) record_interval(c, worker, IntervalKind::LOAD, c.load_begin, c.load_end, 0);
+    if (c.wait_begin) record_interval(c, IntervalKind::COUNTER_WAIT, c.wait_begin, begin, c.blocked);
+    if (c.load_begin) record_interval(c, IntervalKind::LOAD, c.load_begin, c.load_end, 0);
     c.wait_begin = c.load_begin = 0;
     stall<kTrace>(c);
   }
-  Call call{&program_->dims,
-            &view_,
+  const int opcode = record_opcode(c.record);
+  if (opcode == static_cast<int32_t>(Opcode::drain) && claim(c)) return true;
+  Memory& memory = memory_[thread];
+  int64_t& link_bytes = memory.link_bytes[c.rank];
+  Call call{&program_->dims(c.rank),
+            &view(c),
             buffers_.data(),
-            &memory_[thread].scratch,
-            reinterpret_cast<const int32_t*>(&abort_),
+            &memory.scratch,
+            reinterpret_cast<const int32_t*>(abort_),
+            &link_bytes,
             c.layer,
-            0};
-  if (record_opcode(record) == static_cast<int32_t>(Opcode::attention)) {
+            0,
+            audit.get(),
+            c.segment,
+            c.number};
+  const Audited audited(call, c.record);
+  if (opcode == static_cast<int32_t>(Opcode::attention)) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;
-      const bool final = run_item(call, record);
+      const bool final = run_item(call, c.record);
       if (call.aborted()) return false;
-      if (final) signal_item(c, record, c.item);
+      if (final) signal_item(c);
       ++c.item;
       progress_[thread].instructions.fetch_add(1, std::memory_order_relaxed);
     }
   } else {
-    kernels_.ops[record_opcode(record)](call, record);
+    kernels_.ops[opcode](call, c.record);
+    if (kernels_.send[opcode]) {
+      const int64_t sent = link_bytes;
+      const uint64_t computed = kTrace ? clock_ns() : 0;
+      kernels_.send[opcode](call, c.record);
+      if (kTrace && link_bytes > sent) {
+        record_interval(c, kind, begin, computed, 0);
+        kind = IntervalKind::STORE;
+        begin = computed;
+      }
+    }
     if (call.aborted()) return false;
     progress_[thread].instructions.fetch_add(1, std::memory_order_relaxed);
   }
-  const uint64_t end = kTrace ? clock_ns() : 0;
-  if (kTrace) record_interval(c, worker, IntervalKind::COMPUTE, begin, end, 0);
+  if (kTrace) record_interval(c, kind, begin, clock_ns(), 0);
   if (c.item < c.item_end) return true;
-  signal(c, record);
-  ++c.next;
-  c.entered = false;
-  c.prefetched = 0;
+  signal(c);
+  if (!c.claimed) ++c.next;
+  c.claimed = false;
+  c.record = nullptr;
   return true;
 }
 
@@ -372,31 +443,38 @@ bool Interpreter::run_item(const Call& call, const int32_t* record) {
   return true;
 }
 
-void Interpreter::signal(const Cursor& c, const int32_t* record) {
-  const int32_t block = program_->block(c.segment, c.layer);
+void Interpreter::signal(const Cursor& c) {
   for (int i = 0; i < kSignals; ++i) {
-    const int32_t word = record[kSignalWord + i];
+    const int32_t word = c.record[kSignalWord + i];
     if (word == 0 || (word & kIndexed)) continue;
-    program_->counter(block + (word & kNext ? 1 : 0), word_counter(word))
-        .fetch_add(1, std::memory_order_release);
+    const int32_t rank = word_rank(word);
+    const Ranks ranks = rank == kAllRanks ? all_ranks(program_->dims(c.rank)) : Ranks{rank, rank + 1};
+    arrive(ranks, block(c) + (word & kNext ? 1 : 0), word_counter(word), 1);
   }
 }
 
-void Interpreter::signal_item(const Cursor& c, const int32_t* record, int32_t item) {
-  const int32_t word = record[kSignalWord];
+void Interpreter::signal_item(const Cursor& c) {
+  const int32_t word = c.record[kSignalWord], rank = word_rank(word), row = view(c).item_row[c.item];
   if (!(word & kIndexed)) return;
-  const int32_t block = program_->block(c.segment, c.layer);
-  const int32_t member = view_.item_row[item] / program_->dims.row_block;
-  program_->counter(block, word_counter(word) + member)
-      .fetch_add(view_.item_rows[item] * view_.item_kv_heads[item], std::memory_order_release);
+  const Dims& d = program_->dims(c.rank);
+  const Ranks ranks = rank == kAllRanks ? all_ranks(d)
+                      : rank == kOwner  ? residual_ranks(d, row)
+                                        : Ranks{rank, rank + 1};
+  arrive(ranks, block(c), word_counter(word) + row / d.row_block,
+         view(c).item_rows[c.item] * view(c).item_kv_heads[c.item]);
 }
 
-// Starts loads of the next slice of the head's weights; false where there is none left.
+void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t count) {
+  for (int rank = ranks.begin; rank < ranks.end; ++rank)
+    program_->counter(rank, block, counter).fetch_add(count, std::memory_order_release);
+}
+
+// Starts loads of the next slice of the record's weights; false where there is none left.
 bool Interpreter::prefetch(Cursor& c) {
-  const WeightSpan span = weight_span(program_->dims, program_->record(c.segment, c.next));
+  const WeightSpan span = weight_span(program_->dims(c.rank), c.record);
   const int64_t end = std::min(span.bytes, kPrefetchLimit);
   if (c.prefetched >= end) return false;
-  const void* base = bound(span.buffer, kLayered[static_cast<int>(span.buffer)] ? c.layer : 0);
+  const void* base = bound(c.rank, span.buffer, kLayered[static_cast<int>(span.buffer)] ? c.layer : 0);
   if (base == nullptr) return false;
   const int64_t slice = std::min(end, c.prefetched + kPrefetchSlice);
   for (; c.prefetched < slice; c.prefetched += 64)
@@ -406,13 +484,13 @@ bool Interpreter::prefetch(Cursor& c) {
 
 template <bool kTrace>
 void Interpreter::stall(const Cursor& c) const {
-  if (delay.ns == 0 || c.segment != delay.segment || c.next != delay.record) return;
+  if (delay.ns == 0 || c.segment != delay.segment || c.number != delay.record) return;
   if (c.segment == kBody && c.layer != delay.layer) return;
   const uint64_t end = clock_ns() + static_cast<uint64_t>(delay.ns);
-  while (clock_ns() < end && !abort_.load(std::memory_order_relaxed)) nap(kNapNs);
+  while (clock_ns() < end && !abort_->load(std::memory_order_relaxed)) nap(kNapNs);
 }
 
-void Interpreter::record_interval(Cursor& c, int worker, IntervalKind kind, uint64_t begin, uint64_t end,
+void Interpreter::record_interval(Cursor& c, IntervalKind kind, uint64_t begin, uint64_t end,
                                   int slot) const {
   if (c.intervals.size() == c.intervals.capacity()) {
     ++c.dropped;
@@ -421,12 +499,13 @@ void Interpreter::record_interval(Cursor& c, int worker, IntervalKind kind, uint
   Interval i{};
   i.begin = begin;
   i.end = end;
-  i.instruction = static_cast<uint32_t>(c.next);
+  i.instruction = static_cast<uint32_t>(c.number);
   i.launch = 1;
-  i.worker = static_cast<uint16_t>(worker);
+  i.worker = static_cast<uint16_t>(c.worker);
   i.layer = static_cast<uint16_t>(c.segment == kPrologue   ? kTracePrologue
                                   : c.segment == kEpilogue ? kTraceEpilogue
                                                            : c.layer);
+  i.rank = static_cast<uint8_t>(c.rank);
   i.role = static_cast<uint8_t>(Role::WORKER);
   i.kind = static_cast<uint8_t>(kind);
   i.slot = static_cast<uint8_t>(slot);
@@ -445,12 +524,22 @@ int64_t Interpreter::dropped() const {
   return n;
 }
 
+int64_t Interpreter::link_bytes(int rank) const {
+  int64_t n = 0;
+  for (const Memory& m : memory_) n += m.link_bytes[rank];
+  return n;
+}
+
 void Interpreter::execute(const Dims& dims, const int32_t* step_words, const int32_t* record, int layer) {
   const StepView view = step_view(step_words, dims);
   const int32_t running = 0;
-  Call call{&dims, &view, buffers_.data(), &memory_[0].scratch, &running, layer, 0};
-  if (record_opcode(record) != static_cast<int32_t>(Opcode::attention)) {
-    kernels_.ops[record_opcode(record)](call, record);
+  Memory& memory = memory_[0];
+  Call call{&dims, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
+            layer, 0};
+  const int opcode = record_opcode(record);
+  if (opcode != static_cast<int32_t>(Opcode::attention)) {
+    kernels_.ops[opcode](call, record);
+    if (kernels_.send[opcode]) kernels_.send[opcode](call, record);
     return;
   }
   const int32_t slot = operands<Attention>(record).slot;

@@ -1,6 +1,6 @@
-// Runs launches of programs on a pool of threads.
+// Runs launches of programs on a pool of threads: the streams of ranks [first_rank, first_rank + ranks).
 //
-// A thread owns every T-th worker's stream and executes any head whose waits hold, so a program for 132
+// A thread owns some of the streams and executes any head whose waits hold, so a program for 8 ranks of 132
 // workers runs on two cores. Within a stream order is fixed. A signal is a release, a met wait an acquire.
 #pragma once
 #include <atomic>
@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "../common/index.h"
+#include "audit.h"
 #include "kernels.h"
 #include "pool.h"
 #include "program.h"
@@ -18,47 +20,60 @@ namespace mk {
 // A stall of one instruction, for tests of the trace; applies to traced launches.
 struct Delay {
   int segment, layer;
-  int32_t record;
-  int64_t ns;  // 0: none
+  int32_t record;  // as in a trace
+  int64_t ns;      // 0: none
 };
 
 enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
-  // `seconds` without progress count as a deadlock.
-  Interpreter(const Dims& model, const Kernels& kernels, int threads, double deadlock_seconds);
+  // `seconds` without progress count as a deadlock. `abort`: the word that ends a launch, in memory that
+  // other processes may write too and that its owner clears; null: one of its own.
+  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
+              double deadlock_seconds, std::atomic<int32_t>* abort);
 
-  // Buffer pointers, [buffer][layer].
-  void bind(Buffer buffer, int layer, void* data) { buffers_[index(buffer, layer)] = data; }
-  void* bound(Buffer buffer, int layer) const { return buffers_[index(buffer, layer)]; }
+  // Buffer pointers of any rank. Of ranks that run elsewhere: what their instructions may be sent.
+  void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
+  void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
   // Copies the step table's words. The interpreter must be idle and the program outlive the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
-  // All threads leave soon; wait() then gives kFailed. Counters and SPLITS are as before the first launch.
-  void abort() { abort_.store(1, std::memory_order_relaxed); }
+  // All threads leave soon; wait() then gives kFailed, and the program needs a reset.
+  void abort() { abort_->store(1, std::memory_order_relaxed); }
+  // After a failed launch, once no rank of the program runs: its counters and SPLITS are as before the first.
+  void reset(Program& program);
   const std::string& error() const { return error_; }
 
-  // One instruction on the calling thread, without waits and signals; attention runs all items of its slot.
+  // One instruction of rank `dims.rank` on the calling thread, without waits and signals; attention runs all
+  // items of its slot.
   void execute(const Dims& dims, const int32_t* step_words, const int32_t* record, int layer);
 
-  // The last traced launch, by worker and begin.
+  // Bytes that a rank has stored at others so far.
+  int64_t link_bytes(int rank) const;
+
+  // The last traced launch, by rank, worker and begin.
   std::vector<Interval> intervals() const;
   int64_t dropped() const;
 
   Delay delay{};
+  std::unique_ptr<Audit> audit;  // null: none
   int threads() const { return pool_.size(); }
 
  private:
   // Where a worker's stream stands.
   struct alignas(64) Cursor {
+    int rank = 0, worker = 0;
     int segment = 0, layer = 0;
-    int32_t next = 0;                // record in the segment
+    int32_t next = 0;  // record in the segment
+    const int32_t* record =
+        nullptr;         // to run now: that one, or what it, a drain, has claimed; null: not fetched
+    int32_t number = 0;  // of `record`, as in a trace
+    bool claimed = false;
     int32_t item = 0, item_end = 0;  // attention: work items to go
-    bool entered = false;            // the head's items are known
     int blocked = 0;                 // wait word that did not hold
-    int64_t prefetched = 0;          // bytes of the head's weights
+    int64_t prefetched = 0;          // bytes of the record's weights
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
     int64_t dropped = 0;
@@ -66,50 +81,57 @@ class Interpreter {
   struct alignas(64) Progress {
     std::atomic<uint64_t> instructions{0};
   };
-  struct Memory {  // of one thread
+  struct alignas(64) Memory {  // of one thread
     Scratch scratch;
     std::unique_ptr<void, void (*)(void*)> block{nullptr, nullptr};
+    std::vector<int64_t> link_bytes;  // by rank
   };
 
-  int64_t index(Buffer buffer, int layer) const {
-    return int64_t{static_cast<int32_t>(buffer)} * layers_ + layer;
+  int64_t index(int rank, Buffer buffer, int layer) const {
+    return (int64_t{rank} * kBuffers + static_cast<int32_t>(buffer)) * layers_ + layer;
   }
+  const StepView& view(const Cursor& c) const { return views_[c.rank - first_rank_]; }
+  int32_t block(const Cursor& c) const { return program_->block(c.segment, c.layer); }
+  void deal_streams();
   template <bool kTrace>
   void run(int thread);
   template <bool kTrace>
-  bool step(Cursor& cursor, int worker, int thread);
-  void enter(Cursor& cursor);
-  bool settle(Cursor& cursor, int worker) const;
-  bool ready(Cursor& cursor);
-  bool met(int32_t block, int32_t counter) const;
+  bool step(Cursor& cursor, int thread);
+  bool settle(Cursor& cursor);
+  void fetch(Cursor& cursor, const int32_t* record, int32_t number);
+  bool claim(Cursor& cursor);
+  bool ready(Cursor& cursor) const;
+  bool met(int rank, int32_t block, int32_t counter) const;
   bool item_ready(const Cursor& cursor, int32_t word) const;
   bool rows_ready(const Cursor& cursor, int32_t word) const;
   bool run_item(const Call& call, const int32_t* record);
-  void signal(const Cursor& cursor, const int32_t* record);
-  void signal_item(const Cursor& cursor, const int32_t* record, int32_t item);
+  void signal(const Cursor& cursor);
+  void signal_item(const Cursor& cursor);
+  void arrive(Ranks ranks, int32_t block, int32_t counter, int32_t count);
   bool prefetch(Cursor& cursor);
   void finish();
-  std::string describe_block();
+  std::string describe_block() const;
   template <bool kTrace>
   void stall(const Cursor& cursor) const;
-  void record_interval(Cursor& cursor, int worker, IntervalKind kind, uint64_t begin, uint64_t end,
-                       int slot) const;
-  int64_t interval_bound(int worker) const;
+  void record_interval(Cursor& cursor, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
+  int64_t interval_bound(const Cursor& cursor) const;
 
-  const int layers_;
+  const int layers_, first_rank_, ranks_;
   const Kernels& kernels_;
   std::vector<void*> buffers_;
   std::vector<Memory> memory_;
   const double deadlock_seconds_;
+  std::atomic<int32_t> own_abort_{0};
+  std::atomic<int32_t>* const abort_;
   std::string error_;
 
   // The launch in progress.
   Program* program_ = nullptr;
   std::vector<int32_t> words_;
-  StepView view_{};
+  std::vector<StepView> views_;  // of the ranks that run here, like the next two
   std::vector<Cursor> cursors_;
+  std::vector<std::vector<Cursor*>> dealt_;  // to each thread
   std::vector<Progress> progress_;
-  std::atomic<int32_t> abort_{0};
   bool traced_ = false;
   bool failed_ = false;
   uint64_t seen_progress_ = 0;

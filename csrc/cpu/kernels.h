@@ -41,20 +41,31 @@ struct Scratch {
   int32_t* counts;     // vocab, zero between calls
 };
 
+class Audit;
+
 // What an instruction's function may see.
 struct Call {
   const Dims* dims;
   const StepView* step;
-  void* const* buffers;  // [buffer][layer]
+  void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
   const int32_t* abort;  // non-zero: leave soon, results no longer matter
+  int64_t* link_bytes;   // stored by this rank at others
   int32_t layer;
-  int32_t item;  // attention: the work item
+  int32_t item;                     // attention: the work item
+  Audit* audit = nullptr;           // checks remote stores; null: nobody does
+  int32_t segment = 0, number = 0;  // of the instruction, as in a trace; for the audit
 
   template <class T>
   MK_INLINE T* at(Buffer buffer) const {
+    return copy<T>(buffer, dims->rank);
+  }
+  // A rank's copy. Others' are write-only.
+  template <class T>
+  MK_INLINE T* copy(Buffer buffer, int rank) const {
     const int32_t b = static_cast<int32_t>(buffer);
-    return static_cast<T*>(buffers[int64_t{b} * dims->layers + (kLayered[b] ? layer : 0)]);
+    return static_cast<T*>(
+        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? layer : 0)]);
   }
   MK_INLINE bool aborted() const { return __atomic_load_n(abort, __ATOMIC_RELAXED) != 0; }
 };
@@ -64,6 +75,9 @@ using Op = void (*)(const Call& call, const int32_t* record);
 struct Kernels {
   const char* name;
   Op ops[kOpcodes];
+  // What remains of an instruction after its op: copying results to other ranks, where that is work of its
+  // own; else null.
+  Op send[kOpcodes];
   Op attention_merge;                               // after all items of call.item's split: PARTIALS to ATTN
   double (*read)(const void* data, int64_t bytes);  // reads every byte, returns a sum so that it must
   double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that fill the FMA units

@@ -38,23 +38,25 @@ PackedShape packed_shape(const Dims& d, Buffer buffer) {
   int64_t rows = 0, k = d.hidden, matrices = 1;
   switch (buffer) {
     case Buffer::EMBED:
-    case Buffer::LM_HEAD:
       rows = d.vocab;
+      break;
+    case Buffer::LM_HEAD:
+      rows = d.rank_vocab();
       break;
     case Buffer::W_QKV:
       rows = d.q_cols() + 2 * d.kv_cols();
       break;
     case Buffer::W_O:
       rows = d.hidden;
-      k = d.q_cols();
+      k = d.o_cols();
       break;
     case Buffer::W_GATE_UP:
-      rows = d.ffn;
+      rows = d.rank_ffn();
       matrices = 2;
       break;
     case Buffer::W_DOWN:
       rows = d.hidden;
-      k = d.ffn;
+      k = d.rank_ffn();
       break;
     default:
       return {};
@@ -89,12 +91,14 @@ WeightSpan weight_span(const Dims& d, const int32_t* record) {
       buffer = Buffer::W_QKV;
       break;
     case Opcode::o_proj:
+    case Opcode::o_partial:
       buffer = Buffer::W_O;
       break;
     case Opcode::gate_up_silu:
       buffer = Buffer::W_GATE_UP;
       break;
     case Opcode::down_proj:
+    case Opcode::down_partial:
       buffer = Buffer::W_DOWN;
       break;
     case Opcode::lm_head:

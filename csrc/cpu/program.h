@@ -1,4 +1,5 @@
-// A program as the interpreter holds it: streams, counters and their totals. Format: megakernel/program.py.
+// A program as the interpreter holds it: streams, queues, counters and their totals. Format:
+// megakernel/program.py.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -9,57 +10,75 @@
 namespace mk {
 
 constexpr int kPrologue = 0, kBody = 1, kEpilogue = 2, kSegments = 3;
+constexpr int kQueues = 3;  // where records and their offsets are meant: the queues, after the segments
+constexpr int kRecordLists = 4;
 
-// One cache line each, so that waiting on one does not slow arrivals at another.
+// One cache line each, so that waiting on one does not slow arrivals at another. May lie in memory that
+// processes share.
 struct alignas(64) Counter {
   std::atomic<int32_t> value{0};
 };
+static_assert(sizeof(Counter) == 64 && std::atomic<int32_t>::is_always_lock_free);
 
 // Borrowed arrays that a program is made from.
 struct ProgramSource {
   const Dims* dims;
-  int32_t ranks, workers, counters;
-  const int32_t* records[kSegments];
-  const int32_t* offsets[kSegments];  // ranks * workers + 1
-  const int32_t* totals[3];           // first, middle and last block
+  int32_t ranks, workers, counters, queues;  // queues of one rank
+  const int32_t* records[kRecordLists];
+  const int32_t* offsets[kRecordLists];  // ranks * workers + 1; ranks * queues + 1
+  const int32_t* totals[3];              // first, middle and last block, each [ranks][counters]
+  Counter* const* values;  // each rank's (layers + 1) * counters counters, zero; null: the program's own
 };
 
 class Program {
  public:
-  // Copies. Throws std::runtime_error where a record cannot be executed.
+  // Copies, but for the counters. Throws std::runtime_error where a record cannot be executed.
   explicit Program(const ProgramSource& source);
 
-  const Dims dims;
-  const int32_t workers;
+  const int32_t ranks, workers, layers;
 
-  const int32_t* record(int segment, int32_t index) const {
-    return records_[segment].data() + int64_t{index} * kWords;
+  // Sizes as a rank sees them.
+  const Dims& dims(int rank) const { return dims_[rank]; }
+
+  const int32_t* record(int list, int32_t index) const {
+    return records_[list].data() + int64_t{index} * kWords;
   }
-  int32_t begin(int segment, int worker) const { return offsets_[segment][worker]; }
-  int32_t end(int segment, int worker) const { return offsets_[segment][worker + 1]; }
+  // Records of a (rank, worker)'s stream; of a rank's queue.
+  int32_t begin(int list, int stream) const { return offsets_[list][stream]; }
+  int32_t end(int list, int stream) const { return offsets_[list][stream + 1]; }
+  int stream(int rank, int worker) const { return rank * workers + worker; }
+  int queue(int rank, int index) const { return rank * queues_ + index; }
+  int queues() const { return queues_; }
 
   // Counter block of a record: the prologue shares the first, the epilogue has the one after the last
   // layer's.
   int32_t block(int segment, int32_t layer) const {
-    return segment == kPrologue ? 0 : segment == kBody ? layer : dims.layers;
+    return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }
-  std::atomic<int32_t>& counter(int32_t block, int32_t index) {
-    return values_[int64_t{block} * counters_ + index].value;
+  std::atomic<int32_t>& counter(int rank, int32_t block, int32_t index) {
+    return values_[rank][int64_t{block} * counters_ + index].value;
   }
   // Arrivals per launch.
-  int32_t total(int32_t block, int32_t index) const {
-    return totals_[block == 0 ? 0 : block == dims.layers ? 2 : 1][index];
+  int32_t total(int rank, int32_t block, int32_t index) const {
+    return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
+  }
+  // Records claimed from a queue in one layer's run of the body; like counters never reset between launches.
+  std::atomic<int32_t>& claims(int queue, int32_t layer) {
+    return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }
 
   uint32_t launches = 0;  // begun since the counters were zero
-  void reset_counters();
+  // Counters and claims of ranks [first, end) as before the first launch.
+  void reset(int first, int end);
 
  private:
-  void check(int segment) const;
+  void check(int list) const;
 
-  const int32_t counters_;
-  std::vector<int32_t> records_[kSegments], offsets_[kSegments], totals_[3];
-  std::unique_ptr<Counter[]> values_;
+  const int32_t counters_, queues_;
+  std::vector<Dims> dims_;
+  std::vector<int32_t> records_[kRecordLists], offsets_[kRecordLists], totals_[3];
+  std::unique_ptr<Counter[]> own_values_, claims_;
+  std::vector<Counter*> values_;
 };
 
 }  // namespace mk

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     from importlib.metadata import version
 
     from ..settings import SETTINGS
-    from . import bench, demo, doctor, generate, programs, pull, serve, timeline
+    from . import bench, bench_serve, bench_throughput, demo, doctor, generate, programs, pull, serve, timeline
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
@@ -72,16 +72,25 @@ def parser() -> argparse.ArgumentParser:
         help=f"{level.what} (default: {level.default}; {level.env})",
     )
     verbs = top.add_subparsers(metavar="VERB", required=True)
+    groups = {"": verbs}
 
     def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(
-            name,
+        """A verb, or with a space in its name one of a group's."""
+        group, _, verb = name.rpartition(" ")
+        if group not in groups:
+            text = bench.GROUP
+            parent = verbs.add_parser(
+                group, help=text, description=text.capitalize() + ".", epilog=f"Example: {example}"
+            )
+            groups[group] = parent.add_subparsers(metavar="WHAT", required=True)
+        return groups[group].add_parser(
+            verb,
             help=what,
             description=what[0].upper() + what[1:] + ".",
             epilog=f"Example: {example}",
             parents=[common],
         )
 
-    for room in (demo, pull, generate, serve, programs, bench, timeline, doctor):
+    for room in (demo, pull, generate, serve, programs, bench, bench_throughput, bench_serve, timeline, doctor):
         room.register(add)
     return top

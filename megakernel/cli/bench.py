@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from ..serving import LLM
 
 
+GROUP = "measure speed"
+
+
 def register(add: AddVerb) -> None:
-    bench = add("bench", "measure speed", "megakernel bench latency --tokens 64")
-    bench.add_argument("what", choices=("latency",), help="latency: decode of one sequence, and its prefill")
+    bench = add("bench latency", "decode of one sequence, and its prefill", "megakernel bench latency --tokens 64")
     add_model_run(bench)
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")

@@ -10,6 +10,7 @@ from ..settings import SETTINGS
 from . import output
 
 if TYPE_CHECKING:
+    from ..scheduler import Options
     from ..serving import LLM
 
 
@@ -32,9 +33,32 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     )
 
 
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    """How a program is compiled where there is a choice."""
+    for name in ("o lowering", "residual", "queue"):
+        add_setting(parser, name)
+    for name in ("interleave", "rank overlap"):
+        setting = SETTINGS[name]
+        assert setting.flag is not None
+        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+
+
+def lowering(args: argparse.Namespace) -> Options:
+    """What the flags of `add_lowering` say."""
+    from ..scheduler import Options
+
+    return Options(
+        o=args.o_lowering,
+        residual=args.residual,
+        queue=args.queue,
+        interleave=not args.no_interleave,
+        overlap_ranks=not args.no_rank_overlap,
+    )
+
+
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Everything that says how to run a model."""
-    for name in ("model", "backend", "dtype", "tp"):
+    for name in ("model", "backend", "dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
@@ -74,6 +98,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int) -> LLM:
             threads=args.threads,
             max_context=args.context,
             max_seqs=max_seqs,
+            ranks=args.ranks,
         )
 
 

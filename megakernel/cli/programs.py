@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_setting, positive
+from .options import AddVerb, add_lowering, add_setting, lowering, positive
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -48,7 +48,8 @@ def register(add: AddVerb) -> None:
 def _add_bucket(parser: argparse.ArgumentParser) -> None:
     for name in ("machine", "dtype", "tp"):
         add_setting(parser, name)
-    parser.add_argument("--workers", type=positive, metavar="N", help="workers (default: the machine's)")
+    add_lowering(parser)
+    parser.add_argument("--workers", type=positive, metavar="N", help="workers of a rank (default: the machine's)")
     parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="token rows of a step (default: 1)")
     parser.add_argument(
         "--logit-rows",
@@ -94,6 +95,7 @@ def compile_for(args: argparse.Namespace) -> tuple[Program, LlamaConfig, Machine
         max_seqs=min(args.tokens, _SEQUENCES),
         max_context=context,
         tp=args.tp,
+        options=lowering(args),
     )
     return program, config, machine
 
@@ -113,11 +115,11 @@ def run_compile(args: argparse.Namespace) -> int:
     with output.busy("compiling"):
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
-    needed = weight_bytes(program.dims, tied=config.tied)
-    if needed > machine.memory_bytes * program.ranks:
+    needed = max(weight_bytes(program.rank_dims(rank), tied=config.tied) for rank in range(program.ranks))
+    if needed > machine.memory_bytes:
         output.stderr.print(
-            f"megakernel: warning: the weights take {output.bytes_text(needed)} and {machine.name} has"
-            f" {output.bytes_text(machine.memory_bytes * program.ranks)}"
+            f"megakernel: warning: a rank's weights take {output.bytes_text(needed)} and {machine.name} has"
+            f" {output.bytes_text(machine.memory_bytes)}"
         )
     facts = describe(program) | {
         "counters": program.total_counters,
@@ -134,15 +136,21 @@ def run_compile(args: argparse.Namespace) -> int:
     else:
         output.rows(
             ("program", f"{args.output or 'not written (-o FILE)'}, {output.bytes_text(facts['bytes'])}"),
-            ("machine", f"{machine.name}, {program.workers} workers"),
+            ("machine", f"{machine.name}, {program.workers} workers" + _per_rank(facts)),
             ("bucket", f"{program.dims.tokens} tokens, {program.dims.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),
             ("counters", f"{program.total_counters:,}"),
             ("all-to-all joins", f"{facts['all_to_all_per_layer']} per layer"),
-            ("weights", output.bytes_text(needed)),
+            ("between ranks", output.bytes_text(facts["link_bytes"]) + " per launch"),
+            ("weights", output.bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
             ("compiled in", f"{seconds:.2f} s"),
         )
     return 0
+
+
+def _per_rank(facts: dict[str, Any]) -> str:
+    how = facts["lowering"]
+    return f" on each of {facts['ranks']} ranks; O {how['o']}, residual {how['residual']}" if how else ""
 
 
 def run_disasm(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import output
+from .bench import measured_ceilings
 from .options import AddVerb, fetch, positive
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
     with sock, _open(given) as llm:
-        service = Service(llm, given["served model name"], given["api key"], _limits(given))
+        ceilings = measured_ceilings(llm)
+        service = Service(llm, given["served model name"], given["api key"], _limits(given), ceilings)
         server = Server(
             service,
             on_ready=lambda: _ready(args.json, url(sock), service.names[0], llm),

@@ -1,8 +1,8 @@
 """What an instruction is and what a step is. Everything else reads these tables; nothing repeats them."""
 
-from .access import Access, Column, Index, Kind
+from .access import EVERY, OWN, Access, Column, Index, Kind, item_columns
 from .buffers import BIASES, BUFFERS, Buffer, BufferSpec, Space
-from .dims import DIM_FIELDS, KV_BLOCK, Dims
+from .dims import DIM_FIELDS, KV_BLOCK, SHARD_UNIT, Dims
 from .dtypes import Dtype, from_f32, to_f32
 from .instructions import (
     BY_NAME,
@@ -14,6 +14,7 @@ from .instructions import (
     attention_cost,
     itemsize,
 )
+from .link import link_bytes
 from .step import STEP_FIELDS, StepField, StepTable
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "BY_NAME",
     "BY_OPCODE",
     "DIM_FIELDS",
+    "EVERY",
     "INSTRUCTIONS",
     "KV_BLOCK",
+    "OWN",
+    "SHARD_UNIT",
     "STEP_FIELDS",
     "Access",
     "Buffer",
@@ -41,6 +45,8 @@ __all__ = [
     "StepTable",
     "attention_cost",
     "from_f32",
+    "item_columns",
     "itemsize",
+    "link_bytes",
     "to_f32",
 ]

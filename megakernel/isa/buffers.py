@@ -49,11 +49,12 @@ class Buffer(IntEnum):
     HISTORY = 26
     TOKENS_OUT = 27
     LOGPROBS_OUT = 28
+    REDUCE = 29
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Shape in elements, row-major. `compute` means the program's compute dtype (float32 or bfloat16).
+    """Shape of one rank's copy in elements, row-major. dtype None is the program's compute dtype (f32 or bf16).
 
     `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
     program is bound, so it is an argument of `shape`.
@@ -83,22 +84,22 @@ _SPECS: tuple[BufferSpec, ...] = (
     BufferSpec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before attention", True),
     BufferSpec(_B.W_QKV, _W, None, lambda d, p: (d.qkv_cols, d.hidden), "q heads, k heads, v heads; rows", True),
     BufferSpec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
-    BufferSpec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.q_cols), "attention output projection", True),
+    BufferSpec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.o_cols), "attention output projection", True),
     BufferSpec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
     BufferSpec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the MLP", True),
-    BufferSpec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.ffn, d.hidden), "gate, then up projection", True),
-    BufferSpec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.ffn), "bias of W_GATE_UP", True),
-    BufferSpec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.ffn), "down projection", True),
+    BufferSpec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.rank_ffn, d.hidden), "gate, then up projection", True),
+    BufferSpec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.rank_ffn), "bias of W_GATE_UP", True),
+    BufferSpec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.rank_ffn), "down projection", True),
     BufferSpec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
     BufferSpec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the LM head"),
-    BufferSpec(_B.LM_HEAD, _W, None, lambda d, p: (d.vocab, d.hidden), "LM head; EMBED itself where tied"),
+    BufferSpec(_B.LM_HEAD, _W, None, lambda d, p: (d.rank_vocab, d.hidden), "LM head; rows of EMBED where tied"),
     # -- activations
     BufferSpec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos, sin of each pair, interleaved"),
     BufferSpec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
     BufferSpec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
     BufferSpec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
-    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.q_cols), "attention output by head"),
-    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.ffn), "silu(gate) * up"),
+    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.o_cols), "attention output by head"),
+    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.rank_ffn), "silu(gate) * up"),
     BufferSpec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "final norm of the logit rows"),
     BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
     BufferSpec(
@@ -110,12 +111,20 @@ _SPECS: tuple[BufferSpec, ...] = (
     ),
     BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
     # -- state
-    BufferSpec(_B.K_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.head_dim, d.page), "keys, transposed", True),
-    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.kv_heads, d.page, d.head_dim), "values", True),
+    BufferSpec(_B.K_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.head_dim, d.page), "keys, transposed", True),
+    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.page, d.head_dim), "values", True),
     BufferSpec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
     # -- outputs
     BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
     BufferSpec(_B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at that token"),
+    # -- between ranks
+    BufferSpec(
+        _B.REDUCE,
+        _A,
+        None,
+        lambda d, p: (d.tp * d.own_rows if d.tp > 1 else 0, d.hidden),
+        "partials of a projection by rank: slot k, own_rows long, is stored by rank k",
+    ),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+# What shards of the FFN and of the vocabulary are multiples of, but for the last: a quantisation group, and two
+# panels of packed columns.
+SHARD_UNIT = 32
+
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of one rank's share of a step. All are counts unless a unit is given.
+    """Sizes of a step as one rank sees them. All are counts unless a unit is given.
 
     The first block comes from the model, the second from the numerics class and the machine, the third from
-    the bucket and the engine's limits. `rms_eps` is the only float.
+    the bucket and the engine's limits, the last says how the model is shared by `tp` ranks and whose view this is.
+    `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
+
+    Query heads, FFN columns and vocabulary rows are dealt to the ranks in contiguous shards that differ by at most
+    one unit (a head, SHARD_UNIT columns), larger ones first; a shard may be empty. A rank holds the KV heads that
+    its query heads use, so neighbours may hold the same one. Token rows belong to owner ranks: row block b to rank
+    b % tp, or to every rank where the residual is replicated (`one_hop`).
     """
 
     vocab: int
@@ -38,6 +48,11 @@ class Dims:
     partials: int  # split-attention partials, one per (split item, query row, kv block)
     bias_entries: int  # logit-bias pairs, all rows together
 
+    tp: int = 1  # ranks that share the model
+    rank: int = 0  # whose view this is; a program's own dims are rank 0's
+    replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
+    one_hop: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
+
     @property
     def row_blocks(self) -> int:
         return -(-self.tokens // self.row_block)
@@ -47,21 +62,101 @@ class Dims:
         return -(-self.max_context // self.page)
 
     @property
+    def own_rows(self) -> int:
+        """Most token rows that a rank owns; the rows of a slot of REDUCE."""
+        return self.tokens if self.one_hop else -(-self.row_blocks // self.tp) * self.row_block
+
+    @property
+    def own_logit_rows(self) -> int:
+        """Logit rows are dealt to the ranks in runs of this length: row i is sampled by rank i // own_logit_rows."""
+        return -(-self.logit_rows // self.tp)
+
+    @property
+    def rank_heads(self) -> int:
+        return _share(self.heads, self.tp, self.rank)
+
+    @property
+    def first_head(self) -> int:
+        return _start(self.heads, self.tp, self.rank)
+
+    @property
+    def rank_kv_heads(self) -> int:
+        end = self.first_head + self.rank_heads
+        return -(-end // self.group_size) - self.first_kv_head if self.rank_heads else 0
+
+    @property
+    def first_kv_head(self) -> int:
+        return self.first_head // self.group_size
+
+    @property
+    def rank_ffn(self) -> int:
+        return min(self.ffn - self.first_ffn, SHARD_UNIT * _share(_units(self.ffn), self.tp, self.rank))
+
+    @property
+    def first_ffn(self) -> int:
+        return min(self.ffn, SHARD_UNIT * _start(_units(self.ffn), self.tp, self.rank))
+
+    @property
+    def rank_vocab(self) -> int:
+        return min(self.vocab - self.first_vocab, SHARD_UNIT * _share(_units(self.vocab), self.tp, self.rank))
+
+    @property
+    def first_vocab(self) -> int:
+        return min(self.vocab, SHARD_UNIT * _start(_units(self.vocab), self.tp, self.rank))
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks 0 .. head_ranks - 1 have query heads."""
+        return min(self.heads, self.tp)
+
+    @property
+    def ffn_ranks(self) -> int:
+        """Ranks 0 .. ffn_ranks - 1 have FFN columns."""
+        return min(_units(self.ffn), self.tp)
+
+    @property
     def q_cols(self) -> int:
-        return self.heads * self.head_dim
+        return self.rank_heads * self.head_dim
 
     @property
     def kv_cols(self) -> int:
-        return self.kv_heads * self.head_dim
+        return self.rank_kv_heads * self.head_dim
 
     @property
     def qkv_cols(self) -> int:
         return self.q_cols + 2 * self.kv_cols
 
     @property
+    def o_cols(self) -> int:
+        """Columns of ATTN, and inner length of the O projection."""
+        return self.heads * self.head_dim if self.replicated_o else self.q_cols
+
+    @property
+    def o_first(self) -> int:
+        """Column of ATTN where the rank's first query head lies."""
+        return self.first_head * self.head_dim if self.replicated_o else 0
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    def query_heads(self, kv_head: int) -> tuple[int, int]:
+        """The rank's query heads [first, end) that use its KV head `kv_head`; all counted from the rank's first."""
+        first = (self.first_kv_head + kv_head) * self.group_size - self.first_head
+        return max(first, 0), min(first + self.group_size, self.rank_heads)
+
+
+def _units(columns: int) -> int:
+    return -(-columns // SHARD_UNIT)
+
+
+def _share(units: int, ranks: int, rank: int) -> int:
+    return units // ranks + (rank < units % ranks)
+
+
+def _start(units: int, ranks: int, rank: int) -> int:
+    return rank * (units // ranks) + min(rank, units % ranks)
 
 
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple((f.name, float if f.name == "rms_eps" else int) for f in fields(Dims))

@@ -6,8 +6,9 @@ words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
 A wait or signal word names a counter: bits 0-23 counter + 1, bits 24-27 rank (signals only; ALL_RANKS for
-every rank), bit 28 NEXT (the counter lives in the next layer's block), bit 29 INDEXED (the word names the first
-counter of a grid and the step table picks the member; the instruction's declaration says how).
+every rank, OWNER in an indexed signal for the rank that owns the row block), bit 28 NEXT (the counter lives in
+the next layer's block), bit 29 INDEXED (the word names the first counter of a grid and the step table picks the
+member; the instruction's declaration says how).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LAYER_SHIFT, LAYER_MASK = 8, 0xFFF
 COUNTER_MASK = 0xFFFFFF
 RANK_SHIFT, RANK_MASK = 24, 0xF
 ALL_RANKS = 0xF
+OWNER = 0xE
 NEXT = 1 << 28
 INDEXED = 1 << 29
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,14 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """`length` words = product of the Dims named in `of`, plus `plus`."""
+    """`length` words = product of the Dims named in `of`, plus `plus`; that many for each rank where `per_rank`."""
 
     name: str
     of: tuple[str, ...]
     what: str
     is_float: bool = False
     plus: int = 0
+    per_rank: bool = False
 
     def length(self, dims: Dims) -> int:
         factors: list[int] = [getattr(dims, name) for name in self.of]
@@ -39,25 +40,29 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "row of block_tables; -1 for padding (its K and V are not stored)"),
     StepField("block_tables", ("max_seqs", "pages_per_seq"), "page ids of each sequence"),
-    # -- attention work items: a run of rows of one sequence inside one row block, some KV heads, some KV blocks
-    StepField("slot_items", ("attention_slots",), "slot s has items [slot_items[s], slot_items[s+1])", plus=1),
-    StepField("item_row", _I, "first token row"),
-    StepField("item_rows", _I, "token rows; positions are consecutive"),
-    StepField("item_kv_head", _I, "first KV head"),
-    StepField("item_kv_heads", _I, "KV heads"),
-    StepField("item_seq", _I, "row of block_tables; -1: padding rows, the output is zero"),
-    StepField("item_block", _I, "first KV block (of kv_block tokens)"),
-    StepField("item_blocks", _I, "KV blocks; an unsplit item covers all up to its last row's position"),
-    StepField("item_wait_block", _I, "first row block whose q, k, v the item needs"),
-    StepField("item_wait_blocks", _I, "row blocks it needs, its own included"),
-    StepField("item_split", _I, "index into SPLITS shared by the items of one split; -1: not split"),
-    StepField("item_splits", _I, "items in the split"),
+    # -- attention work items: a run of rows of one sequence inside one row block, some KV heads, some KV blocks.
+    # Each rank has its own; heads are counted from its first.
+    StepField(
+        "slot_items", ("attention_slots",), "slot s has items [slot_items[s], slot_items[s+1])", plus=1, per_rank=True
+    ),
+    StepField("item_row", _I, "first token row", per_rank=True),
+    StepField("item_rows", _I, "token rows; positions are consecutive", per_rank=True),
+    StepField("item_kv_head", _I, "first KV head", per_rank=True),
+    StepField("item_kv_heads", _I, "KV heads", per_rank=True),
+    StepField("item_seq", _I, "row of block_tables; -1: padding rows, the output is zero", per_rank=True),
+    StepField("item_block", _I, "first KV block (of kv_block tokens)", per_rank=True),
+    StepField("item_blocks", _I, "KV blocks; an unsplit item covers all up to its last row's position", per_rank=True),
+    StepField("item_wait_block", _I, "first row block whose q, k, v the item needs", per_rank=True),
+    StepField("item_wait_blocks", _I, "row blocks it needs, its own included", per_rank=True),
+    StepField("item_split", _I, "index into SPLITS shared by the items of one split; -1: not split", per_rank=True),
+    StepField("item_splits", _I, "items in the split", per_rank=True),
     StepField(
         "item_partial",
         _I,
         "split: PARTIALS index of KV block 0; (row, head, block) at +((row * kv_heads + head) * span + block)",
+        per_rank=True,
     ),
-    StepField("item_span", _I, "split: KV blocks over all of its items"),
+    StepField("item_span", _I, "split: KV blocks over all of its items", per_rank=True),
     # -- logit rows
     StepField("logit_rows", _L, "token row; -1 for padding"),
     StepField("sample_slot", _L, "HISTORY slot that the token is written to; -1: nowhere"),
@@ -82,19 +87,29 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 
 class StepTable:
-    """One step's table. Attributes are views into `words` named as in STEP_FIELDS; block_tables is 2-D."""
+    """One step's table, seen by rank `dims.rank`: attributes are views into `words` named as in STEP_FIELDS.
 
-    def __init__(self, dims: Dims) -> None:
+    Fields of each rank are those of that rank; `rank` gives another's view of the same words. block_tables is 2-D.
+    """
+
+    def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:
+        parts = [dims.tp if field.per_rank else 1 for field in STEP_FIELDS]
         lengths = [field.length(dims) for field in STEP_FIELDS]
+        size = sum(n * length for n, length in zip(parts, lengths, strict=True))
         self.dims = dims
-        self.words: NDArray[np.int32] = np.zeros(sum(lengths), dtype=np.int32)
+        self.words: NDArray[np.int32] = np.zeros(size, dtype=np.int32) if words is None else words
         self._views: dict[str, NDArray[np.int32] | NDArray[np.float32]] = {}
         offset = 0
-        for field, length in zip(STEP_FIELDS, lengths, strict=True):
-            view = self.words[offset : offset + length]
+        for field, length, n in zip(STEP_FIELDS, lengths, parts, strict=True):
+            start = offset + (dims.rank * length if field.per_rank else 0)
+            view = self.words[start : start + length]
             self._views[field.name] = view.view(np.float32) if field.is_float else view
-            offset += length
+            offset += n * length
         self._views["block_tables"] = self._views["block_tables"].reshape(dims.max_seqs, dims.pages_per_seq)
+
+    def rank(self, rank: int) -> StepTable:
+        """The table as `rank` sees it."""
+        return self if rank == self.dims.rank else StepTable(replace(self.dims, rank=rank), self.words)
 
     def __getattr__(self, name: str) -> NDArray[np.int32]:
         try:

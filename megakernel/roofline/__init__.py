@@ -1,7 +1,7 @@
 """How far a step is from the limits of the machine: necessary work, ceilings, and the fraction of them reached."""
 
 from .ceilings import Ceilings, machine_ceilings, measure_ceilings
-from .work import Achieved, Work, achieved, bound, step_work
+from .work import Achieved, Work, achieved, bound, fraction_error, step_work
 
 __all__ = [
     "Achieved",
@@ -9,6 +9,7 @@ __all__ = [
     "Work",
     "achieved",
     "bound",
+    "fraction_error",
     "machine_ceilings",
     "measure_ceilings",
     "step_work",

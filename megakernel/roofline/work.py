@@ -93,10 +93,13 @@ def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
     """What a step that took `seconds` reached."""
     math_s, memory_s = _times(work, ceilings)
     fraction = max(math_s, memory_s) / seconds
-    error = None
-    if fraction > 1:
-        error = (
-            f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
-        )
     limit = "memory" if memory_s >= math_s else "math"
+    error = fraction_error(fraction, ceilings)
     return Achieved(fraction, work.bytes / seconds, work.flops / seconds, limit, error)
+
+
+def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
+    """Why a fraction of the roofline above 1 means nothing; None for any other."""
+    if fraction <= 1:
+        return None
+    return f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"

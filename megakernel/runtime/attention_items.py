@@ -1,5 +1,7 @@
 """Attention work items: a step's (rows x KV heads x KV tokens) cut into equal shares, one for each attention slot.
 
+Each rank has items of its own, for the KV heads that its query heads use.
+
 Rows are first grouped into query tiles. All work then lies on one line: tile after tile, within a tile KV head after
 KV head. Slot s gets the s-th of equal lengths of it. Where a share ends inside a tile the tile is cut: between two
 heads, or inside one head's part, between rows or (a split) between KV blocks. So there are at most three items a
@@ -49,22 +51,33 @@ class _Tiles:
 
 
 def deal_items(table: StepTable, seq: Ints, start: Ints, count: Ints) -> None:
-    """Fill slot_items and item_* for chunks of `count` rows of sequence `seq` from position `start`, in row order.
+    """Fill every rank's slot_items and item_* for chunks of `count` rows of sequence `seq` from position `start`.
 
-    Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises MegakernelError where not
-    even one item for each chunk in each row block fits.
+    Chunks are in row order. Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises
+    MegakernelError where not even one item for each chunk in each row block fits.
     """
-    dims = table.dims
+    dealt: dict[int, tuple[dict[str, Ints], Ints]] = {}  # by number of KV heads: equal shares are dealt alike
+    for rank in range(table.dims.tp):
+        view = table.rank(rank)
+        view.item_split[:] = -1
+        heads = view.dims.rank_kv_heads
+        if not heads:
+            continue
+        if heads not in dealt:
+            dealt[heads] = _deal(view.dims, seq, start, count)
+        items, view.slot_items[:] = dealt[heads]
+        for name, column in items.items():
+            getattr(view, name)[: len(column)] = column
+
+
+def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
+    """One rank's items by step-table field, and its slot_items."""
     for tile_rows in (QUERY_TILE, dims.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
             items, slots = _cut(dims, tiles, cut)
             if len(slots) <= dims.items:
-                for name, column in items.items():
-                    getattr(table, name)[: len(column)] = column
-                table.item_split[len(slots) :] = -1
-                table.slot_items[:] = np.searchsorted(slots, np.arange(dims.attention_slots + 1))
-                return
+                return items, np.searchsorted(slots, np.arange(dims.attention_slots + 1))
     raise MegakernelError(f"step needs items = {len(tiles.row)}, the program was compiled for {dims.items}")
 
 
@@ -97,7 +110,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
 
     A head's part of a tile is `grains` long on the line: rows, or SPLIT_GRAIN KV blocks (`by_blocks`).
     """
-    heads = dims.kv_heads
+    heads = dims.rank_kv_heads
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)  # of one head: rows x KV tokens
     share = heads * int(cost.sum()) / dims.attention_slots
     by_blocks = (tiles.rows == 1) | (cost > share * tiles.rows)

@@ -10,7 +10,7 @@ from ..isa import BUFFERS, Buffer, Dims, StepTable
 from ..program import Program
 
 # What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
-_BUCKET = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries"}
+_BUCKET = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "one_hop"}
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
@@ -29,6 +29,11 @@ def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDA
 
 def check_program(dims: Dims, program: Program) -> None:
     """Raise MegakernelError naming the size in which `program` differs from a backend made for `dims`."""
+    if program.ranks != dims.tp:
+        raise MegakernelError(
+            f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: "
+            f"compile it with --tp {dims.tp}"
+        )
     for name, value in vars(program.dims).items():
         if name not in _BUCKET and value != getattr(dims, name):
             raise MegakernelError(

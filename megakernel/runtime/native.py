@@ -40,26 +40,34 @@ class CProgram(ctypes.Structure):
         ("ranks", _I32),
         ("workers", _I32),
         ("counters", _I32),
-        ("records", _POINTER * 3),
-        ("offsets", _POINTER * 3),
+        ("queues", _I32),
+        ("records", _POINTER * 4),
+        ("offsets", _POINTER * 4),
         ("totals", _POINTER * 3),
+        ("values", ctypes.POINTER(_POINTER)),
     )
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_error": (_TEXT, []),
     "mk_simd": (_TEXT, [_TEXT]),
-    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _TEXT, _I32, _DOUBLE]),
+    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
     "mk_destroy": (None, [_POINTER]),
     "mk_packed_bytes": (_I64, [ctypes.POINTER(CDims), _I32]),
-    "mk_pack": (_I32, [_POINTER, _I32, _I32, _POINTER]),
-    "mk_tie": (None, [_POINTER]),
-    "mk_bind": (None, [_POINTER, _I32, _I32, _POINTER]),
+    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, _POINTER]),
+    "mk_tie": (None, [_POINTER, _I32]),
+    "mk_bind": (None, [_POINTER, _I32, _I32, _I32, _POINTER]),
+    "mk_bound": (_POINTER, [_POINTER, _I32, _I32, _I32]),
     "mk_load_program": (_POINTER, [ctypes.POINTER(CProgram)]),
     "mk_unload_program": (None, [_POINTER]),
     "mk_launch_start": (_I32, [_POINTER, _POINTER, _POINTER, _I32]),
     "mk_launch_wait": (_I32, [_POINTER, _I32]),
     "mk_abort": (None, [_POINTER]),
+    "mk_reset": (None, [_POINTER, _POINTER]),
+    "mk_link_bytes": (_I64, [_POINTER, _I32]),
+    "mk_audit": (None, [_POINTER, _POINTER, _I64]),
+    "mk_watch": (_I32, [_POINTER, _POINTER, _I64]),
+    "mk_stores": (_I64, [_POINTER, _POINTER]),
     "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _I32]),
     "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),
     "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),
@@ -102,6 +110,11 @@ def simd() -> str:
     if name is None:
         raise error()
     return str(name.decode())
+
+
+def clock_cost() -> float:
+    """Seconds that reading the clock of a trace takes."""
+    return float(library().mk_clock_cost())
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:

@@ -6,7 +6,7 @@ other backends the last bits of a row may depend on the rows beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,44 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction sees: the sizes, the step, and its layer's copy of each buffer (a view)."""
+    """What one instruction sees: its rank's sizes and step, and its layer's part of buffers.
+
+    `buffer` gives the rank's own copy. Another rank's copy can only be stored to: `send(buffer, rank, index, values)`
+    does that, with values already in the buffer's own type.
+    """
 
     dims: Dims
     table: StepTable
     buffer: Callable[[Buffer], NDArray[Any]]
+    send: Callable[[Buffer, int, Any, NDArray[Any]], None]
 
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
         values: NDArray[Any] = self.buffer(buffer)[index]
         return to_f32(values)
 
-    def write(self, buffer: Buffer, index: Any, values: F32) -> None:
-        """Store float values in the buffer's own type: the only rounding there is."""
-        array = self.buffer(buffer)
-        array[index] = from_f32(values, Dtype.BF16 if array.dtype == np.uint16 else Dtype.F32)
+    def write(self, buffer: Buffer, index: Any, values: Any) -> None:
+        """Store values in the buffer's own type: the only rounding there is."""
+        self.store(buffer, (self.dims.rank,), index, values)
+
+    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
+        """`write`, into the copies of `ranks`."""
+        own = self.buffer(buffer)
+        stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
+        for rank in ranks:
+            if rank == self.dims.rank:
+                own[index] = stored
+            else:
+                self.send(buffer, rank, index, stored)
+
+
+def owners(d: Dims, row: int) -> Iterable[int]:
+    """The ranks that keep the residual of a token row."""
+    return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
+
+
+def _peers(d: Dims) -> Iterable[int]:
+    """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
+    return (d.rank,) if d.one_hop else range(d.tp)
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -46,13 +70,18 @@ def embed(c: Context, row: int, rows: int) -> None:
     last = c.buffer(Buffer.HISTORY)
     ids = [t if t >= 0 else last[-1 - t, p] for t, p in zip(tokens, positions, strict=True)]
     c.write(Buffer.X, r, c.read(Buffer.EMBED, ids))
+
+
+def rope(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    positions = c.table.positions[r]
     angle = positions.astype(np.float32)[:, None] * c.read(Buffer.INV_FREQ)
     c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
 
 
 def attn_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
 
 
 def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -99,7 +128,7 @@ def attend(c: Context, item: int) -> bool:
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
     if t.item_seq[item] < 0:
         for head in heads:
-            c.write(Buffer.ATTN, (slice(rows.start, rows.stop), _query_columns(d, head)), np.zeros((), np.float32))
+            _store_heads(c, slice(rows.start, rows.stop), head, np.zeros((), np.float32))
         return True
     found = {}
     for head in heads:
@@ -111,7 +140,7 @@ def attend(c: Context, item: int) -> bool:
                     found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
     if t.item_split[item] >= 0:
         for (row, head, block), partial in found.items():
-            c.buffer(Buffer.PARTIALS)[_partial_index(t, item, row, head, block)] = partial
+            c.write(Buffer.PARTIALS, (_partial_index(t, item, row, head, block), slice(len(partial))), partial)
         arrivals = c.buffer(Buffer.SPLITS)
         arrivals[t.item_split[item]] += 1
         if arrivals[t.item_split[item]] < t.item_splits[item]:
@@ -120,18 +149,28 @@ def attend(c: Context, item: int) -> bool:
     for row in rows:
         blocks = range(t.positions[row] // d.kv_block + 1)
         for head in heads:
+            first, end = d.query_heads(head)
             if t.item_split[item] >= 0:
-                partials = [c.read(Buffer.PARTIALS, _partial_index(t, item, row, head, b)) for b in blocks]
+                lines = [_partial_index(t, item, row, head, b) for b in blocks]
+                partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
             else:
                 partials = [found[row, head, b] for b in blocks]
-            c.write(Buffer.ATTN, (row, _query_columns(d, head)), _merge(partials).reshape(-1))
+            _store_heads(c, slice(row, row + 1), head, _merge(partials).reshape(-1))
     return True
 
 
 def _query_columns(d: Dims, head: int) -> slice:
-    """Columns of Q and ATTN of the query heads that share a KV head."""
-    width = d.group_size * d.head_dim
-    return slice(head * width, (head + 1) * width)
+    """Columns of Q of the rank's query heads that share a KV head."""
+    first, end = d.query_heads(head)
+    return slice(first * d.head_dim, end * d.head_dim)
+
+
+def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
+    """Store the output of the query heads of a KV head, for rows of one row block."""
+    columns = _query_columns(c.dims, head)
+    index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
+    ranks = owners(c.dims, rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    c.store(Buffer.ATTN, ranks, index, values)
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
@@ -142,8 +181,8 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
-    """(m, l, o) of one row's query heads over some tokens, [group_size, 2 + head_dim]; o is not yet divided by l."""
-    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(c.dims.group_size, c.dims.head_dim)
+    """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
+    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
     scores = q @ keys.T * np.float32(c.dims.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
@@ -156,7 +195,7 @@ def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> 
 
 
 def _merge(partials: list[F32]) -> F32:
-    """Softmax-weighted values of all blocks, [group_size, head_dim]: rescale to the common maximum, add, divide."""
+    """Softmax-weighted values of all blocks, [heads, head_dim]: rescale to the common maximum, add, divide."""
     total = partials[0]
     for partial in partials[1:]:
         m = np.maximum(total[:, :1], partial[:, :1])
@@ -171,7 +210,7 @@ def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 def mlp_norm(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.write(Buffer.H, r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
 
 
 def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -198,16 +237,60 @@ def _add_to_residual(
     c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
 
 
+def o_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ATTN, Buffer.W_O, row, rows, col, cols)
+
+
+def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ACT, Buffer.W_DOWN, row, rows, col, cols)
+
+
+def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
+    columns = slice(col, col + cols)
+    t = c.read(source, slice(row, row + rows)) @ c.read(weight, columns).T
+    c.store(Buffer.REDUCE, owners(c.dims, row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
+
+
+def _slot(d: Dims, rank: int, row: int, rows: int) -> slice:
+    """Rows of REDUCE that hold a rank's partials of token rows of one row block, at their owner."""
+    block, offset = divmod(row, d.row_block)
+    start = rank * d.own_rows + (row if d.one_hop else block // d.tp * d.row_block + offset)
+    return slice(start, start + rows)
+
+
+def o_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    bias = Buffer.B_O if c.dims.attention_bias else None
+    _add_partials(c, c.dims.head_ranks, bias, row, rows, col, cols)
+
+
+def down_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_partials(c, c.dims.ffn_ranks, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
+
+
+def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    total = c.read(Buffer.REDUCE, (_slot(c.dims, 0, row, rows), columns))
+    for rank in range(1, ranks):
+        total = total + c.read(Buffer.REDUCE, (_slot(c.dims, rank, row, rows), columns))
+    if bias is not None:
+        total = total + c.read(bias, columns)
+    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + total)
+
+
 def final_norm(c: Context, row: int, rows: int) -> None:
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
+        if c.dims.rank not in owners(c.dims, max(source, 0)):
+            continue
         x = c.read(Buffer.X, source) if source >= 0 else np.zeros(c.dims.hidden, np.float32)
-        c.write(Buffer.Y, i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
+        c.store(Buffer.Y, _peers(c.dims), i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
 
 
 def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    r, columns = slice(row, row + rows), slice(col, col + cols)
-    c.write(Buffer.LOGITS, (r, columns), c.read(Buffer.Y, r) @ c.read(Buffer.LM_HEAD, columns).T)
+    logits = c.read(Buffer.Y, slice(row, row + rows)) @ c.read(Buffer.LM_HEAD, slice(col, col + cols)).T
+    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + cols)
+    for i, line in enumerate(logits, row):
+        c.store(Buffer.LOGITS, (i // c.dims.own_logit_rows,), (i, columns), line)
 
 
 def sample(c: Context, row: int, rows: int) -> None:
@@ -218,10 +301,10 @@ def sample(c: Context, row: int, rows: int) -> None:
             z = c.read(Buffer.LOGITS, i)
             token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
             logprob = z[token] - log_sum_exp(z)
-        c.buffer(Buffer.TOKENS_OUT)[i] = token
-        c.buffer(Buffer.LOGPROBS_OUT)[i] = logprob
+        c.store(Buffer.TOKENS_OUT, (0,), i, token)
+        c.store(Buffer.LOGPROBS_OUT, (0,), i, logprob)
         if t.sample_slot[i] >= 0:
-            c.buffer(Buffer.HISTORY)[t.sample_slot[i], t.sample_position[i]] = token
+            c.store(Buffer.HISTORY, range(c.dims.tp), (t.sample_slot[i], t.sample_position[i]), token)
 
 
 def _choose(c: Context, i: int, z: F32) -> int:
@@ -247,19 +330,29 @@ def join(c: Context) -> None:
     pass
 
 
+def drain(c: Context, queue: int, end: int) -> None:
+    pass
+
+
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
     embed,
+    rope,
     attn_norm,
     qkv_rope,
     attention,
     o_proj,
+    o_partial,
+    o_reduce,
     mlp_norm,
     gate_up_silu,
     down_proj,
+    down_partial,
+    down_reduce,
     final_norm,
     lm_head,
     sample,
     join,
+    drain,
 )
 EXECUTE: dict[int, Callable[..., None]] = {
     i.opcode: f for i in INSTRUCTIONS for f in _FUNCTIONS if f.__name__ == i.name

@@ -20,10 +20,10 @@ def check_step(table: StepTable) -> None:
     - The rows of a sequence are one run with consecutive positions, so no two rows share a (page, offset).
     - Page ids are >= 0, and no page that one sequence writes is used by another.
 
-    Attention items
+    Attention items, of each rank; KV heads are the rank's own, counted from its first
     - slot_items ascends from 0 to at most `items`; only the items below its last entry count.
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
-    - The (rows x KV heads) of the items, a split counted once, partition tokens x kv_heads.
+    - The (rows x KV heads) of the items, a split counted once, partition tokens x KV heads.
     - A padding item has no KV blocks. Unsplit items cover KV block 0 to that of the last row's position.
     - The items of a split agree in rows, heads, sequence, partial and span, are item_splits in number, and cover
       the blocks 0 .. span that an unsplit item would, each once. Split indices are < items. The PARTIALS
@@ -39,7 +39,8 @@ def check_step(table: StepTable) -> None:
       Penalties of a row that samples need a slot.
     """
     _check_rows(table)
-    _check_items(table)
+    for rank in range(table.dims.tp):
+        _check_items(table.rank(rank))
     _check_logit_rows(table)
 
 
@@ -97,7 +98,8 @@ def _check_items(t: StepTable) -> None:
     row, rows, head, heads = (x[:n] for x in (t.item_row, t.item_rows, t.item_kv_head, t.item_kv_heads))
     seq, block, blocks = t.item_seq[:n], t.item_block[:n], t.item_blocks[:n]
     _require((row >= 0) & (rows > 0) & (row + rows <= d.tokens), "an item's rows are outside tokens")
-    _require((head >= 0) & (heads > 0) & (head + heads <= d.kv_heads), "an item's heads are outside kv_heads")
+    exists = (head >= 0) & (heads > 0) & (head + heads <= d.rank_kv_heads)
+    _require(exists, "an item's heads are outside those of the rank")
     last = row + rows - 1
     _require(row // d.row_block == last // d.row_block, "an item's rows cross a row block")
     _require((t.row_seq[row] == seq) & (t.row_seq[last] == seq), "an item's rows are not of its sequence")
@@ -109,7 +111,7 @@ def _check_items(t: StepTable) -> None:
     _require((block[unsplit] == 0) & (blocks[unsplit] == whole[unsplit]), "an unsplit item does not cover its KV")
     once = _check_splits(t, n, whole)
 
-    cover = np.zeros((d.tokens + 1, d.kv_heads + 1), np.int32)
+    cover = np.zeros((d.tokens + 1, d.rank_kv_heads + 1), np.int32)
     r, e, h, f = row[once], (row + rows)[once], head[once], (head + heads)[once]
     for at, sign in (((r, h), 1), ((r, f), -1), ((e, h), -1), ((e, f), 1)):
         np.add.at(cover, at, sign)

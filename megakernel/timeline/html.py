@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from importlib.resources import files
@@ -18,11 +19,12 @@ from ..isa import access as acc
 from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind, Trace
-from .resolve import Resolved, resolve, segment_of
+from .resolve import Resolved, resolve
 from .summary import summarise_resolved
 from .waits import Causes, causes, finishes, releasers
 
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
+_OWNERS = -3  # beside OWN and EVERY: the ranks that own the rows
 
 
 def write_html(program: Program, trace: Trace, path: Path) -> None:
@@ -69,7 +71,7 @@ def _meta(resolved: Resolved, cause: Causes) -> dict[str, Any]:
         "tokens": program.dims.tokens,
         "unit_s": header.tick_s * _scale(resolved),
         "span": resolved.period // _scale(resolved),
-        "segments": [len(segment_of(program, s).records) for s in range(3)],
+        "segments": [len(program.numbered(s)[0]) for s in range(3)],
         "families": [[f.name.lower(), f.value] for f in Family],
         "kinds": [k.name.lower().replace("_", " ") for k in IntervalKind],
         "instructions": {
@@ -84,6 +86,7 @@ def _meta(resolved: Resolved, cause: Causes) -> dict[str, Any]:
         "buffers": [b.name for b in Buffer],
         "accesses": [k.value for k in _ACCESS_KINDS],
         "indexes": [i.value for i in _INDEXES],
+        "copies": {acc.EVERY: "every rank", _OWNERS: "the rows' owners"},
         "causes": cause.names,
     }
 
@@ -96,9 +99,10 @@ def _scale(resolved: Resolved) -> int:
 def _columns(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """Typed columns in the page's order: per interval, per record (all segments in a row) and per region."""
     program, rows, scale = resolved.program, resolved.rows, _scale(resolved)
-    records = np.concatenate([segment_of(program, s).records for s in range(3)])
-    start = np.cumsum([0, *(len(segment_of(program, s).records) for s in range(3))])
-    region_start, regions = _regions(program, records)
+    numbered = [program.numbered(s) for s in range(3)]
+    records, ranks = (np.concatenate(parts) for parts in zip(*numbered, strict=True))
+    start = np.cumsum([0, *(len(r) for r, _ in numbered)])
+    region_start, regions = _regions(program, records, ranks)
     begin = resolved.begin // scale
     return {
         "begin": begin.astype(np.uint32),
@@ -118,17 +122,23 @@ def _columns(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
     }
 
 
-def _regions(program: Program, records: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index)."""
-    owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 7), np.int64)]
+def _regions(
+    program: Program, records: NDArray[np.int32], ranks: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index, rank).
+
+    The rank is whose copy: a number, or OWN, EVERY or OWNERS.
+    """
+    owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     opcodes = rec.opcode(records)
-    for op in np.unique(opcodes).tolist():
-        mine = np.flatnonzero(opcodes == op)
+    for op, rank in itertools.product(np.unique(opcodes).tolist(), range(program.ranks)):
+        mine = np.flatnonzero((opcodes == op) & (ranks == rank))
         instruction = BY_OPCODE[op]
-        for a in instruction.accesses(instruction.columns(records[mine]), program.dims):
+        for a in instruction.accesses(instruction.columns(records[mine]), program.rank_dims(rank)):
             fixed = [np.full(len(mine), v) for v in (int(a.buffer), _ACCESS_KINDS.index(a.kind))]
             index = np.full(len(mine), _INDEXES.index(a.index))
-            box = np.stack([*fixed, a.row, a.row_end, a.col, a.col_end, index], axis=1)
+            copy = np.broadcast_to(np.asarray(_OWNERS if a.rank is None else a.rank), len(mine))
+            box = np.stack([*fixed, a.row, a.row_end, a.col, a.col_end, index, copy], axis=1)
             some = (a.row_end > a.row) & (a.col_end > a.col)
             owner.append(mine[some])
             boxes.append(box[some])

@@ -12,7 +12,7 @@ from ..isa import record as rec
 from ..machine import Machine
 from ..program import Program
 from ..trace import IntervalKind
-from .resolve import WAIT, Resolved, segment_of
+from .resolve import WAIT, Resolved
 from .spans import Spans, active
 
 
@@ -59,12 +59,13 @@ def compute_bound(program: Program, machine: Machine) -> set[int]:
     for instruction in INSTRUCTIONS:
         flops = bytes_ = 0.0
         for segment in range(3):
-            records = segment_of(program, segment).records
-            mine = records[rec.opcode(records) == instruction.opcode]
-            if len(mine):
-                cost = instruction.cost(instruction.columns(mine), program.dims)
-                flops += cost.matrix_flops.sum()
-                bytes_ += cost.memory_bytes.sum()
+            records, ranks = program.numbered(segment)
+            for rank in range(program.ranks):
+                mine = records[(rec.opcode(records) == instruction.opcode) & (ranks == rank)]
+                if len(mine):
+                    cost = instruction.cost(instruction.columns(mine), program.rank_dims(rank))
+                    flops += cost.matrix_flops.sum()
+                    bytes_ += cost.memory_bytes.sum()
         if flops > bytes_ * machine.matrix_flops / machine.memory_bytes_per_s:
             result.add(instruction.opcode)
     return result

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BY_OPCODE, Instruction
 from ..isa import record as rec
-from ..program import SEGMENTS, Program, Segment
+from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
@@ -70,7 +70,7 @@ class Resolved:
 
     def record(self, i: int) -> NDArray[np.int32]:
         """The 32 words of interval i's instruction."""
-        row: NDArray[np.int32] = segment_of(self.program, int(self.segment[i])).records[self.rows["instruction"][i]]
+        row: NDArray[np.int32] = self.program.numbered(int(self.segment[i]))[0][self.rows["instruction"][i]]
         return row
 
     def operands(self, i: int) -> dict[str, int]:
@@ -82,11 +82,6 @@ class Resolved:
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
-def segment_of(program: Program, index: int) -> Segment:
-    segment: Segment = getattr(program, SEGMENTS[index])
-    return segment
-
-
 def resolve(program: Program, trace: Trace) -> Resolved:
     """Join the two; MegakernelError if the trace is empty, damaged or another program's."""
     rows = trace.intervals
@@ -96,7 +91,8 @@ def resolve(program: Program, trace: Trace) -> Resolved:
         raise MegakernelError("the trace holds no intervals: launch with tracing on")
     layer = rows["layer"].astype(np.int64)
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
-    counts = np.array([len(segment_of(program, s).records) for s in range(3)])
+    records = [program.numbered(s)[0] for s in range(3)]
+    counts = np.array([len(r) for r in records])
     index = rows["instruction"].astype(np.int64)
     layers = program.dims.layers
     bad = (
@@ -111,7 +107,7 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     opcode = np.zeros(len(rows), dtype=np.int64)
     for s in range(3):
         here = segment == s
-        opcode[here] = rec.opcode(segment_of(program, s).records[index[here]])
+        opcode[here] = rec.opcode(records[s][index[here]])
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
     launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)

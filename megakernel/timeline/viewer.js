@@ -439,9 +439,11 @@
     }
     const regions = [];
     for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) {
-      const [b, a, r0, r1, c0, c1, x] = data.regions.subarray(n * 7, n * 7 + 7);
+      const [b, a, r0, r1, c0, c1, x, copy] = data.regions.subarray(n * 8, n * 8 + 8);
       const by = x ? ` <small>by ${meta.indexes[x]}</small>` : "";
-      regions.push(`<tr><td>${meta.accesses[a]} <code>${meta.buffers[b]}</code></td><td><code>${r0}:${r1}, ${c0}:${c1}</code>${by}</td></tr>`);
+      const own = copy === -1 || copy === Math.floor(lane[i] / meta.workers);
+      const to = own ? "" : ` <small>at ${meta.copies[copy] ?? `rank ${copy}`}</small>`;
+      regions.push(`<tr><td>${meta.accesses[a]} <code>${meta.buffers[b]}</code></td><td><code>${r0}:${r1}, ${c0}:${c1}</code>${by}${to}</td></tr>`);
     }
     const parts = siblings(i).filter((j) => j !== i).map((j) => `<tr><td>${link(j, meta.kinds[kind[j]])}</td><td>${time(length[j])}</td></tr>`);
     const after = [];

@@ -11,7 +11,7 @@ from ..isa import BY_NAME, BY_OPCODE
 from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind
-from .resolve import Resolved, segment_of
+from .resolve import Resolved
 
 _JOIN = BY_NAME["join"].opcode
 _ATTENTION = BY_NAME["attention"]
@@ -50,8 +50,8 @@ class _Signals:
 
 
 def _signals(program: Program, segment: int) -> _Signals:
-    """An INDEXED signal may go to each row block's counter; ALL_RANKS goes to each rank."""
-    records = segment_of(program, segment).records
+    """An INDEXED signal may go to each row block's counter, OWNER to that row block's rank; ALL_RANKS to each rank."""
+    records = program.numbered(segment)[0]
     words = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
     record, slot = np.nonzero(words)
     word = words[record, slot]
@@ -61,6 +61,7 @@ def _signals(program: Program, segment: int) -> _Signals:
     at = np.repeat(np.arange(len(word)), copies * ranks)
     nth = np.arange(len(at)) - np.repeat(np.cumsum(copies * ranks) - copies * ranks, copies * ranks)
     rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at])
+    rank = np.where(rank == rec.OWNER, nth % program.ranks, rank)
     counter = rec.word_counter(word)[at].astype(np.int64) + nth % copies[at]
     return _Signals(
         record[at], rank.astype(np.int64), counter, (word[at] & rec.NEXT != 0).astype(np.int64), copies[at] > 1
@@ -69,7 +70,7 @@ def _signals(program: Program, segment: int) -> _Signals:
 
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """First counter of each wait word (-1: none) and how many counters it may name: [records, WAITS] each."""
-    records = segment_of(program, segment).records
+    records = program.numbered(segment)[0]
     words = records[:, rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS]
     attention = rec.opcode(records) == _ATTENTION.opcode
     groups = np.where(attention, records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("groups")], 1)
@@ -77,18 +78,13 @@ def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArr
     return rec.word_counter(words).astype(np.int64), members.astype(np.int64)
 
 
-def _record_ranks(program: Program, segment: int) -> NDArray[np.int64]:
-    lengths = np.diff(segment_of(program, segment).offsets)
-    return np.repeat(np.arange(len(lengths)) // program.workers, lengths).astype(np.int64)
-
-
 def causes(program: Program) -> Causes:
     """Derive them from the records alone: bit sets of opcodes per counter, joins replaced by what they wait for."""
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
-    ranks = [_record_ranks(program, s) for s in range(3)]
+    ranks = [program.numbered(s)[1] for s in range(3)]
     # What a record stands for: its opcode's bit; a join's set grows from nothing until it no longer changes.
-    opcodes = [rec.opcode(segment_of(program, s).records) for s in range(3)]
+    opcodes = [rec.opcode(program.numbered(s)[0]) for s in range(3)]
     stands = [np.where(op == _JOIN, 0, np.int64(1) << op.astype(np.int64)) for op in opcodes]
     while True:
         produced = _produced(program, signals, stands)
@@ -166,7 +162,7 @@ def releasers(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64
         index, slot = resolved.rows["instruction"][wait], resolved.rows["slot"][wait] % rec.WAITS
         some = first[index, slot] >= 0
         wait, index, slot = wait[some], index[some], slot[some]
-        ahead = segment_of(program, segment).records[index, rec.WAIT_WORD + slot] & rec.NEXT != 0
+        ahead = program.numbered(segment)[0][index, rec.WAIT_WORD + slot] & rec.NEXT != 0
         rank = resolved.rows["rank"][wait].astype(np.int64)
         base = _key(program, resolved.launch[wait], rank, resolved.block[wait] + ahead, first[index, slot])
         size = members[index, slot]

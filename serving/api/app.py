@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from ...errors import MegakernelError
+from ..live_routes import live_router
 from .chat import chat
 from .completions import complete
 from .errors import APIError, ErrorResponse, answer_error
@@ -117,6 +118,7 @@ def create_app(service: Service) -> FastAPI:
         """The server's version."""
         return VersionResponse(version=version("megakernel"))
 
+    app.include_router(live_router(service.live))
     describe(app, service)
     return app
 

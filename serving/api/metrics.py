@@ -10,6 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..async_engine import AsyncEngine
+from ..live import Live
+from ..live_metrics import LiveCollector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -36,8 +38,9 @@ class _Counted(Collector):
 class Metrics:
     """One server's own registry: several servers may live in one process."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, live: Live, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(LiveCollector(live))
         labels = {"model_name": model, "engine": "0"}
 
         def gauge(name: str, what: str) -> Gauge:

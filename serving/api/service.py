@@ -12,8 +12,12 @@ from typing import Protocol, TypeVar
 from fastapi.responses import Response
 
 from ...errors import MegakernelError
+from ...machine import host
 from ...model.tokenizer import Tokenizer
+from ...roofline import Ceilings, machine_ceilings
 from ..async_engine import AsyncEngine
+from ..engine import Step
+from ..live import Live
 from ..llm import LLM
 from ..sampling import SamplingParams
 from .answers import Answers
@@ -40,14 +44,37 @@ class Service:
     """A model, its engine's thread and the server's limits. The first of `names` is what answers carry."""
 
     def __init__(
-        self, llm: LLM, names: list[str] | None = None, keys: list[str] | None = None, limits: Limits = Limits()
+        self,
+        llm: LLM,
+        names: list[str] | None = None,
+        keys: list[str] | None = None,
+        limits: Limits = Limits(),
+        ceilings: Ceilings | None = None,
     ) -> None:
+        """`ceilings` are those that steps are held against; without them the nominal ones of this machine."""
         self.llm, self.limits = llm, limits
         self.names = names or [llm.model]
         self.keys = keys or []
         self.started = int(time.time())
         self.engine = AsyncEngine(llm.engine, max_waiting=limits.max_waiting)
-        self.metrics = Metrics(self.engine, self.names[0])
+        self.live = Live(
+            ceilings or machine_ceilings(host(llm.threads)),
+            self.engine.stats,
+            tied=llm.config.tied,
+            max_seqs=llm.engine.dims.max_seqs,
+            about={
+                "model": self.names[0],
+                "backend": llm.engine.backend.name,
+                "dtype": llm.dtype.name.lower(),
+                "threads": f"{llm.threads} threads",
+            },
+        )
+        self.engine.on_step.append(self._record)
+        self.engine.wants_trace = lambda: self.live.tracing
+        self.metrics = Metrics(self.engine, self.live, self.names[0])
+
+    def _record(self, step: Step, seconds: float) -> None:
+        self.live.add(step, seconds, self.engine.stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

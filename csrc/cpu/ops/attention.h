@@ -8,8 +8,7 @@
 #pragma once
 #include <math.h>
 
-#include "../../common/index.h"
-#include "../simd.h"
+#include "store.h"
 
 namespace mk::MK_SIMD {
 
@@ -84,9 +83,28 @@ __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, 
   }
 }
 
+// The rank's query heads [first, end) that use one of its KV heads.
+struct QueryHeads {
+  int first, end;
+  int count() const { return end - first; }
+};
+
+inline QueryHeads query_heads(const Dims& d, int kv_head) {
+  return {d.query_head(kv_head), d.query_head_end(kv_head)};
+}
+
 template <class T>
-inline void write_output(T* out, const float* o, float l, int head_dim) {
+inline void divide(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
+}
+
+// A row of ATTN over some query heads, where the O projection reads it.
+template <class T>
+inline void store_output(const Call& call, int row, QueryHeads heads, const T* values) {
+  const Dims& d = *call.dims;
+  store_to(call, Buffer::ATTN, d.replicated_o ? residual_ranks(d, row) : own_rank(d),
+           int64_t{row} * d.o_cols() + d.o_first() + heads.first * d.head_dim, values,
+           heads.count() * d.head_dim);
 }
 
 // Tokens [0, tokens) of a KV block as float32: keys [element][key_stride] (whole pages), values
@@ -145,16 +163,17 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;
   const Scratch& scratch = *call.scratch;
-  const int item = call.item, group = d.group_size(), pairs = rows * group;
+  const int item = call.item, row = s.item_row[item] + first, head = s.item_kv_head[item] + kv_head;
+  const QueryHeads heads = query_heads(d, head);
+  const int group = heads.count(), pairs = rows * group;
   const int padded = (d.head_dim + kPanel - 1) / kPanel * kPanel;
   const int vectors = padded / kLanes;
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
-  const int row = s.item_row[item] + first, head = s.item_kv_head[item] + kv_head;
   const int32_t* positions = s.positions + row;
   float *block_m = scratch.stats, *block_l = block_m + pairs, *m = block_l + pairs, *l = m + pairs;
 
   for (int i = 0; i < rows; ++i) {
-    const T* q = call.at<T>(Buffer::Q) + int64_t{row + i} * d.q_cols() + int64_t{head} * group * d.head_dim;
+    const T* q = call.at<T>(Buffer::Q) + int64_t{row + i} * d.q_cols() + heads.first * d.head_dim;
     float* out = scratch.queries + int64_t{i} * group * d.head_dim;
     const int n = group * d.head_dim;
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
@@ -192,7 +211,8 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
       const float* o = scratch.block_out + int64_t{j} * padded;
       if (s.item_split[item] >= 0) {
         const int64_t entry = partial_index(s, item, first + j / group, kv_head) + block;
-        float* partial = call.at<float>(Buffer::PARTIALS) + (entry * group + j % group) * (d.head_dim + 2);
+        float* partial =
+            call.at<float>(Buffer::PARTIALS) + (entry * d.group_size() + j % group) * (d.head_dim + 2);
         partial[0] = block_m[j];
         partial[1] = block_l[j];
         memcpy(partial + 2, o, d.head_dim * sizeof(float));
@@ -207,10 +227,11 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     }
   }
   if (s.item_split[item] >= 0) return;
-  for (int j = 0; j < pairs; ++j) {
-    T* out = call.at<T>(Buffer::ATTN) + int64_t{row + j / group} * d.q_cols();
-    write_output(out + (int64_t{head} * group + j % group) * d.head_dim,
-                 scratch.merged_out + int64_t{j} * padded, l[j], d.head_dim);
+  T* out = reinterpret_cast<T*>(scratch.block_out);
+  for (int i = 0; i < rows; ++i) {
+    for (int g = 0, j = i * group; g < group; ++g, ++j)
+      divide(out + g * d.head_dim, scratch.merged_out + int64_t{j} * padded, l[j], d.head_dim);
+    store_output(call, row + i, heads, out);
   }
 }
 
@@ -221,11 +242,11 @@ void attention(const Call& call, const Attention&) {
   const StepView& s = *call.step;
   const int item = call.item, rows = s.item_rows[item], heads = s.item_kv_heads[item];
   if (s.item_seq[item] < 0) {
-    const int64_t width = int64_t{d.group_size()} * d.head_dim;
+    T* zeros = reinterpret_cast<T*>(call.scratch->block_out);
+    memset(zeros, 0, int64_t{d.group_size()} * d.head_dim * sizeof(T));
     for (int r = 0; r < rows; ++r) {
-      T* out = call.at<T>(Buffer::ATTN) + int64_t{s.item_row[item] + r} * d.q_cols() +
-               s.item_kv_head[item] * width;
-      memset(out, 0, heads * width * sizeof(T));
+      for (int head = 0; head < heads; ++head)
+        store_output(call, s.item_row[item] + r, query_heads(d, s.item_kv_head[item] + head), zeros);
     }
     return;
   }
@@ -241,24 +262,25 @@ template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;
-  const int item = call.item, group = d.group_size(), stride = d.head_dim + 2;
+  const int item = call.item, stride = d.head_dim + 2;
   float* o = call.scratch->merged_out;
+  T* out = reinterpret_cast<T*>(call.scratch->block_out);
   for (int r = 0; r < s.item_rows[item]; ++r) {
     const int row = s.item_row[item] + r;
     for (int head = 0; head < s.item_kv_heads[item]; ++head) {
-      for (int g = 0; g < group; ++g) {
-        const float* partial =
-            call.at<float>(Buffer::PARTIALS) + (partial_index(s, item, r, head) * group + g) * stride;
+      const QueryHeads heads = query_heads(d, s.item_kv_head[item] + head);
+      for (int g = 0; g < heads.count(); ++g) {
+        const float* partial = call.at<float>(Buffer::PARTIALS) +
+                               (partial_index(s, item, r, head) * d.group_size() + g) * stride;
         float m = partial[0], l = partial[1];
         memcpy(o, partial + 2, d.head_dim * sizeof(float));
         for (int block = 1; visible(d, s.positions[row], block) > 0; ++block) {
-          partial += int64_t{group} * stride;
+          partial += int64_t{d.group_size()} * stride;
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }
-        T* out = call.at<T>(Buffer::ATTN) + int64_t{row} * d.q_cols();
-        write_output(out + ((int64_t{s.item_kv_head[item]} + head) * group + g) * d.head_dim, o, l,
-                     d.head_dim);
+        divide(out + g * d.head_dim, o, l, d.head_dim);
       }
+      store_output(call, row, heads, out);
     }
   }
 }

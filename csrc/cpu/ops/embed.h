@@ -5,14 +5,12 @@
 
 namespace mk::MK_SIMD {
 
-// X[r] = EMBED[token(r)]; ROPE[r] = cos, sin of position(r) * INV_FREQ. EMBED is packed like LM_HEAD
-// (packing.h), so that a tied one is stored once.
+// X[r] = EMBED[token(r)]. EMBED is packed like LM_HEAD (packing.h), so that a tied one is stored once.
 template <class T>
 void embed(const Call& call, const Embed& op) {
   const Dims& d = *call.dims;
   const T* table = call.at<T>(Buffer::EMBED);
   const int32_t* history = call.at<int32_t>(Buffer::HISTORY);
-  const float* inv_freq = call.at<float>(Buffer::INV_FREQ);
   constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // packed bfloat16 keeps two k steps of a column together
   const int64_t panel_stride = int64_t{d.hidden + d.hidden % 2} * kPanel;
   for (int r = op.row; r < op.row + op.rows; ++r) {
@@ -30,11 +28,20 @@ void embed(const Call& call, const Embed& op) {
         x[k] = value;
       }
     }
-    float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
+  }
+}
+
+// ROPE[r] = cos, sin of position(r) * INV_FREQ.
+template <class T>
+void rope(const Call& call, const Rope& op) {
+  const Dims& d = *call.dims;
+  const float* inv_freq = call.at<float>(Buffer::INV_FREQ);
+  for (int r = op.row; r < op.row + op.rows; ++r) {
+    float* out = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
     for (int i = 0; i < d.head_dim / 2; ++i) {
-      const double angle = static_cast<float>(position) * inv_freq[i];
-      rope[2 * i] = static_cast<float>(cos(angle));
-      rope[2 * i + 1] = static_cast<float>(sin(angle));
+      const double angle = static_cast<float>(call.step->positions[r]) * inv_freq[i];
+      out[2 * i] = static_cast<float>(cos(angle));
+      out[2 * i + 1] = static_cast<float>(sin(angle));
     }
   }
 }

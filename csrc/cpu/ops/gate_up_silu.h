@@ -12,7 +12,7 @@ void gate_up_silu(const Call& call, const GateUpSilu& op) {
        op.col / kPanel * 2, (op.cols + kPanel - 1) / kPanel * 2,
        [&](int row, int rows, int panel, int panels, const float* c, int64_t ldc) {
          for (int r = 0; r < rows; ++r, c += ldc) {
-           T* out = call.at<T>(Buffer::ACT) + int64_t{row + r} * d.ffn;
+           T* out = call.at<T>(Buffer::ACT) + int64_t{row + r} * d.rank_ffn();
            for (int p = 0; p < panels; p += 2) {
              const int col = (panel + p) / 2 * kPanel;
              for (int v = 0; v < kPanel; v += kLanes) {
@@ -21,7 +21,7 @@ void gate_up_silu(const Call& call, const GateUpSilu& op) {
                F32 gate = load(c + p * kPanel + v), up = load(c + (p + 1) * kPanel + v);
                if (bias) {
                  gate += load(bias + col + v, n);
-                 up += load(bias + d.ffn + col + v, n);
+                 up += load(bias + d.rank_ffn() + col + v, n);
                }
                store(out + col + v, gate / (exp(-gate) + 1.0f) * up, n);
              }

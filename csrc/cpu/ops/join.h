@@ -7,4 +7,8 @@ namespace mk::MK_SIMD {
 template <class T>
 void join(const Call&, const Join&) {}
 
+// Nothing: claiming is the interpreter's.
+template <class T>
+void drain(const Call&, const Drain&) {}
+
 }  // namespace mk::MK_SIMD

@@ -1,8 +1,10 @@
-// attn_norm, mlp_norm and final_norm: RMS norm of rows of X.
+// attn_norm, mlp_norm and final_norm: RMS norm of rows of X. The rows are written to the own copy first;
+// `send_` then copies them to the other ranks that need them.
 #pragma once
 #include <math.h>
 
-#include "../simd.h"
+#include "../../common/record.h"
+#include "store.h"
 
 namespace mk::MK_SIMD {
 
@@ -40,10 +42,20 @@ void mlp_norm(const Call& call, const MlpNorm& op) {
   norm_rows<T>(call, Buffer::MLP_NORM, op.row, op.rows);
 }
 
+// The rows of attn_norm or mlp_norm, whose operands are alike.
+template <class T>
+void send_norm(const Call& call, const int32_t* record) {
+  const Dims& d = *call.dims;
+  const AttnNorm& op = operands<AttnNorm>(record);
+  const int64_t at = int64_t{op.row} * d.hidden;
+  store_to(call, Buffer::H, norm_ranks(d), at, call.at<T>(Buffer::H) + at, int64_t{op.rows} * d.hidden);
+}
+
 template <class T>
 void final_norm(const Call& call, const FinalNorm& op) {
   const Dims& d = *call.dims;
   for (int i = op.row; i < op.row + op.rows; ++i) {
+    if (!norms_logit_row(d, *call.step, i)) continue;
     T* y = call.at<T>(Buffer::Y) + int64_t{i} * d.hidden;
     const int32_t r = call.step->logit_rows[i];
     if (r < 0) {
@@ -52,6 +64,17 @@ void final_norm(const Call& call, const FinalNorm& op) {
       rms_norm(call.at<float>(Buffer::X) + int64_t{r} * d.hidden, call.at<float>(Buffer::FINAL_NORM),
                d.hidden, d.rms_eps, y);
     }
+  }
+}
+
+template <class T>
+void send_final_norm(const Call& call, const int32_t* record) {
+  const Dims& d = *call.dims;
+  const FinalNorm& op = operands<FinalNorm>(record);
+  for (int i = op.row; i < op.row + op.rows; ++i) {
+    if (!norms_logit_row(d, *call.step, i)) continue;
+    const int64_t at = int64_t{i} * d.hidden;
+    store_to(call, Buffer::Y, norm_ranks(d), at, call.at<T>(Buffer::Y) + at, d.hidden);
   }
 }
 

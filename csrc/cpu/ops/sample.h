@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "../draw.h"
-#include "../simd.h"
+#include "store.h"
 
 namespace mk::MK_SIMD {
 
@@ -91,11 +91,12 @@ inline void sample_row(const Call& call, int i) {
     logprob = static_cast<float>(raw[token] - log_sum);
     const int32_t slot = s.sample_slot[i], position = s.sample_position[i];
     if (slot >= 0 && position <= d.max_context) {
-      call.at<int32_t>(Buffer::HISTORY)[int64_t{slot} * (d.max_context + 1) + position] = token;
+      store_to(call, Buffer::HISTORY, all_ranks(d), int64_t{slot} * (d.max_context + 1) + position, &token,
+               1);
     }
   }
-  call.at<int32_t>(Buffer::TOKENS_OUT)[i] = token;
-  call.at<float>(Buffer::LOGPROBS_OUT)[i] = logprob;
+  store_to(call, Buffer::TOKENS_OUT, {0, 1}, i, &token, 1);
+  store_to(call, Buffer::LOGPROBS_OUT, {0, 1}, i, &logprob, 1);
 }
 
 template <class T>

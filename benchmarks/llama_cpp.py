@@ -1,0 +1,192 @@
+"""Against llama.cpp's own server: same bf16 weights, same cores, ShareGPT lengths, many requests in flight.
+
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # its sdist carries llama.cpp's source
+    python benchmarks/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
+    python benchmarks/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
+
+`build` compiles `llama-server` for this machine's instruction set (cmake and a C++ compiler; minutes to an hour).
+`run` writes the model's weights as bf16 GGUF, which both sides load; tries llama-server's settings on a part of the
+workload (slots, flash attention, batch sizes, threads; one after the other) and keeps what is faster; alternates that
+with our server, the idle one of the two asleep; then times our engine offline. Leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from servers import machine_facts, measured, megakernel, server
+
+CONTEXT = 2048  # tokens of the longest request of the workload
+OPTIONS = [
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+]
+
+
+def build(sdist: Path, folder: Path, jobs: int) -> None:
+    """`folder`/build/bin/llama-server from the sdist of llama-cpp-python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    [source] = folder.glob("*/vendor/llama.cpp")
+    made = str(folder / "build")
+    for command in (
+        ["cmake", "-S", str(source), "-B", made, *OPTIONS],
+        ["cmake", "--build", made, "--target", "llama-server", f"-j{jobs}"],
+    ):
+        print("$", *command)
+        subprocess.run(command, check=True)
+
+
+def write_bf16(source: Path, target: Path) -> None:
+    """A GGUF file's tensors dequantised and rounded to bf16, vectors in f32; the metadata as it was."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        kind, *of = field.types
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        writer.add_key_value(name, field.contents(), kind, of[-1] if of else None)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    part = target.with_suffix(".part")
+    writer.write_header_to_file(part)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.replace(target)
+
+
+def first_settings(threads: int) -> dict[str, str]:
+    """Where the search begins; its own defaults otherwise, f16 KV among them."""
+    return {"-np": "16", "-fa": "on", "-ub": "512", "-b": "2048", "-t": str(threads), "-tb": str(threads)}
+
+
+def changes(threads: int) -> list[dict[str, str]]:
+    """What is tried, one after the other, each on the best so far."""
+    fewer = str(max(threads // 2, 1))
+    return [{}, {"-np": "64"}, {"-fa": "off"}, {"-ub": "2048"}, {"-b": "512", "-ub": "512"}, {"-t": fewer}]
+
+
+def command(folder: Path, model: Path, chosen: dict[str, str]) -> list[str]:
+    flags = [part for pair in chosen.items() for part in pair]
+    context = str(int(chosen["-np"]) * CONTEXT)
+    return [
+        str(folder / "build" / "bin" / "llama-server"),
+        *("-m", str(model), "-c", context, "-cb", "--host", "127.0.0.1", "--port", "{port}", "--cache-ram", "0"),
+        *flags,
+    ]
+
+
+def load(prompts: int, in_flight: int) -> list[str]:
+    return ["--num-prompts", str(prompts), "--max-concurrency", str(in_flight)]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    work = args.folder / "work"
+    work.mkdir(exist_ok=True)
+    source = Path(measured("pull", args.model)["path"])
+    model = work / f"{args.model}.bf16.gguf"
+    if not model.exists():
+        write_bf16(source, model)
+    threads = len(os.sched_getaffinity(0))
+    common = ["--model", str(model), "--machine", "host", "--seed", "1"]
+    search: list[dict[str, Any]] = []
+    best, fastest = first_settings(threads), 0.0
+    for change in changes(threads):
+        tried = best | change
+        with server(command(args.folder, model, tried), work / "llama.log") as peer:
+            flags = load(args.search_prompts, args.max_concurrency)
+            figures = measured("bench", "serve", "--base-url", peer.url, *common, *flags)
+        search.append({"settings": tried, "tokens_per_s": figures["tokens_per_s"], "failed": figures["failed"]})
+        print(json.dumps(search[-1]), file=sys.stderr)
+        if figures["tokens_per_s"] > fastest and not figures["failed"]:
+            best, fastest = tried, figures["tokens_per_s"]
+    ours = ["serve", "--model", str(model), "--port", "{port}", "--max-model-len", str(CONTEXT)]
+    ours += ["--max-num-seqs", str(args.max_concurrency), *args.serve_flags]
+    theirs = command(args.folder, model, best)
+    with server(megakernel(*ours), work / "ours.log") as a, server(theirs, work / "llama.log") as b:
+        flags = [*load(args.num_prompts, args.max_concurrency), "--runs", str(args.runs)]
+        http = measured("bench", "serve", "--base-url", a.url, "--vs", b.url, *common, *flags)
+    offline = measured(
+        *("bench", "throughput", "--model", str(model), "--context", str(CONTEXT), "--seed", "1"),
+        *("--num-prompts", str(args.num_prompts), "--max-num-seqs", str(args.max_concurrency)),
+        *("--runs", str(args.runs)),
+    )
+    [versus] = http["vs"].values()
+    return {
+        "what": "output tokens/s with ShareGPT lengths and random ids, ours against llama-server",
+        "machine": machine_facts(),
+        "model": args.model,
+        "num_prompts": args.num_prompts,
+        "max_concurrency": args.max_concurrency,
+        "http": {
+            "tokens_per_s": http["tokens_per_s"],
+            "llama_cpp_tokens_per_s": versus["tokens_per_s"],
+            "ratio": versus["ratio"],
+        },
+        "offline": {
+            "tokens_per_s": offline["tokens_per_s"],
+            "ratio": offline["tokens_per_s"] / versus["tokens_per_s"],
+        },
+        "llama_cpp": {
+            "version": versus["settings"]["version"],
+            "build": OPTIONS,
+            "settings": best,
+            "command": [Path(part).name if os.sep in part else part for part in theirs],
+            "search_prompts": args.search_prompts,
+            "search": search,
+        },
+        "raw": {"http": http, "offline": offline},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    made = verbs.add_parser("build")
+    made.add_argument("sdist", type=Path)
+    made.add_argument("folder", type=Path)
+    made.add_argument("--jobs", type=int, default=os.cpu_count())
+    ran = verbs.add_parser("run")
+    ran.add_argument("folder", type=Path, help="where `build` put llama.cpp")
+    ran.add_argument("--model", default="smollm2-135m", help="a known model that comes as GGUF")
+    ran.add_argument("--num-prompts", type=int, default=256)
+    ran.add_argument("--max-concurrency", type=int, default=64)
+    ran.add_argument("--search-prompts", type=int, default=64, help="prompts with which settings are tried")
+    ran.add_argument("--runs", type=int, default=2)
+    ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
+    ran.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args()
+    if args.verb == "build":
+        build(args.sdist, args.folder, args.jobs)
+        return
+    result = run(args)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    summary = {name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}
+    print(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+// Results that go to copies of a buffer on one or several ranks: computed once, copied to each.
+#pragma once
+#include "../../common/index.h"
+#include "../remote.h"
+#include "../simd.h"
+
+namespace mk::MK_SIMD {
+
+// n elements at element `at` of the buffer's copy on each rank.
+template <class T>
+inline void store_to(const Call& call, Buffer buffer, Ranks ranks, int64_t at, const T* values, int64_t n) {
+  const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+  for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+    T* out = call.copy<T>(buffer, rank) + at;
+    if (rank == call.dims->rank) {
+      if (out != values) memcpy(out, values, bytes);
+    } else {
+      store_remote(call, out, values, bytes);
+    }
+  }
+}
+
+// n float32 results as T, in place.
+inline const float* narrow(float* t, int, float) { return t; }
+
+inline const Bf16* narrow(float* t, int n, Bf16) {
+  Bf16* out = reinterpret_cast<Bf16*>(t);
+  for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
+  return out;
+}
+
+}  // namespace mk::MK_SIMD

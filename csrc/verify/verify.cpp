@@ -1,0 +1,45 @@
+// The C interface that scheduler/verify_native.py loads. Functions give -1 where memory runs out.
+#include <algorithm>
+#include <new>
+
+#include "reach.h"
+#include "walk.h"
+
+#define MK_API extern "C" __attribute__((visibility("default")))
+
+using namespace mk::verify;
+
+// See topological_order.
+MK_API int32_t mk_verify_order(const Graph* graph, int32_t* missing, int32_t* order) {
+  try {
+    return topological_order(*graph, missing, order);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+// Up to `most` violations into `found`; returns how many. `order` is a topological order of all rows. Also
+// asks that each of `lasts` comes after each of `ends`.
+MK_API int64_t mk_verify_data(const Graph* graph, const int32_t* order, const Step* step, int64_t n_ends,
+                              const int32_t* ends, int64_t n_lasts, const int32_t* lasts, int64_t most,
+                              Found* found) {
+  try {
+    Walk walk(*graph, *step);
+    if (walk.found.empty()) {
+      const size_t data = walk.pairs.size();
+      for (int64_t i = 0; i < n_ends; i++)
+        for (int64_t k = 0; k < n_lasts; k++) walk.pairs.push_back({ends[i], lasts[k]});
+      for (int64_t i : Reach(*graph, order).without_path(walk.pairs)) {
+        const auto [earlier, later] = walk.pairs[i];
+        const Found overtakes = {What::overtakes, earlier, later, -1, -1, 0, 0, 0, 0, 0};
+        walk.found.push_back(static_cast<size_t>(i) < data ? walk.about[i] : overtakes);
+        if (static_cast<int64_t>(walk.found.size()) == most) break;
+      }
+    }
+    const int64_t count = std::min<int64_t>(most, static_cast<int64_t>(walk.found.size()));
+    std::copy_n(walk.found.begin(), count, found);
+    return count;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}

@@ -1,0 +1,58 @@
+// The part of the verifier that is too slow in Python: a topological order, and the order of accesses to
+// data. scheduler/verify_native.py declares the same structs.
+#pragma once
+#include <stdint.h>
+
+namespace mk::verify {
+
+// A graph of `rows` nodes. Nodes [0, first[runs]) are events, run by run; the rest are counters.
+struct Graph {
+  int32_t rows;
+  int32_t runs;          // the prologue, runs of the body, the epilogue
+  const int32_t* first;  // [runs + 1]
+  int64_t edges;
+  const int32_t* source;  // [edges], earlier
+  const int32_t* target;  // [edges], later
+};
+
+enum class Kind : int32_t { read, write, host };  // host: must be written when the launch ends
+
+// Phases in the order of a step's sequential meaning, and the boxes that their events touch, ordered by
+// phase. A place is one rank's copy of a buffer: buffer * ranks + rank.
+struct Step {
+  int32_t phases;
+  int32_t buffers;
+  int32_t ranks;
+  const int32_t* segment;   // [phases]: 0 prologue, 1 body, 2 epilogue
+  const uint8_t* declares;  // [phases][buffers]: the phase writes the buffer, on whichever rank
+  const uint8_t* layered;   // [buffers]: a copy per run of the body
+  int64_t touches;
+  const int32_t* phase;  // [touches], like all that follow
+  const int32_t* place;
+  const int32_t* kind;   // Kind
+  const int32_t* event;  // in the events of the phase's segment
+  const int32_t* row;
+  const int32_t* row_end;
+  const int32_t* col;
+  const int32_t* col_end;
+};
+
+enum class What : int32_t {
+  twice,       // `earlier` and `later` of one phase write the box
+  missing,     // `later` reads the box, which `phase` must have written last; `earlier` did, or nothing (-1)
+  unordered,   // `later` touches the box after `earlier`, and nothing orders them
+  not_onward,  // `later` reads, in every layer, what only the prologue wrote, and does not follow itself
+  overtakes,   // the last event of a stream does not come after `earlier`
+};
+
+struct Found {
+  What what;
+  int32_t earlier;  // row
+  int32_t later;    // row
+  int32_t phase;
+  int32_t place;
+  int32_t row, row_end, col, col_end;
+  int32_t reads;  // of `unordered`: 1 `later` reads, 2 `earlier` reads, 0 both write
+};
+
+}  // namespace mk::verify

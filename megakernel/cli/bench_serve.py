@@ -1,0 +1,257 @@
+"""`megakernel bench serve`: load on any OpenAI-compatible server, or on two in turn."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import MegakernelError
+from . import output
+from .options import AddVerb, add_setting, fetch, positive
+from .workload import add_workload, workload
+
+if TYPE_CHECKING:
+    from ..model import LlamaConfig
+    from ..roofline import Ceilings, Work
+    from ..serving.bench import Server, Workload
+
+_LIMITS = ("ttft", "tpot", "e2e")
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "bench serve",
+        "load on any OpenAI-compatible server: latencies, throughput, and how far from the limit",
+        "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
+    )
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("--base-url", default=url, metavar="URL", help=f"the server (default: {url})")
+    parser.add_argument("--vs", metavar="URL", help="another server: runs alternate between the two")
+    add_setting(parser, "model", optional=True)
+    parser.add_argument("--served-model-name", metavar="NAME", help="name in requests (default: the server's first)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "f32"), default="bf16", help="of weights and KV, for the roofline (default: bf16)"
+    )
+    parser.add_argument("--machine", metavar="NAME", help="whose ceilings count; host measures (default: the server's)")
+    add_workload(parser, prompts=256)
+    parser.add_argument(
+        "--request-rate",
+        type=_rate,
+        default=math.inf,
+        metavar="R",
+        help="requests per second at random moments (Poisson), or inf (default: inf)",
+    )
+    parser.add_argument("--max-concurrency", type=positive, metavar="N", help="requests in flight (default: no limit)")
+    parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs of each server (default: 1)")
+    parser.add_argument(
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        metavar="NAME:MS",
+        help=f"count requests within these limits ({', '.join(_LIMITS)}; milliseconds), such as ttft:500 tpot:50",
+    )
+    parser.add_argument("--disable-stream", action="store_true", help="ask for whole answers: no latencies of tokens")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = asyncio.run(_measure(args))
+    if args.json:
+        output.emit(figures)
+    else:
+        show(figures)
+    return 0 if figures["completed"] else 1
+
+
+async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from ..serving.bench import Load, Server, against_roofline, alternate, describe
+
+    key = os.environ.get("OPENAI_API_KEY")
+    servers = [Server(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
+    for server in servers:
+        await server.discover()
+    ceilings = await _ceilings(args, servers)
+    config, load = _workload(args, servers[0])
+    how = Load(
+        rate=args.request_rate,
+        max_concurrency=args.max_concurrency,
+        stream=not args.disable_stream,
+        goodput=dict(args.goodput) if args.goodput else None,
+        seed=args.seed,
+    )
+    with output.progress("answered") as advance:
+        runs = await alternate(servers, load, how, args.runs, advance)
+    if ceilings is not None:
+        work = _least_work(config, args.dtype, load, args.max_concurrency)
+        for one in (one for each in runs for one in each):
+            one.update(against_roofline(work, ceilings, one["duration_s"]))
+    ours, *theirs = [_middle(each) for each in runs]
+    said = [await describe(server) for server in servers]
+    for server in servers:
+        await server.close()
+    return ours | {
+        "step_s": (ours["server"] or {}).get("step_s"),
+        "runs": runs[0],
+        "vs": {
+            about["url"]: {
+                "tokens_per_s": other["tokens_per_s"],
+                "ratio": ours["tokens_per_s"] / other["tokens_per_s"] if other["tokens_per_s"] else None,
+                "runs": each,
+                "settings": about,
+            }
+            for about, other, each in zip(said[1:], theirs, runs[1:], strict=True)
+        },
+        "ceilings": None if ceilings is None else asdict(ceilings),
+        "settings": said[0]
+        | {
+            "workload": load.name,
+            "num_prompts": len(load.jobs),
+            "request_rate": args.request_rate,
+            "max_concurrency": args.max_concurrency,
+            "stream": not args.disable_stream,
+            "goodput": dict(args.goodput) if args.goodput else None,
+            "dtype": args.dtype,
+            "seed": args.seed,
+        },
+    }
+
+
+async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
+    """The machine that the user names; else the one that a server has measured."""
+    from .. import machine
+    from ..roofline import Ceilings, machine_ceilings
+
+    if args.machine == "host":
+        from ..serving.ceilings import host_ceilings
+
+        with output.busy("measuring this machine's ceilings"):
+            return host_ceilings(machine.cpu_count())
+    if args.machine:
+        return machine_ceilings(machine.load(args.machine))
+    for server in servers:
+        record = await server.get_json("/roofline")
+        if record and isinstance(record.get("ceilings"), dict):
+            return Ceilings(**record["ceilings"])
+    return None
+
+
+def _workload(args: argparse.Namespace, server: Server) -> tuple[LlamaConfig, Workload]:
+    """The model's sizes and the requests. A server's own word is trusted only where it is a name we know."""
+    from ..model import PACKAGES, load_config, load_tokenizer
+
+    name = args.model or server.model or ""
+    if not args.model and name not in PACKAGES and not name.startswith("random:"):
+        raise MegakernelError(f"{server.url} serves {name!r}, of unknown sizes: name a model of the same with --model")
+    fetch(name)
+    config = load_config(name)
+    tokenizer = None
+
+    def encode(text: str) -> list[int]:
+        nonlocal tokenizer
+        tokenizer = tokenizer or load_tokenizer(name)
+        if tokenizer is None:
+            raise MegakernelError(f"{name} has no tokenizer to count tokens with: take another --model or --dataset")
+        return tokenizer.encode(text)
+
+    return config, workload(args, config.vocab, encode)
+
+
+def _least_work(config: LlamaConfig, dtype: str, load: Workload, in_flight: int | None) -> Work:
+    from ..model.checkpoint import weight_dims
+    from ..serving.bench import least_work
+    from ..serving.llm import DTYPES
+
+    return least_work(weight_dims(config, DTYPES[dtype]), load.jobs, in_flight or len(load.jobs), tied=config.tied)
+
+
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median throughput."""
+    middle = median(one["tokens_per_s"] for one in runs)
+    return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
+
+
+def _rate(text: str) -> float:
+    """A rate above 0, `inf` included, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0")
+    return value
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """`ttft:500`, for argparse; milliseconds become seconds."""
+    name, _, value = text.partition(":")
+    if name not in _LIMITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS with a name of {', '.join(_LIMITS)}")
+    return name, _rate(value) / 1e3
+
+
+def show(figures: dict[str, Any]) -> None:
+    """The figures as a person reads them; of several runs, the median one's."""
+    settings, ceilings = figures["settings"], figures["ceilings"]
+    lines: list[tuple[str, str | Text]] = [
+        ("server", f"{settings['url']}, {settings['model']}"),
+        ("workload", f"{settings['num_prompts']} prompts: {settings['workload']}"),
+        (
+            "requests",
+            Text.assemble(
+                f"{figures['completed']} answered in {figures['duration_s']:.1f} s, ",
+                (f"{figures['failed']} failed", "red" if figures["failed"] else ""),
+                f", {figures['short']} of another length, at most {figures['max_in_flight']} at a time",
+            ),
+        ),
+        ("tokens", f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"),
+        (
+            "throughput",
+            Text.assemble(
+                (f"{figures['tokens_per_s']:.1f} tokens/s out", "bold"),
+                f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s",
+            ),
+        ),
+    ]
+    if figures["goodput_per_s"] is not None:
+        limits = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in settings["goodput"].items())
+        lines.append(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
+    if ceilings is not None:
+        text = Text.assemble(
+            (f"{figures['roofline_fraction']:.0%}", "bold"),
+            f" of the time is the least that this work takes: {figures['read_GBps']:.1f} of "
+            f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, {figures['gflops']:.0f} of "
+            f"{ceilings['flops'] / 1e9:.0f} GFLOP/s",
+        )
+        lines.append(("roofline", text))
+    if own := figures["server"]:
+        text = Text(
+            f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
+        )
+        lines.append(("steps", text))
+    for url, other in figures["vs"].items():
+        ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
+        lines.append(("versus", Text.assemble((ratio, "bold"), f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
+    output.rows(*lines)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name, justify in (("ms", "left"), ("mean", "right"), ("median", "right"), ("p99", "right")):
+        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    names = {
+        "ttft_s": "to first token",
+        "tpot_s": "per later token",
+        "itl_s": "between pieces",
+        "e2e_s": "whole answer",
+    }
+    for key, name in names.items():
+        values = [figures[key][column] for column in ("mean", "median", "p99")]
+        table.add_row(name, *("-" if value is None else f"{value * 1e3:,.1f}" for value in values))
+    output.stdout.print(table)
+    for error in filter(None, [*figures["errors"], figures.get("roofline_error")]):
+        output.stderr.print(f"megakernel: warning: {error}")

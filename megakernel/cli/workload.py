@@ -1,0 +1,59 @@
+"""The flags that choose a benchmark's requests, with the names of vLLM's where it has them, and what they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import output
+from .options import positive
+
+if TYPE_CHECKING:
+    from ..serving.bench import Workload
+
+_DEFAULT = "sharegpt"
+
+
+def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
+    parser.add_argument(
+        "--dataset",
+        default=_DEFAULT,
+        metavar="NAME",
+        help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
+        f"or a .csv file of prompt and output tokens (default: {_DEFAULT})",
+    )
+    parser.add_argument(
+        "--num-prompts", type=positive, default=prompts, metavar="N", help=f"requests (default: {prompts})"
+    )
+    parser.add_argument(
+        "--random-input-len", type=positive, default=1024, metavar="N", help="random: tokens in (default: 1024)"
+    )
+    parser.add_argument(
+        "--random-output-len", type=positive, default=128, metavar="N", help="random: tokens out (default: 128)"
+    )
+    parser.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="random: lengths vary by this share up and down (default: 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice, order and ids of the prompts (default: 0)")
+
+
+def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
+    """The requests that the flags of `add_workload` describe."""
+    from ..serving.bench import workload as made
+
+    if args.dataset == _DEFAULT:
+        return made.sharegpt_lengths(args.num_prompts, vocab, args.seed)
+    if args.dataset == "random":
+        lengths = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return made.uniform(*lengths, args.num_prompts, vocab, args.seed)
+    path = Path(args.dataset)
+    if path.suffix == ".csv":
+        return made.length_pairs(path, args.num_prompts, vocab, args.seed)
+    with output.busy(f"reading {path.name}"):
+        return made.sharegpt_file(path, encode, args.num_prompts, args.seed)

@@ -1,0 +1,52 @@
+"""Bytes that instructions store at other ranks, from the regions that they declare."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .access import EVERY, OWN, Access, Index, Kind
+from .buffers import BUFFERS
+from .dims import Dims
+from .instructions import Columns, Instruction
+
+Bytes = NDArray[np.int64]
+
+
+def link_bytes(instruction: Instruction, columns: Columns, dims: Dims) -> Bytes:
+    """[tp] bytes that instructions of rank `dims.rank` store at each rank; 0 at their own.
+
+    `columns` must hold all attention instructions of the rank's layer, whose items partition a box. Rows of the final
+    norm that their owners send are counted as rank 0's: who sends depends on the step table, how much does not.
+    """
+    out = np.zeros(dims.tp, dtype=np.int64)
+    for access in instruction.accesses(columns, dims):
+        if access.kind is not Kind.READ and len(access.row):
+            out += _stored(access, dims)
+    out[dims.rank] = 0
+    return out
+
+
+def _stored(access: Access, d: Dims) -> Bytes:
+    """[tp] bytes of one access at each rank's copy."""
+    rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
+    cols = np.maximum(access.col_end - access.col, 0)
+    size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize
+    if access.index is Index.LOGIT_OWNER and d.rank > 0:
+        return np.zeros(d.tp, dtype=np.int64)
+    if access.index is Index.ITEM:
+        size = size[:1]
+    if access.rank is None:
+        starts = np.arange(d.row_blocks) * d.row_block
+        owned = np.bincount(
+            np.arange(d.row_blocks) % d.tp, np.minimum(d.row_block, d.tokens - starts), minlength=d.tp
+        ).astype(np.int64)
+        return size[0] // d.tokens * owned  # the box is all token rows
+    if isinstance(access.rank, np.ndarray):
+        return np.bincount(access.rank, size, minlength=d.tp).astype(np.int64)
+    out = np.zeros(d.tp, dtype=np.int64)
+    if access.rank == EVERY:
+        out[:] = size.sum()
+    elif access.rank != OWN:
+        out[access.rank] = size.sum()
+    return out

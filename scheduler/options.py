@@ -1,0 +1,39 @@
+"""How a program may be compiled, where there is a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..errors import MegakernelError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "o": ("auto", "sharded", "replicated"),
+    "residual": ("auto", "dealt", "replicated"),
+    "queue": ("none", "attention", "body"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`auto` takes what `choose` predicts to be faster. Only `o` is part of the numerics class.
+
+    o              O projection: W_O sharded by head, or all of it on every rank
+    residual       token rows dealt to owner ranks, or all on every rank
+    queue          what workers claim at run time: nothing, attention, or the whole layer body
+    interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
+                   off: phases one after the other
+    overlap_ranks  off: what comes from another rank is waited for by whole phases, not by row blocks
+    """
+
+    o: str = "auto"
+    residual: str = "auto"
+    queue: str = "none"
+    interleave: bool = True
+    overlap_ranks: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in CHOICES and value not in CHOICES[field.name]:
+                known = " or ".join(CHOICES[field.name])
+                raise MegakernelError(f"cannot compile with {field.name} = {value!r}: it must be {known}")

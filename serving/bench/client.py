@@ -1,0 +1,213 @@
+"""A client of any OpenAI-compatible server, on asyncio streams alone: HTTP/1.1, kept-alive connections, SSE.
+
+A benchmark's client must not be what is measured, so nothing here does more than the protocol needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...errors import MegakernelError
+from .report import Outcome
+from .workload import Job
+
+_LINE_LIMIT = 1 << 24  # bytes of one event
+_CONNECT_S = 30.0
+_READ = 1 << 16
+
+
+class Server:
+    """One server. `url` with or without `/v1`; `model` is the name it serves, None until `discover`."""
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise MegakernelError(f"{url!r} is not an http:// or https:// address")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.model = model
+        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        self._free: list[_Connection] = []
+        self.events = 0  # answers and pieces of answers so far, as a sign of life
+
+    async def discover(self) -> None:
+        """Take the first model that the server names where none was given."""
+        status, body = await self.get("/v1/models")
+        try:
+            self.model = self.model or str(json.loads(body)["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise MegakernelError(
+                f"{self.url}/v1/models answered {status} and named no model: {_short(body)}"
+            ) from None
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """(status, body). MegakernelError where nobody answers."""
+        try:
+            connection, status = await self._ask("GET", path, b"")
+            body = b"".join([piece async for piece in connection.body()])
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
+            raise MegakernelError(f"{self.url} does not answer: {e or type(e).__name__}; is the server up?") from e
+        self._give(connection)
+        return status, body
+
+    async def get_json(self, path: str) -> dict[str, Any] | None:
+        """A JSON object, None where the server has none there."""
+        status, body = await self.get(path)
+        try:
+            found = json.loads(body) if status == 200 else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def complete(self, job: Job, *, stream: bool = True) -> Outcome:
+        """Send one completion request and read the answer; a failure is an outcome too."""
+        request: dict[str, Any] = {
+            "model": self.model,
+            "prompt": job.prompt if isinstance(job.prompt, str) else job.prompt.tolist(),
+            "max_tokens": job.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        if stream:
+            request["stream_options"] = {"include_usage": True}
+        body = json.dumps(request).encode()
+        outcome = Outcome(job, perf_counter())
+        try:
+            connection, status = await self._ask("POST", "/v1/completions", body)
+            try:
+                if status != 200:
+                    outcome.error = f"{status}: {_short(b''.join([piece async for piece in connection.body()]))}"
+                elif stream:
+                    await self._read_events(connection, outcome)
+                else:
+                    _read_usage(json.loads(b"".join([piece async for piece in connection.body()])), outcome)
+            except BaseException:
+                connection.close()
+                raise
+            self._give(connection)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
+            outcome.error = f"{type(e).__name__}: {e}"
+        self.events += 1
+        outcome.end = perf_counter()
+        return outcome
+
+    async def close(self) -> None:
+        for connection in self._free:
+            connection.close()
+        self._free.clear()
+
+    async def _read_events(self, connection: _Connection, outcome: Outcome) -> None:
+        """Server-sent events of a streamed completion: a moment for each that carries a choice, and the usage."""
+        held, done = b"", False
+        async for piece in connection.body():
+            now = perf_counter()
+            self.events += 1
+            *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+            for event in events:
+                data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+                if data == b"[DONE]":
+                    done = True
+                elif data:
+                    message = json.loads(data)
+                    if message.get("error"):
+                        outcome.error = _short(data)
+                    if message.get("choices"):
+                        outcome.moments.append(now)
+                    if message.get("usage"):
+                        _read_usage(message, outcome)
+        if not done and outcome.error is None:
+            outcome.error = "the stream ended without [DONE]"
+
+    async def _ask(self, method: str, path: str, body: bytes) -> tuple[_Connection, int]:
+        """Send a request and read the head of the answer, on a free connection or a new one."""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        data = f"{head}\r\n".encode() + body
+        while self._free:
+            connection = self._free.pop()
+            try:
+                return connection, await connection.ask(data)
+            except (OSError, EOFError):
+                connection.close()  # the server had closed it while it was idle
+        opened = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE_LIMIT)
+        connection = _Connection(*await asyncio.wait_for(opened, _CONNECT_S))
+        try:
+            return connection, await connection.ask(data)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _give(self, connection: _Connection) -> None:
+        if connection.reusable:
+            self._free.append(connection)
+        else:
+            connection.close()
+
+
+class _Connection:
+    """One HTTP/1.1 connection; `reusable` once a body was read to its end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._headers: dict[str, str] = {}
+        self.reusable = False
+
+    async def ask(self, data: bytes) -> int:
+        """Send `data` and return the status of the answer."""
+        self.reusable = False
+        self._writer.write(data)
+        await self._writer.drain()
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        pairs = (line.split(":", 1) for line in head[1:] if ":" in line)
+        self._headers = {name.lower(): value.strip() for name, value in pairs}
+        return int(head[0].split()[1])
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Pieces of the body as they arrive."""
+        headers, reader = self._headers, self._reader
+        sized = True
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := int((await reader.readline()).split(b";")[0], 16):
+                yield await reader.readexactly(size)
+                await reader.readexactly(2)
+            while await reader.readline() != b"\r\n":
+                pass
+        elif "content-length" in headers:
+            left = int(headers["content-length"])
+            while left:
+                piece = await reader.read(min(left, _READ))
+                if not piece:
+                    raise EOFError("the answer was cut short")
+                left -= len(piece)
+                yield piece
+        else:
+            sized = False
+            while piece := await reader.read(_READ):
+                yield piece
+        self.reusable = sized and headers.get("connection", "").lower() != "close"
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _read_usage(message: dict[str, Any], outcome: Outcome) -> None:
+    usage = message.get("usage") or {}
+    outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
+    outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
+
+
+def _short(body: bytes) -> str:
+    text = " ".join(body.decode(errors="replace").split())
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,82 @@
+"""One server under load, or several in turn: A B A B, so that what the machine does meanwhile falls on all alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .client import Server
+from .drive import drive
+from .report import report
+from .workload import Job, Workload
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the jobs are sent (see `drive`) and what counts as served well (see `report`)."""
+
+    rate: float = math.inf
+    max_concurrency: int | None = None
+    stream: bool = True
+    goodput: dict[str, float] | None = None
+    seed: int = 0
+    warm_up: int = 8  # requests before each server's first run, with short answers
+
+
+async def alternate(
+    servers: list[Server], workload: Workload, load: Load, runs: int, on_done: Callable[[int, int], None] | None = None
+) -> list[list[dict[str, Any]]]:
+    """Figures of `runs` runs of each server, in the order of `servers`; they take turns, a run at a time.
+
+    A run has `server`, the change of its own record of steps (`/roofline`), where the server keeps one.
+    """
+    some = [Job(j.prompt, j.prompt_tokens, min(j.output_tokens, 4)) for j in workload.jobs[: load.warm_up]]
+    for server in servers:
+        if some:
+            await drive(server, Workload("warm-up", some), max_concurrency=load.max_concurrency)
+    figures: list[list[dict[str, Any]]] = [[] for _ in servers]
+    total = runs * len(servers) * len(workload.jobs)
+    for number in range(runs * len(servers)):
+        which = number % len(servers)
+        server = servers[which]
+        record = await server.get_json("/roofline")
+        outcomes = await drive(
+            server,
+            workload,
+            rate=load.rate,
+            max_concurrency=load.max_concurrency,
+            seed=load.seed,
+            stream=load.stream,
+            on_done=partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None,
+        )
+        steps = _steps(record, await server.get_json("/roofline"))
+        figures[which].append(report(outcomes, load.goodput) | {"server": steps})
+    return figures
+
+
+def _shifted(on_done: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    on_done(before + done, total)
+
+
+def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a server's own record says of the time between two looks at it."""
+    if not before or not after or "total" not in before or "total" not in after:
+        return None
+    steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
+    if not steps:
+        return None
+    return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall}
+
+
+async def describe(server: Server) -> dict[str, Any]:
+    """What a server says of itself."""
+    version = await server.get_json("/version") or {}
+    props = await server.get_json("/props") or {}  # llama-server's
+    return {
+        "url": server.url,
+        "model": server.model,
+        "version": version.get("version") or props.get("build_info"),
+    }

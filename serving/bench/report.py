@@ -1,0 +1,128 @@
+"""What came of the requests, as `vllm bench serve` counts, and how far the whole is from the hardware's limit."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...isa import Dims
+from ...roofline import Ceilings, Work, bound, fraction_error, step_work
+from .workload import Job, lengths
+
+_MOST_ERRORS = 5  # kinds that a report names
+
+
+@dataclass
+class Outcome:
+    """One request. Times are seconds of one clock; `moments` are those of streamed pieces, about one per token."""
+
+    job: Job
+    start: float
+    end: float = 0.0
+    moments: array[float] = field(default_factory=lambda: array("d"))
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None  # None: the server did not say
+    error: str | None = None
+
+    @property
+    def outputs(self) -> int:
+        return len(self.moments) if self.output_tokens is None else self.output_tokens
+
+    @property
+    def ttft(self) -> float | None:
+        return self.moments[0] - self.start if self.moments else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per token after the first: (last - first moment) / (tokens - 1)."""
+        return (self.moments[-1] - self.moments[0]) / (self.outputs - 1) if self.moments and self.outputs > 1 else None
+
+    @property
+    def latency(self) -> float:
+        return self.end - self.start
+
+
+def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None) -> dict[str, Any]:
+    """Figures of one run; rates are per second from the first request's start to the last answer.
+
+    `goodput` has limits in seconds (`ttft`, `tpot`, `e2e`); requests that keep all of them are counted apart.
+    `short` requests were answered with another number of tokens than asked for.
+    """
+    good = [o for o in outcomes if o.error is None]
+    duration = max(o.end for o in outcomes) - min(o.start for o in outcomes)
+    prompt = sum(o.job.prompt_tokens if o.prompt_tokens is None else o.prompt_tokens for o in good)
+    outputs = sum(o.outputs for o in good)
+    gaps = np.concatenate([np.zeros(0), *(np.diff(np.frombuffer(o.moments)) for o in good if len(o.moments) > 1)])
+    errors = Counter(o.error for o in outcomes if o.error is not None)
+    return {
+        "completed": len(good),
+        "failed": len(outcomes) - len(good),
+        "short": sum(o.outputs != o.job.output_tokens for o in good),
+        "duration_s": duration,
+        "input_tokens": prompt,
+        "output_tokens": outputs,
+        "requests_per_s": len(good) / duration,
+        "tokens_per_s": outputs / duration,
+        "input_tokens_per_s": prompt / duration,
+        "total_tokens_per_s": (prompt + outputs) / duration,
+        "goodput_per_s": None if goodput is None else sum(_keeps(o, goodput) for o in good) / duration,
+        "max_in_flight": most_in_flight(outcomes),
+        "ttft_s": spread([t for o in good if (t := o.ttft) is not None]),
+        "tpot_s": spread([t for o in good if (t := o.tpot) is not None]),
+        "itl_s": spread(gaps),
+        "e2e_s": spread([o.latency for o in good]),
+        "errors": [f"{count} x {text}" for text, count in errors.most_common(_MOST_ERRORS)],
+    }
+
+
+def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
+    measured = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2e": outcome.latency}
+    return all((value := measured[name]) is None or value <= limit for name, limit in limits.items())
+
+
+def spread(values: ArrayLike) -> dict[str, float | None]:
+    """Mean, median and 99th percentile; None of nothing."""
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size:
+        return {"mean": None, "median": None, "p99": None}
+    return {"mean": float(array.mean()), "median": float(np.median(array)), "p99": float(np.percentile(array, 99))}
+
+
+def most_in_flight(outcomes: Sequence[Outcome]) -> int:
+    moments = sorted([(o.start, 1) for o in outcomes] + [(o.end, -1) for o in outcomes])
+    return int(np.max(np.cumsum([change for _, change in moments])))
+
+
+def least_work(dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
+    """The work that any server cannot avoid which answers `jobs` token by token, `in_flight` at a time at most.
+
+    FLOPs and KV bytes are those of every prompt in one piece and of every later token alone. All weights are read in
+    every step, and there are at least max(longest output, outputs / in_flight) steps. Only `dims`' shapes count.
+    """
+    prompts, outputs = lengths(jobs)
+    last = prompts + outputs - 1  # the last token generated is never fed back
+    steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
+    whole = step_work(dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
+    step = step_work(dims, [1], [1], 1, tied=tied)
+    contexts = prompts + (outputs - 1) * prompts + (outputs - 1) * outputs // 2
+    return Work(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
+
+
+def against_roofline(work: Work, ceilings: Ceilings, seconds: float) -> dict[str, float | str | None]:
+    """`roofline_fraction` = least time of `work` / `seconds`, and the rates at which the necessary work was done.
+
+    `roofline_error` says why a fraction above 1 means nothing.
+    """
+    fraction = bound(work, ceilings) / seconds
+    return {
+        "roofline_fraction": fraction,
+        "roofline_error": fraction_error(fraction, ceilings),
+        "read_GBps": work.bytes / seconds / 1e9,
+        "gflops": work.flops / seconds / 1e9,
+    }

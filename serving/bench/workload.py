@@ -1,0 +1,136 @@
+"""Which requests a benchmark sends: prompts and how many tokens each is answered with.
+
+Outputs always have the recorded length (greedy, end of sequence ignored), so two servers do the same work.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+
+Pair = tuple[int, int]  # tokens of the prompt, tokens of the answer
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request. `prompt` is text, or int32 token ids; counts are in tokens."""
+
+    prompt: str | NDArray[np.int32]
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Jobs in the order in which they are sent; `name` says what they are, for people."""
+
+    name: str
+    jobs: Sequence[Job]
+
+
+def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
+    """Random ids with the lengths of ShareGPT conversations: first two turns, Llama-2 tokens, vLLM's filter.
+
+    15,277 pairs, mean 246 in and 235 out; more jobs than pairs begin again with the first, with other ids.
+    """
+    text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
+    return _from_pairs(
+        "ShareGPT lengths, random ids", _pairs(text.splitlines(), "sharegpt_lengths.csv"), count, vocab, seed
+    )
+
+
+def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
+    """Random ids with the lengths of a CSV file: a header, then prompt and output tokens in each line."""
+    return _from_pairs(
+        f"lengths of {path.name}, random ids", _pairs(_read(path).splitlines(), str(path)), count, vocab, seed
+    )
+
+
+def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int, seed: int) -> Workload:
+    """Random ids; lengths uniform in [length * (1 - range_ratio), length * (1 + range_ratio)], at least 1."""
+    if not 0 <= range_ratio < 1:
+        raise MegakernelError(f"range ratio {range_ratio} must be at least 0 and below 1")
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean: int) -> NDArray[np.int64]:
+        low, high = round(mean * (1 - range_ratio)), round(mean * (1 + range_ratio))
+        return np.maximum(rng.integers(low, high, count, endpoint=True), 1)
+
+    pairs = list(zip(lengths(prompt).tolist(), lengths(output).tolist(), strict=True))
+    return Workload(f"random, {prompt} in and {output} out", _jobs(pairs, vocab, rng))
+
+
+def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int, seed: int) -> Workload:
+    """The first two turns of conversations of a ShareGPT-format file, shuffled: prompt, and length of the answer.
+
+    vLLM's filter: both at least 4 tokens, prompt at most 1,024, together at most 2,048. A file with fewer
+    conversations than `count` begins again.
+    """
+    try:
+        conversations = json.loads(_read(path))
+        turns = [[str(t["value"]) for t in c["conversations"][:2]] for c in conversations]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise MegakernelError(
+            f'{path} is no ShareGPT file, a JSON list of {{"conversations": [{{"from", "value"}}, ...]}}: {e!r}'
+        ) from e
+    turns = [t for t in turns if len(t) == 2]
+    random.Random(seed).shuffle(turns)
+    jobs: list[Job] = []
+    for prompt, answer in turns:
+        if len(jobs) == count:
+            break
+        job = Job(prompt, len(encode(prompt)), len(encode(answer)))
+        if _fits((job.prompt_tokens, job.output_tokens)):
+            jobs.append(job)
+    if not jobs:
+        raise MegakernelError(f"{path} has no conversation of two turns and fitting length: take another file")
+    return Workload(f"ShareGPT conversations of {path.name}", [jobs[i % len(jobs)] for i in range(count)])
+
+
+def _fits(pair: Pair) -> bool:
+    prompt, output = pair
+    return prompt >= 4 and output >= 4 and prompt <= 1024 and prompt + output <= 2048
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise MegakernelError(f"cannot read workload {path}: {e}") from e
+
+
+def _pairs(lines: Iterable[str], source: str) -> list[Pair]:
+    rows = list(csv.reader(lines))[1:]
+    try:
+        pairs = [(int(prompt), int(output)) for prompt, output in rows]
+    except ValueError as e:
+        raise MegakernelError(f"{source} is not a CSV file of prompt and output tokens with a header: {e}") from e
+    if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
+        raise MegakernelError(f"{source}: there must be pairs, and all lengths at least 1")
+    return pairs
+
+
+def _from_pairs(name: str, pairs: list[Pair], count: int, vocab: int, seed: int) -> Workload:
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(pairs))
+    return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng))
+
+
+def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[Job]:
+    return [Job(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]
+
+
+def lengths(jobs: Sequence[Job]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(prompt tokens, output tokens) of each job."""
+    return np.array([j.prompt_tokens for j in jobs]), np.array([j.output_tokens for j in jobs])

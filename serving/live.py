@@ -1,0 +1,185 @@
+"""A running record of an engine's steps: how much of the time the hardware's limits explain, and what requests felt.
+
+The headline is sum(bound) / sum(wall). A step's bound is the least time that its actual tokens and KV need at the
+measured ceilings (`megakernel.roofline`), its wall time runs from the end of the step before it, or from the moment
+that work arrived, to its own end: what the host does between steps counts against it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..program import Program
+from ..roofline import Ceilings, achieved, fraction_error, step_work
+from ..trace import Trace
+from .engine import Stats, Step
+from .request import Sequence
+
+WINDOW_S = 10.0  # of work, that rates and means are taken over
+_SHOWN = 240  # steps that a snapshot lists one by one
+_KEPT = 4096  # steps, and samples of each latency
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over steps: seconds, FLOPs, bytes; token rows computed, tokens sampled, sequences in each step."""
+
+    steps: int = 0
+    wall_s: float = 0.0
+    bound_s: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+    sequences: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
+
+    def rates(self, ceilings: Ceilings) -> dict[str, float | None]:
+        """Per-second and per-step figures, and fractions of the ceilings; None where no step has run."""
+        wall, steps = self.wall_s or math.nan, self.steps or math.nan
+        figures = {
+            "roofline_fraction": self.bound_s / wall,
+            "step_s": wall / steps,
+            "tokens_per_s": self.tokens / wall,
+            "rows_per_s": self.rows / wall,
+            "read_bytes_per_s": self.bytes / wall,
+            "read_fraction": self.bytes / wall / ceilings.read_bytes_per_s,
+            "flops_per_s": self.flops / wall,
+            "flops_fraction": self.flops / wall / ceilings.flops,
+            "sequences": self.sequences / steps,
+        }
+        return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One step, and the ceiling that binds it."""
+
+    sums: Totals
+    limit: str
+
+
+class Live:
+    """The record of one engine. One thread steps and adds, any thread reads.
+
+    `stats` are the engine's now, `tied` says that the LM head reads the embedding table, `max_seqs` is how many
+    sequences may run at once, and `about` holds words on the engine, for people.
+    """
+
+    def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
+        self.ceilings = ceilings
+        self._stats = stats
+        self._tied, self._max_seqs, self._about = tied, max_seqs, about
+        self._lock = threading.Lock()
+        self._steps: deque[_Sample] = deque(maxlen=_KEPT)
+        self._totals = Totals()
+        self._ttft: deque[float] = deque(maxlen=_KEPT)
+        self._itl: deque[float] = deque(maxlen=_KEPT)
+        self._last_token: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()  # aborted ones fall out
+        self._traced: tuple[Program, Trace] | None = None
+        self._trace_made = threading.Event()
+        self._tracing = False
+
+    @property
+    def tracing(self) -> bool:
+        """Whether somebody wants the next step traced."""
+        return self._tracing
+
+    def add(self, step: Step, wall_s: float, stats: Stats) -> None:
+        """Record a step that has just ended after `wall_s`, and what the engine holds then."""
+        now = perf_counter()
+        rows = step.rows
+        work = step_work(step.program.dims, rows, step.contexts, step.logit_rows, tied=self._tied)
+        reached = achieved(work, self.ceilings, wall_s)
+        bound = reached.fraction * wall_s
+        sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))
+        with self._lock:
+            self._steps.append(_Sample(sums, reached.limit))
+            self._totals += sums
+            self._stats = stats
+            self._latencies(step, now)
+            if step.output.trace is not None:
+                self._traced, self._tracing = (step.program, step.output.trace), False
+                self._trace_made.set()
+
+    def _latencies(self, step: Step, now: float) -> None:
+        for token in step.tokens:
+            sequence = token.request.choices[token.choice]
+            before = self._last_token.get(sequence)
+            if before is None:
+                self._ttft.append(now - token.request.added_at)
+            else:
+                self._itl.append(now - before)
+            if token.finish_reason is None:
+                self._last_token[sequence] = now
+            else:
+                self._last_token.pop(sequence, None)
+
+    def totals(self) -> Totals:
+        """Sums since the start."""
+        with self._lock:
+            return self._totals
+
+    def _error(self, totals: Totals) -> str | None:
+        """Why the fractions mean nothing, where that is so: steps cannot be faster than the limits."""
+        if self._about.get("backend") == "null":
+            return "the null backend computes nothing, so no fraction of the roofline means anything"
+        return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
+
+    def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
+        """The next step's program and trace; without work within `wait_s` the last traced one's, None without any."""
+        self._trace_made.clear()
+        self._tracing = True
+        self._trace_made.wait(wait_s)
+        self._tracing = False
+        return self._traced
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything as JSON values: `now`, rates over the last WINDOW_S of work, totals, latencies, single steps."""
+        with self._lock:
+            steps, totals = list(self._steps), self._totals
+            ttft, itl = np.array(self._ttft), np.array(self._itl)
+            stats = self._stats
+        recent = Totals()
+        by_limit: dict[str, float] = {}
+        for sample in reversed(steps):
+            if recent.wall_s >= WINDOW_S:
+                break
+            recent += sample.sums
+            by_limit[sample.limit] = by_limit.get(sample.limit, 0.0) + sample.sums.wall_s
+        shown = steps[-_SHOWN:]
+        return {
+            "about": self._about,
+            "ceilings": asdict(self.ceilings),
+            "limits": {"max_seqs": self._max_seqs, "kv_pages": stats.pages},
+            "now": {"running": stats.running, "waiting": stats.waiting, "kv_pages_used": stats.pages_used},
+            "error": self._error(recent),
+            "window": recent.rates(self.ceilings) | {"limited_by": {k: v / recent.wall_s for k, v in by_limit.items()}},
+            "total": asdict(totals) | totals.rates(self.ceilings),
+            "ttft_s": _percentiles(ttft),
+            "itl_s": _percentiles(itl),
+            "steps": {
+                name: [getattr(s.sums, name) for s in shown] for name in ("wall_s", "bound_s", "rows", "sequences")
+            }
+            | {"limit": [s.limit for s in shown]},
+        }
+
+
+def _percentiles(values: NDArray[np.float64]) -> dict[str, float | None]:
+    found = np.percentile(values, _PERCENTILES).tolist() if len(values) else [None] * len(_PERCENTILES)
+    return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}

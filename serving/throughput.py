@@ -1,0 +1,71 @@
+"""Offline throughput: the time to finish many prompts, with the steps' work and rates behind the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from ..roofline import Ceilings, fraction_error
+from .bench import Job, Workload
+from .engine import Step
+from .live import Live
+from .llm import LLM
+from .sampling import SamplingParams
+
+_WARM_UP_TOKENS = 4  # output tokens of the jobs that warm up
+
+
+def measure(
+    llm: LLM, load: Workload, runs: int, ceilings: Ceilings, on_progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    """Figures of `runs` runs, after a few short requests that fill caches and compile. `on_progress`: (tokens, all)."""
+    total = runs * sum(job.output_tokens for job in load.jobs)
+    made = 0
+
+    def count(step: Step) -> None:
+        nonlocal made
+        made += len(step.tokens)
+        on_progress(made, total)
+
+    some = [Job(job.prompt, job.prompt_tokens, min(job.output_tokens, _WARM_UP_TOKENS)) for job in load.jobs]
+    _one(llm, some[: 2 * llm.engine.dims.max_seqs], ceilings, lambda step: None)
+    return [_one(llm, list(load.jobs), ceilings, count) for _ in range(runs)]
+
+
+def _one(llm: LLM, jobs: list[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
+    engine = llm.engine
+    live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.max_seqs, about={})
+
+    ended = 0.0
+
+    def record(step: Step) -> None:
+        nonlocal ended
+        before, ended = ended, perf_counter()
+        live.add(step, ended - before, engine.stats)
+        on_step(step)
+
+    prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
+    params = [SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
+    began = ended = perf_counter()
+    results = llm.generate(prompts, params, on_step=record)
+    seconds = perf_counter() - began
+    inputs, outputs = sum(len(r.prompt_ids) for r in results), sum(len(r.token_ids) for r in results)
+    totals = live.totals()
+    figures = totals.rates(ceilings)
+    return {
+        "completed": len(results),
+        "duration_s": seconds,
+        "input_tokens": inputs,
+        "output_tokens": outputs,
+        "requests_per_s": len(results) / seconds,
+        "tokens_per_s": outputs / seconds,
+        "total_tokens_per_s": (inputs + outputs) / seconds,
+        "steps": totals.steps,
+        "step_s": figures["step_s"],
+        "sequences": figures["sequences"],
+        "roofline_fraction": totals.bound_s / seconds,
+        "read_GBps": totals.bytes / seconds / 1e9,
+        "gflops": totals.flops / seconds / 1e9,
+        "error": fraction_error(totals.bound_s / seconds, ceilings),
+    }

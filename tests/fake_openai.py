@@ -1,0 +1,113 @@
+"""A server that speaks just enough of the OpenAI API to be measured, on a thread, with the faults a test asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class FakeServer:
+    """`url` once it runs. A request whose prompt has n tokens fails as `faults[n]` says: an HTTP status, "cut" (the
+    stream ends early), "error" (an error event), "short" (a token less), "silent" (the connection is closed)."""
+
+    model: str = "random:tiny"
+    delay_s: float = 0.0
+    faults: dict[int, int | str] = field(default_factory=dict)
+    pages: dict[str, Any] = field(default_factory=dict)  # other paths -> JSON
+    close_after: int = 10**9  # answers on one connection
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    connections: int = 0
+    running: int = 0
+    most_running: int = 0
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            for _ in range(self.close_after):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.headers.append(head)
+                path = head.split()[1]
+                size = next((int(h.split(":")[1]) for h in head.splitlines() if h.lower().startswith("content-len")), 0)
+                body = await reader.readexactly(size)
+                if path.endswith("/v1/models"):
+                    self._whole(writer, 200, {"data": [{"id": self.model}]})
+                elif path.endswith("/v1/completions"):
+                    self.running += 1
+                    self.most_running = max(self.most_running, self.running)
+                    try:
+                        await self._completion(writer, json.loads(body))
+                    finally:
+                        self.running -= 1
+                elif path in self.pages:
+                    self._whole(writer, 200, self.pages[path])
+                else:
+                    self._whole(writer, 404, {"detail": "Not Found"})
+                await writer.drain()
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def _whole(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
+        self.requests.append(request)
+        prompt, tokens = len(request["prompt"]), request["max_tokens"]
+        fault = self.faults.get(prompt)
+        await asyncio.sleep(self.delay_s)
+        if isinstance(fault, int):
+            self._whole(writer, fault, {"error": {"message": "no", "type": "x", "param": None, "code": fault}})
+            return
+        if fault == "silent":
+            raise ConnectionError
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens - (fault == "short")}
+        if not request["stream"]:
+            self._whole(writer, 200, {"choices": [{"text": "x"}], "usage": usage})
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        events = [{"choices": [{"text": "é"}]}] * tokens + [{"choices": [], "usage": usage}]
+        if fault == "error":
+            events = [{"error": {"message": "gone", "type": "x", "param": None, "code": 500}}]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * (fault != "cut")
+        for line in lines:
+            data = line.encode()
+            for piece in (data[:9], data[9:]):  # events are not cut where chunks are
+                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(self.delay_s)
+        writer.write(b"0\r\n\r\n")
+
+
+@contextmanager
+def running(server: FakeServer) -> Iterator[FakeServer]:
+    """The server on a free port of this machine until the block ends."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    made = asyncio.run_coroutine_threadsafe(asyncio.start_server(server.connection, "127.0.0.1", 0), loop).result()
+    server.url = "http://{}:{}".format(*made.sockets[0].getsockname())
+    try:
+        yield server
+    finally:
+
+        async def stop() -> None:
+            made.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,59 @@
+"""The scripts in benchmarks/, on little work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from model_helpers import byte_model, tiny_gguf
+
+from megakernel.isa import Buffer, Dtype
+from megakernel.model import open_checkpoint
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_many_requests_through_the_server(tmp_path: Path) -> None:
+    """A sample of the 65,536: every request answered in full, and memory looked at."""
+    model, out = tmp_path / "model", tmp_path / "out.json"
+    model.mkdir()
+    byte_model(model)
+    flags = ["--model", str(model), "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
+    flags += ["--max-concurrency", "32", "--logs", str(tmp_path), "-o", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["answered"] and [one["completed"] for one in result["raw"]["runs"]] == [60, 60]
+    assert result["ours"]["tokens_per_s"] == result["raw"]["runs"][1]["tokens_per_s"]  # the first warms up
+    assert result["published"]["ours_tokens_per_s"] == "not yet run"
+    assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
+
+
+def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from sharegpt_65536 import flatness
+
+    assert flatness([(i, 100 + (i < 20) * 50) for i in range(100)])["flat"]
+    grown = flatness([(i, 100 + i) for i in range(100)])
+    assert not grown["flat"] and grown["growth_after_warm_up"] > 0.3
+    assert flatness([])["flat"] is None
+
+
+def test_bf16_weights_for_the_peer_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from llama_cpp import write_bf16
+
+    quantised, rounded = tmp_path / "q.gguf", tmp_path / "b.gguf"
+    tiny_gguf(quantised, quantise=GGMLQuantizationType.Q8_0)
+    write_bf16(quantised, rounded)
+    a, b = open_checkpoint(str(quantised)), open_checkpoint(str(rounded))
+    assert a.config == b.config and b.dtype is Dtype.BF16
+    for buffer in (Buffer.EMBED, Buffer.W_QKV, Buffer.W_DOWN, Buffer.FINAL_NORM):
+        assert np.array_equal(a.load(buffer, 0, Dtype.BF16), b.load(buffer, 0, Dtype.BF16))
+    assert list(tmp_path.glob("*.part")) == []

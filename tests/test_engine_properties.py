@@ -1,0 +1,401 @@
+"""What a request generates depends on it alone: on a model whose every token depends on all tokens before it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine_support import CONFIG, EOS, FakeBackend, continuation, digest, fake_engine
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.serving.engine import Engine, Token
+from megakernel.serving.pages import ROOT, PagePool, page_hash
+from megakernel.serving.request import Request
+
+PAGE = 16
+
+
+def alone(request: Request, choice: int) -> tuple[list[int], str]:
+    """What a choice must generate, and why it ends."""
+    params, seed = request.params, request.seed & 0xFFFFFFFF
+    tokens, stop = list(request.prompt_ids), {EOS, *params.stop_token_ids}
+    made: list[int] = []
+    while True:
+        token = continuation(digest(tokens), seed, choice)
+        while len(made) < params.min_tokens and token in stop:
+            token = (token + 1) % CONFIG.vocab
+        tokens.append(token)
+        made.append(token)
+        if token in stop:
+            return made, "stop"
+        if len(made) == params.max_tokens or len(tokens) == 256:
+            return made, "length"
+
+
+def assert_generated_alone(request: Request) -> None:
+    for choice in request.choices:
+        assert (choice.output_ids, choice.finish_reason) == alone(request, choice.choice)
+    if request.params.prompt_logprobs is not None:
+        assert request.prompt_logprobs == [-float(p) for p in range(1, len(request.prompt_ids))]
+
+
+def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
+    stats = engine.stats
+    assert engine.idle and not backend.under_way
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert sorted(engine._slots) == list(range(engine.dims.max_seqs))
+
+
+def read(engine: Engine, found: dict[tuple[Request, int], list[Token]]) -> None:
+    for token in engine.step().tokens:
+        found.setdefault((token.request, token.choice), []).append(token)
+
+
+def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int], SamplingParams]:
+    prompt = rng.choice(prefixes)[: rng.randint(0, 100)] + [rng.randrange(60) for _ in range(rng.randint(1, 30))]
+    most = rng.randint(1, 40)
+    params = SamplingParams(
+        seed=rng.randrange(2**32),
+        max_tokens=most,
+        min_tokens=rng.randint(0, most) if rng.random() < 0.3 else 0,
+        n=rng.choice([1, 1, 1, 2, 4]),
+        stop_token_ids=[rng.randrange(60)] if rng.random() < 0.3 else (),
+        logprobs=rng.choice([None, 0, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 1]),
+    )
+    return prompt, params
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    engine, backend = fake_engine(
+        None,
+        max_seqs=rng.choice([2, 5, 9]),
+        pages=rng.choice([12, 16, 40]),
+        step_tokens=rng.choice([9, 16, 50]),
+        prefix_cache=rng.random() < 0.8,
+    )
+    prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
+    left = [random_request(rng, prefixes) for _ in range(20)]
+    done: list[Request] = []
+    aborted: list[Request] = []
+    found: dict[tuple[Request, int], list[Token]] = {}
+    while left or not engine.idle:
+        while left and (engine.idle or rng.random() < 0.3):
+            prompt, params = left.pop()
+            (aborted if rng.random() < 0.2 else done).append(engine.add(prompt, params))
+        if aborted and rng.random() < 0.1:
+            engine.abort(rng.choice(aborted))
+        if not engine.idle:
+            read(engine, found)
+    for request in done:
+        assert_generated_alone(request)
+        for choice in request.choices:
+            tokens = found[request, choice.choice]
+            assert [t.token_id for t in tokens] == choice.output_ids
+            assert [t.finish_reason for t in tokens[:-1]] == [None] * (len(tokens) - 1)
+            assert tokens[-1].finish_reason == choice.finish_reason
+            assert [t.logprob for t in tokens] == [-float(len(request.prompt_ids) + i) for i in range(len(tokens))]
+    assert_at_rest(engine, backend)
+
+
+def test_the_random_runs_meet_every_phase() -> None:
+    """What the test above is about does happen in it."""
+    rng = random.Random(0)
+    engine, _ = fake_engine(None, max_seqs=9, pages=12, step_tokens=16)
+    prefixes = [[rng.randrange(60) for _ in range(100)]]
+    for _ in range(15):
+        engine.add(*random_request(rng, prefixes))
+    for _ in engine.run():
+        pass
+    assert engine.stats.preemptions > 3
+    assert 0 < engine.stats.prefix_hits < engine.stats.prefix_queries
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_failed_launch_changes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    engine, backend = fake_engine(None, max_seqs=4, pages=16, step_tokens=16)
+    prefixes = [[rng.randrange(60) for _ in range(100)]]
+    requests = [engine.add(*random_request(rng, prefixes)) for _ in range(12)]
+    while not engine.idle:
+        backend.interrupt = rng.random() < 0.1
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            assert not backend.under_way
+            assert engine.stats.pages_used == engine.stats.running == 0
+            backend.kv.clear()
+        backend.interrupt = False
+    for request in requests:
+        assert_generated_alone(request)
+    assert_at_rest(engine, backend)
+
+
+# -- prefix cache
+
+
+def one(engine: Engine, prompt: list[int], **params: Any) -> Request:
+    request = engine.add(prompt, SamplingParams(**{"seed": 1, "max_tokens": 3, "ignore_eos": False} | params))
+    for _ in engine.run():
+        pass
+    assert_generated_alone(request)
+    return request
+
+
+@pytest.mark.parametrize("length, cached", [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (47, 32)])
+def test_a_prompt_met_again_computes_only_what_follows_its_full_pages(length: int, cached: int) -> None:
+    """Even where they hold all of it: the last prompt token is always computed."""
+    engine, backend = fake_engine(None, step_tokens=64)
+    prompt = [i % 50 for i in range(length)]
+    assert one(engine, prompt).cached_tokens == 0
+    backend.tables.clear()
+    assert one(engine, prompt).cached_tokens == cached
+    assert backend.steps()[0] == [(0, length - cached)]
+    assert_at_rest(engine, backend)
+
+
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+    engine, _ = fake_engine(None)
+    first = one(engine, [1] * 10, max_tokens=40, seed=3, min_tokens=40)
+    second = one(engine, [*first.prompt_ids, *first.choices[0].output_ids, 5, 6], max_tokens=4)
+    assert second.cached_tokens == 48  # of 50 the last was never fed back
+
+
+def test_scored_prompts_and_a_cache_that_is_off_or_reset_compute_everything() -> None:
+    prompt = list(range(40))
+    engine, _ = fake_engine(None)
+    one(engine, prompt)
+    assert one(engine, prompt, prompt_logprobs=0).cached_tokens == 0
+    assert one(engine, prompt).cached_tokens == 32
+    engine.reset_prefix_cache()
+    assert one(engine, prompt).cached_tokens == 0
+    engine, _ = fake_engine(None, prefix_cache=False)
+    one(engine, prompt)
+    assert one(engine, prompt).cached_tokens == 0
+
+
+def test_choices_of_a_long_prompt_share_its_pages() -> None:
+    engine, backend = fake_engine(None, max_seqs=8, step_tokens=64)
+    request = one(engine, [i % 50 for i in range(40)], n=5, max_tokens=6)
+    assert [count for step in backend.steps() for _, count in step if count > 1] == [40, 8, 8, 8, 8]
+    assert len({tuple(c.output_ids) for c in request.choices}) == 5
+    assert_at_rest(engine, backend)
+
+
+def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([i % 50 for i in range(40)], SamplingParams(n=3, max_tokens=4, seed=1, ignore_eos=True))
+    engine.step()
+    engine.stop(request, 0)
+    for _ in engine.run():
+        pass
+    assert [c.finish_reason for c in request.choices] == ["stop", "length", "length"]
+    assert_at_rest(engine, backend)
+
+
+def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first() -> None:
+    engine, backend = fake_engine(None, pages=8, step_tokens=32)
+    twins = [engine.add([7] * 33, SamplingParams(seed=s, max_tokens=5)) for s in (1, 1, 2)]
+    for _ in engine.run():
+        pass
+    for twin in twins:
+        assert_generated_alone(twin)
+    assert twins[0].choices[0].output_ids == twins[1].choices[0].output_ids != twins[2].choices[0].output_ids
+    one(engine, [8] * 33)
+    one(engine, [7] * 33)
+    one(engine, [9] * 65)  # 5 of 8 pages: those of 8 go, not those of 7
+    assert one(engine, [7] * 33).cached_tokens == 32
+    assert one(engine, [8] * 33).cached_tokens < 32
+    assert_at_rest(engine, backend)
+
+
+def test_a_chain_is_known_by_all_that_came_before() -> None:
+    pool = PagePool(4)
+    first, second = page_hash(ROOT, [1, 2]), page_hash(page_hash(ROOT, [1, 2]), [3, 4])
+    pages = pool.take(2)
+    pool.learn(first, pages[0])
+    pool.learn(second, pages[1])
+    assert pool.find([first, second]) == pages
+    assert pool.find([page_hash(ROOT, [3, 4])]) == []
+    assert pool.find([page_hash(ROOT, [9, 9]), second]) == []
+    pool.share(pages)
+    pool.give(pages)
+    assert pool.free == 2
+    pool.give(pages)
+    assert pool.free == 4
+    pool.take(3)  # two that hold nothing, then the end of the chain
+    assert pool.find([first, second]) == pages[:1]
+
+
+# -- preemption and admission
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    """Two sequences fit at first, not at last. The younger gives way, keeps its tokens and computes them again."""
+    engine, backend = fake_engine(None, pages=9, step_tokens=64)
+    params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
+    old, young = engine.add([1] * 20, params), engine.add([2] * 20, params)
+    for _ in engine.run():
+        pass
+    assert engine.stats.preemptions >= 1
+    assert_generated_alone(old)
+    assert_generated_alone(young)
+    again = [count for step in backend.steps() for _, count in step if count > 1][2:]
+    assert again and max(again) <= PAGE + 1  # its full pages were still known
+    assert_at_rest(engine, backend)
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    engine, backend = fake_engine(None, max_seqs=8, pages=8, step_tokens=64)
+    params = SamplingParams(seed=5, max_tokens=100, min_tokens=100)
+    requests = [engine.add([i] * 16, params) for i in range(6)]
+    order: list[int] = []
+    for step in engine.run():
+        order += [token.request.id for token in step.tokens if token.finish_reason]
+    assert order[0] == 0
+    assert engine.stats.preemptions > 2
+    for request in requests:
+        assert_generated_alone(request)
+    assert_at_rest(engine, backend)
+
+
+@pytest.mark.parametrize("phase", ["queued", "held", "prefilling", "decoding", "preempted", "done"])
+def test_cancel_in_every_phase(phase: str) -> None:
+    engine, backend = fake_engine(None, max_seqs=4, pages=8, step_tokens=16)
+    params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
+    other = engine.add([1] * 40, params)
+    mine = engine.add([2] * 40, SamplingParams(seed=5, max_tokens=60, min_tokens=60, n=2 if phase == "held" else 1))
+    sequence = mine.choices[0]
+    reached = {
+        "queued": lambda: sequence.slot < 0,
+        "held": lambda: bool(mine.held),
+        "prefilling": lambda: 0 < sequence.computed < 40,
+        "decoding": lambda: sequence.outputs > 2,
+        "preempted": lambda: sequence.slot < 0 and sequence.outputs > 2,
+        "done": lambda: mine.done,
+    }[phase]
+    while not reached():
+        engine.step()
+    engine.abort(mine)
+    engine.abort(mine)
+    assert mine.done and all(c.slot < 0 for c in mine.choices)
+    assert {c.finish_reason for c in mine.choices} == {"length" if phase == "done" else "abort"}
+    outputs = [list(c.output_ids) for c in mine.choices]
+    for _ in engine.run():
+        pass
+    assert outputs == [c.output_ids for c in mine.choices]
+    assert_generated_alone(other)
+    assert_at_rest(engine, backend)
+
+
+def test_a_step_after_everybody_left_is_not_needed() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([1, 2], SamplingParams(max_tokens=50))
+    engine.step()
+    assert backend.under_way  # the next one is prepared and started
+    engine.abort(request)
+    assert_at_rest(engine, backend)
+
+
+def test_a_sequence_that_ends_unforeseen_does_not_start_another_step() -> None:
+    engine, backend = fake_engine(lambda position: EOS)
+    engine.add([1, 2], SamplingParams(max_tokens=50))
+    [step] = engine.run()
+    assert [t.finish_reason for t in step.tokens] == ["stop"]
+    assert len(backend.tables) == 1
+    assert_at_rest(engine, backend)
+
+
+def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
+    engine, backend = fake_engine(lambda position: EOS if position == 4 else 1)
+    short, long = (engine.add([1] * n, SamplingParams(max_tokens=4)) for n in (3, 8))
+    tokens = [t for step in engine.run() for t in step.tokens]
+    assert [t.token_id for t in tokens if t.request is short] == [1, 1, EOS]
+    assert short.choices[0].output_ids == [1, 1, EOS]
+    assert [len(step) for step in backend.steps()] == [2, 2, 2, 2]
+    assert long.choices[0].outputs == 4
+    assert_at_rest(engine, backend)
+
+
+def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
+    """Two that decode take the whole budget and end at once; a third was admitted beside them."""
+    engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
+    for prompt in ([1], [2]):
+        engine.add(prompt, SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    third = engine.add([3] * 20, SamplingParams(max_tokens=2))
+    for _ in engine.run():
+        pass
+    assert [len(step) for step in backend.steps()][:3] == [2, 2, 2]
+    assert third.choices[0].output_ids == [1, 1]
+    assert_at_rest(engine, backend)
+
+
+@pytest.mark.parametrize("length, fits", [(30, True), (31, True), (32, False), (33, False)])
+def test_prompts_around_the_limit(length: int, fits: bool) -> None:
+    engine, backend = fake_engine(None, max_context=32)
+    if fits:
+        request = engine.add([1] * length, SamplingParams(max_tokens=None, seed=1, ignore_eos=True))
+        for _ in engine.run():
+            pass
+        assert request.choices[0].outputs == 32 - length
+    else:
+        with pytest.raises(MegakernelError, match="shorten the prompt"):
+            engine.add([1] * length, SamplingParams())
+    assert_at_rest(engine, backend)
+
+
+def test_what_never_fits_is_refused_while_others_run() -> None:
+    engine, backend = fake_engine(None, pages=3)
+    running = engine.add([1] * 20, SamplingParams(max_tokens=20, seed=1))
+    engine.step()
+    with pytest.raises(MegakernelError, match="need 4 KV pages and the pool has 3: lower max_tokens"):
+        engine.add([1] * 49, SamplingParams(max_tokens=1))
+    exact = engine.add([1] * 48, SamplingParams(max_tokens=1, seed=2))
+    for _ in engine.run():
+        pass
+    assert_generated_alone(running)
+    assert_generated_alone(exact)
+    assert_at_rest(engine, backend)
+
+
+# -- on a real model
+
+
+TINY = RandomCheckpoint(
+    "tiny", LlamaConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+)
+
+
+def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and seeded, with penalties and logprobs, on the CPU backend."""
+    rng = random.Random(4)
+    common = [rng.randrange(97) for _ in range(70)]
+    prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), seed=i, max_tokens=40, frequency_penalty=0.3 * (i % 3), logprobs=2, top_k=40
+        )
+        for i in range(10)
+    ]
+    with LLM(TINY, backend="cpu", max_context=160, threads=1, prefix_cache=False) as llm:
+        expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    from megakernel.serving import llm as module
+
+    monkeypatch.setattr(module, "kv_capacity", lambda *_: (160, 20 * 16))
+    for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
+        with LLM(TINY, backend="cpu", max_context=160, threads=1, **limits) as llm:
+            for _ in range(2):
+                results = llm.generate(prompts, params)
+                for result, one_alone in zip(results, expected, strict=True):
+                    assert result.token_ids == one_alone.token_ids
+                    assert result.logprobs == one_alone.logprobs
+                    assert result.top_logprobs == one_alone.top_logprobs
+            stats = llm.engine.stats
+            assert stats.preemptions and stats.prefix_hits and not stats.pages_used

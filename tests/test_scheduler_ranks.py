@@ -1,0 +1,136 @@
+"""The scheduler for many ranks: every lowering, even, uneven and empty shards, any interleaving of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from symbolic import Failure, check
+from test_scheduler import LLAMA_70B, SMALL, compiled, small_machine
+
+from megakernel import machine
+from megakernel.isa import BY_OPCODE, Family
+from megakernel.isa.record import WAIT_WORD, WAITS, opcode
+from megakernel.model.config import LlamaConfig
+from megakernel.scheduler import Options, describe
+
+LOWERINGS = [
+    Options(o=o, residual=residual)
+    for o, residual in itertools.product(("sharded", "replicated"), ("dealt", "replicated"))
+]
+# 6 query heads that share 3 KV heads, 70 FFN columns and 101 tokens: uneven on 4 ranks, and with empty shards on 8.
+UNEVEN = replace(SMALL, ffn=70, vocab=101, layers=2)
+
+
+def name(options: Options) -> str:
+    return f"{options.o}-{options.residual}"
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
+    options: Options, tp: int, tokens: int
+) -> None:
+    program = compiled(UNEVEN, small_machine(2, 2), tokens, logit_rows=3, tp=tp, options=options)
+    check(program, seed=tp * 100 + tokens, rounds=2)
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+def test_random_shapes(options: Options) -> None:
+    rng = np.random.default_rng(6)
+    for seed in range(6):
+        kv_heads, group, head_dim = (int(rng.integers(1, n)) for n in (5, 4, 3))
+        config = LlamaConfig(
+            vocab=int(rng.integers(2, 200)),
+            hidden=int(rng.integers(1, 30)),
+            ffn=int(rng.integers(1, 200)),
+            layers=int(rng.integers(1, 4)),
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_dim=2 * head_dim,
+            max_context=64,
+        )
+        target = small_machine(int(rng.integers(1, 4)), int(rng.integers(1, 6)))
+        tp, tokens, rows = int(rng.choice([2, 4, 8])), int(rng.integers(1, 14)), int(rng.integers(1, 7))
+        check(compiled(config, target, tokens, rows, tp, options), seed, rounds=2)
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+def test_every_wait_is_needed(options: Options) -> None:
+    """Without the waits of any one phase of a rank, some interleaving goes wrong; but norms follow their worker's."""
+    program = compiled(UNEVEN, small_machine(2, 2), 5, logit_rows=3, tp=2, options=options)
+    numbers = [n for n in np.unique(opcode(program.body.records)) if BY_OPCODE[int(n)].family is not Family.NORM]
+    assert len(numbers) >= 6
+    for number in numbers:
+        records = program.body.records.copy()
+        first_rank = np.arange(len(records)) < program.body.offsets[program.workers]
+        records[(opcode(records) == number) & first_rank, WAIT_WORD : WAIT_WORD + WAITS] = 0
+        with pytest.raises(Failure):
+            check(replace(program, body=replace(program.body, records=records)), seed=1, rounds=12)
+
+
+EVEN = LlamaConfig(vocab=512, hidden=64, ffn=512, layers=2, heads=16, kv_heads=8, head_dim=4, max_context=64)
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: int) -> None:
+    """n tokens of width D in 2 bytes on Y ranks: (Y-1)/Y of 2nD for each gather, scatter or reduction."""
+    n, width = 32, EVEN.hidden
+    moved = 2 * n * width * (tp - 1)
+    heads = moved // tp**2 if options.residual == "dealt" else moved // tp
+    if options.residual == "dealt":
+        expected = 2 * (moved // tp) + (moved // tp if options.o == "sharded" else heads) + moved // tp
+    else:
+        expected = (moved if options.o == "sharded" else heads) + moved
+    link = np.array(describe(compiled(EVEN, small_machine(2, 8), n, 3, tp, options))["link_bytes_per_layer"])
+    assert (link.sum(axis=0) == expected).all() and (link.sum(axis=1) == expected).all()
+    assert (np.diag(link) == 0).all()
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 11, 30])
+def test_link_bytes_of_uneven_shards_are_their_own_sizes(options: Options, tp: int, tokens: int) -> None:
+    program = compiled(UNEVEN, small_machine(2, 2), tokens, 3, tp, options)
+    link = np.array(describe(program)["link_bytes_per_layer"])
+    d, rows = program.dims, np.zeros(tp, dtype=int)
+    for token in range(tokens):
+        rows[token // d.row_block % tp] += 1
+    if options.residual == "replicated":
+        rows[:] = tokens
+    for to, start in itertools.product(range(tp), range(tp)):
+        peer = program.rank_dims(start)
+        partials = (peer.rank_ffn > 0) + (peer.rank_heads > 0 and options.o == "sharded")
+        values = rows[to] * (partials * d.hidden + (peer.q_cols if options.o == "replicated" else 0))
+        if options.residual == "dealt":
+            values += 2 * rows[start] * d.hidden
+        assert link[start, to] == (2 * values if start != to else 0)
+
+
+def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
+    program = compiled(UNEVEN, small_machine(2, 2), 9, 5, 4)
+    figures = describe(program)
+    d, rows = program.dims, 5
+    sampled = [len(range(r * d.own_logit_rows, min(rows, (r + 1) * d.own_logit_rows))) for r in range(4)]
+    logits = sum(4 * n * (d.vocab - program.rank_dims(r).rank_vocab) for r, n in enumerate(sampled))
+    gathered = 3 * rows * d.hidden * 2 if figures["lowering"]["residual"] == "dealt" else 0
+    tokens = 8 * (rows - sampled[0])
+    layers = d.layers * int(np.sum(figures["link_bytes_per_layer"]))
+    assert figures["link_bytes"] == layers + logits + gathered + tokens
+
+
+def test_few_rows_take_one_hop_and_many_rows_have_owners() -> None:
+    model = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
+    found = [describe(compiled(model, machine.load("h100"), n, 1, 8))["lowering"]["residual"] for n in (1, 512)]
+    assert found == ["replicated", "dealt"]
+
+
+def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
+    for link, expected in ((450e9, "sharded"), (5e9, "replicated")):
+        target = replace(machine.load("h100"), link_bytes_per_s=link)
+        for n in (1, 300):
+            assert describe(compiled(LLAMA_70B, target, n, 1, 8))["lowering"]["o"] == expected

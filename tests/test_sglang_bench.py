@@ -1,0 +1,62 @@
+"""SGLang's own load generator, one unchanged file of its wheel, against our server."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from api_support import serving
+from model_helpers import byte_model
+
+from megakernel import LLM
+
+WHEEL, MEMBER = "sglang==0.5.9", "sglang/bench_serving.py"
+IMPORTS = ["aiohttp", "multidict", "yarl", "frozenlist", "aiosignal", "propcache", "aiohappyeyeballs", "attrs"]
+IMPORTS += ["pybase64", "pillow"]
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--disable-pip-version-check"]
+    if subprocess.run(command, capture_output=True, timeout=300).returncode:
+        pytest.skip(f"no package index has {' '.join(arguments[1:])}")
+
+
+@pytest.fixture
+def bench_serving(tmp_path: Path) -> Path:
+    """The file, beside what it imports. `datasets` is a stub: only workloads from a hub need it."""
+    folder = tmp_path / "sglang"
+    folder.mkdir()
+    pip("download", WHEEL, "--dest", str(folder))
+    pip("install", "--target", str(folder), *IMPORTS)
+    [wheel] = folder.glob("sglang-*.whl")
+    zipfile.ZipFile(wheel).extract(MEMBER, folder)
+    (folder / "datasets.py").write_text("def load_dataset(*_, **__):\n    raise OSError('no hub here')\n")
+    return folder / MEMBER
+
+
+def test_sglang_bench_serving(bench_serving: Path, tmp_path: Path) -> None:
+    model, conversations, result = tmp_path / "model", tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
+    model.mkdir()
+    byte_model(model)
+    rng = random.Random(0)
+    turns = [["x" * rng.randint(5, 200), "y" * rng.randint(4, 40)] for _ in range(24)]
+    conversations.write_text(
+        json.dumps([{"conversations": [{"from": "human", "value": t} for t in two]} for two in turns])
+    )
+    with LLM(str(model), backend="null", threads=1, max_seqs=8) as llm, serving(llm) as server:
+        environment = os.environ | {"PYTHONPATH": str(bench_serving.parents[1]), "HF_HUB_OFFLINE": "1"}
+        workload = ["--dataset-name", "sharegpt", "--dataset-path", str(conversations), "--num-prompts", "24"]
+        command = [sys.executable, str(bench_serving), "--backend", "vllm", "--base-url", server.url, *workload]
+        command += ["--tokenizer", str(model), "--output-file", str(result)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    figures = json.loads(result.read_text())
+    assert figures["completed"] == 24
+    assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in turns)
+    assert figures["total_output_tokens"] == sum(len(answer) for _, answer in turns)

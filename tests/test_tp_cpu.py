@@ -1,0 +1,411 @@
+"""Ranks on the CPU backend: the reference's results, and bits that neither threads nor queues nor one hop change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_support import Array, RandomCheckpoint
+from hand_program import make_dims, make_program, make_queue_program
+
+from megakernel import machine
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.config import LlamaConfig
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.options import Options
+from megakernel.trace import IntervalKind
+
+# Groups of three query heads, cut by the ranks; four units of FFN columns and seven of vocabulary, the last not full.
+CUT = LlamaConfig(203, 72, 104, 2, 9, 3, 24, 200, attention_bias=True, mlp_bias=True)
+# One KV head; on eight ranks some have neither heads nor FFN columns.
+FEW = LlamaConfig(75, 48, 72, 2, 4, 1, 16, 200, tied=True)
+LOWERINGS = [(o, residual) for o in ("sharded", "replicated") for residual in ("dealt", "replicated")]
+PAGES = 40
+
+
+def random_checkpoint(config: LlamaConfig, dtype: Dtype = Dtype.F32) -> RandomCheckpoint:
+    return RandomCheckpoint(weight_dims(config, dtype), config.tied)
+
+
+@contextmanager
+def cpu(config: LlamaConfig, dims: Dims, threads: int = 2, **options: Any) -> Iterator[CpuBackend]:
+    dtype = Dtype(dims.dtype)
+    backend = CpuBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype, threads=threads, **options)
+    yield backend
+    backend.close()
+
+
+# -- one instruction at a time
+
+
+def hand_dims(config: LlamaConfig, tp: int, o: str, residual: str, **changes: Any) -> Dims:
+    lowering = {"tp": tp, "replicated_o": int(o == "replicated"), "one_hop": int(residual == "replicated")}
+    return make_dims(config, **{"row_block": 4, "tokens": 22, "logit_rows": 6, **lowering, **changes})
+
+
+def hand_table(dims: Dims) -> StepTable:
+    """A prefill over several row blocks, decode rows deep in their sequences (one split), padding."""
+    row = SampleRow
+    chunks = [
+        Chunk(2, 0, list(range(9, 20)), [0, 7], [row(10), row(3, store=False, target=7)]),
+        Chunk(0, 137, [5], list(range(8, 17)), [row(0, temperature=0.8, seed=3)]),
+        Chunk(1, 30, [6, 3, 2], [17, 18, 19], [row(2)]),
+    ]
+    table = build_step(dims, chunks)
+    check_step(table)
+    return table
+
+
+def fill(backends: tuple[CpuBackend, ReferenceBackend]) -> None:
+    """The same noise in every float buffer of every rank of both."""
+    rng = np.random.default_rng(4)
+    dims = backends[1].dims
+    for buffer, spec in BUFFERS.items():
+        kind = spec.resolve_dtype(dims)
+        if spec.space is Space.WEIGHT or kind is Dtype.I32:
+            continue
+        for layer in range(dims.layers if spec.layered else 1):
+            for rank in range(dims.tp):
+                there = backends[1].buffer(buffer, layer, rank)
+                if rank == 0 or spec.space is not Space.OUTPUT:  # outputs of all ranks lie in one memory
+                    noise = from_f32(rng.standard_normal(there.shape, dtype=np.float32), kind)
+                for backend in backends:
+                    backend.buffer(buffer, layer, rank)[: len(noise)] = noise
+
+
+def compare(cpu: CpuBackend, reference: ReferenceBackend, what: str) -> None:
+    """All copies of all buffers."""
+    dims = reference.dims
+    bf16 = dims.dtype == Dtype.BF16
+    for buffer, spec in BUFFERS.items():
+        if spec.space is Space.WEIGHT or buffer is Buffer.SPLITS:
+            continue
+        for layer in range(dims.layers if spec.layered else 1):
+            for rank in range(dims.tp):
+                expected = reference.buffer(buffer, layer, rank)
+                got = cpu.buffer(buffer, layer, rank)[: len(expected)]
+                if spec.space is Space.OUTPUT:  # the rows that are read on this rank
+                    own = dims.own_logit_rows if buffer is Buffer.LOGITS else dims.logit_rows if rank == 0 else 0
+                    got, expected = (a[rank * own : (rank + 1) * own] for a in (got, expected))
+                tolerance = 2**-7 if bf16 else 1e-4
+                a, b = (to_f32(x) if x.dtype != np.int32 else x for x in (got, expected))
+                message = f"{what}: {buffer.name} of layer {layer} on rank {rank}"
+                np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=message)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
+@pytest.mark.parametrize(("config", "tp"), [(CUT, 4), (FEW, 8)], ids=["cut", "few"])
+def test_every_instruction_does_what_the_reference_does(
+    config: LlamaConfig, tp: int, o: str, residual: str, dtype: Dtype
+) -> None:
+    """On every rank, and nowhere else."""
+    dims = hand_dims(config, tp, o, residual, dtype=int(dtype))
+    table, program = hand_table(dims), make_program(dims)
+    reference = ReferenceBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype)
+    with cpu(config, dims) as backend:
+        fill((backend, reference))
+        for segment in (program.prologue, program.body, program.epilogue):
+            layer = 1 if segment is program.body else 0
+            for opcode in dict.fromkeys(record.opcode(segment.records).tolist()):
+                name = BY_OPCODE[opcode].name
+                for rank in range(tp):
+                    stream = segment.stream(rank)
+                    mine = stream[record.opcode(stream) == opcode]
+                    for words in mine if name == "attention" else mine[:2]:
+                        for b in (backend, reference):
+                            b.execute(words, layer, table, rank)
+                compare(backend, reference, name)
+        np.testing.assert_array_equal(backend.link_bytes, reference.link_bytes)
+
+
+# -- whole programs
+
+
+@cache
+def compiled(config: LlamaConfig, tokens: int, *, tp: int, workers: int = 2, **options: Any) -> Program:
+    return compile_program(
+        config,
+        machine.host(workers),
+        dtype=Dtype.F32,
+        tokens=tokens,
+        logit_rows=tokens,
+        max_seqs=4,
+        max_context=config.max_context,
+        tp=tp,
+        options=Options(**options),
+    )
+
+
+def steps(config: LlamaConfig) -> list[list[Chunk]]:
+    """Two prompts and the start of a third; then two that go on from what was sampled, and more of the third."""
+    rng = np.random.default_rng(2)
+    vocab = config.vocab
+    first, second, third = (rng.integers(0, vocab, n).tolist() for n in (17, 5, 21))
+    pages = [[3, 14], [0, 9], [1, 5], [8, 2]]
+    end = len(first), len(second)
+    return [
+        [
+            Chunk(0, 0, first, pages[0], [SampleRow(16), SampleRow(4, store=False)]),
+            Chunk(3, 0, second, pages[3], [SampleRow(4, temperature=0.9, seed=5)]),
+            Chunk(1, 0, third[:9], pages[1]),
+        ],
+        [
+            Chunk(3, end[1], [-1], pages[3], [SampleRow(0, temperature=0.9, seed=5)]),
+            Chunk(1, 9, third[9:], pages[1], [SampleRow(11)]),
+            Chunk(0, end[0], [-1], pages[0], [SampleRow(0)]),
+        ],
+    ]
+
+
+def run(backend: Any, config: LlamaConfig, make: Any) -> list[tuple[Array, Array]]:
+    """Logits and tokens of every step; `make` gives a program for a number of token rows."""
+    out = []
+    for chunks in steps(config):
+        program = make(sum(len(c.tokens) for c in chunks) + 3)
+        table = build_step(program.dims, chunks)
+        check_step(table)
+        launched = backend.launch(program, table)
+        live = int((table.logit_rows >= 0).sum())
+        out.append((launched.logits[:live].copy(), launched.tokens[:live].copy()))
+    return out
+
+
+def run_compiled(config: LlamaConfig, threads: int = 2, **options: Any) -> list[tuple[Array, Array]]:
+    with cpu(config, compiled(config, 1, **options).dims, threads) as backend:
+        return run(backend, config, lambda tokens: compiled(config, tokens, **options))
+
+
+def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x[0], y[0])
+        np.testing.assert_array_equal(x[1], y[1])
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
+def test_ranks_compute_what_one_computes(config: LlamaConfig, tp: int) -> None:
+    """Within rounding; with the bits of their class on any number of threads, whoever keeps the residual."""
+    one = run_compiled(config, tp=1)
+    for o in ("sharded", "replicated"):
+        found = [run_compiled(config, n, tp=tp, o=o, residual="dealt") for n in (1, 2, 3)]
+        found.append(run_compiled(config, tp=tp, o=o, residual="replicated"))
+        for (logits, tokens), (expected, chosen) in zip(found[0], one, strict=True):
+            np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+            np.testing.assert_array_equal(tokens, chosen)
+        for other in found[1:]:
+            same_bits(other, found[0])
+
+
+# -- queues
+
+
+def hand_run(config: LlamaConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
+    """A program made by hand, several launches of it."""
+    lowering = {"o": "sharded", "residual": "dealt"} | lowering
+    dims = hand_dims(config, tp, **lowering)
+    program, table = make(dims, workers), hand_table(dims)
+    out = []
+    with cpu(config, dims, threads) as backend:
+        for _ in range(3):
+            launched = backend.launch(program, table)
+            out.append((launched.logits.copy(), launched.tokens.copy()))
+    return out
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
+def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, residual: str) -> None:
+    """Claims go on from launch to launch."""
+    static = hand_run(CUT, make_program, 2, 1, 4, o=o, residual=residual)
+    same_bits(static[1:], static[:-1])
+    same_bits(hand_run(CUT, make_queue_program, workers, threads, 4, o=o, residual=residual), static)
+
+
+def test_partial_drains_share_a_queue() -> None:
+    """Two drains in a stream: the first ends with half of the queue, what follows it runs before the rest."""
+    dims = hand_dims(CUT, 1, "sharded", "dealt")
+    whole, table = make_queue_program(dims, 2), hand_table(dims)
+    half = len(whole.queues.records) // 2
+    first = whole.body.records[:1].copy()
+    first[0, record.OPERAND_WORD + 1] = half
+    body = replace(whole.body, records=np.concatenate([first, whole.body.records]), offsets=np.array([0, 2, 3]))
+    with cpu(CUT, dims) as backend:
+        expected = backend.launch(whole, table).logits.copy()
+        program = replace(whole, body=body)
+        for _ in range(2):
+            np.testing.assert_array_equal(backend.launch(program, table).logits, expected)
+        trace = backend.launch(program, table, trace=True).trace
+    assert trace is not None
+    t = trace.intervals
+    ran = t[(t["kind"] == IntervalKind.COMPUTE) & (t["layer"] < dims.layers)]
+    numbers = range(len(body.records), len(body.records) + len(whole.queues.records))
+    for layer in range(dims.layers):
+        claimed = ran[(ran["layer"] == layer) & (ran["instruction"] >= len(body.records))]
+        assert set(claimed["instruction"]) == set(numbers)
+        done = ran[(ran["layer"] == layer) & (ran["instruction"] == 0)][0]
+        mine = claimed[claimed["worker"] == 0]
+        late = mine["instruction"] >= len(body.records) + half
+        assert (mine["end"][~late] <= done["begin"]).all() and (mine["begin"][late] >= done["end"]).all()
+
+
+def test_drains_that_cannot_run_are_refused() -> None:
+    dims = hand_dims(CUT, 2, "sharded", "dealt")
+    good, table = make_queue_program(dims, 1), hand_table(dims)
+    with cpu(CUT, dims) as backend:
+        for word, value in ((0, 1), (1, int(good.body.records[1, record.OPERAND_WORD + 1]) + 1)):
+            records = good.body.records.copy()
+            records[1, record.OPERAND_WORD + word] = value
+            with pytest.raises(MegakernelError, match="record 1 of the body drains what is not in a queue"):
+                backend.launch(replace(good, body=replace(good.body, records=records)), table)
+
+
+# -- what goes wrong, and the next launch
+
+
+@pytest.mark.parametrize("make", [make_program, make_queue_program])
+def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
+    dims = hand_dims(CUT, 4, "sharded", "dealt")
+    good, table = make(dims, 2), hand_table(dims)
+    name = "queues" if make is make_queue_program else "body"
+    segment = getattr(good, name)
+    records = segment.records.copy()
+    at = np.flatnonzero(record.opcode(records) == BY_NAME["o_partial"].opcode)[0]
+    word = int(records[at, record.SIGNAL_WORD])
+    records[at, record.SIGNAL_WORD] = 0
+    bad = replace(good, **{name: replace(segment, records=records)})
+    rank, counter = word >> record.RANK_SHIFT & record.RANK_MASK, (word & record.COUNTER_MASK) - 1
+    expected = good.totals_first[rank, counter]
+    message = (
+        rf"rank {rank} worker \d waits in body record \d+ \(o_reduce, layer 0\) for counter {counter} of block 0: "
+        rf"value {expected - 1}, expected {expected}"
+    )
+    with cpu(CUT, dims, deadlock_s=0.2) as backend:
+        first = backend.launch(good, table).logits.copy()
+        for _ in range(2):
+            with pytest.raises(MegakernelError, match=message):
+                backend.launch(bad, table)
+        for _ in range(2):
+            np.testing.assert_array_equal(backend.launch(good, table).logits, first)
+
+
+@pytest.mark.parametrize("make", [make_program, make_queue_program])
+def test_an_aborted_launch_leaves_a_working_backend(make: Any) -> None:
+    dims = hand_dims(CUT, 4, "replicated", "dealt")
+    program, table = make(dims, 2), hand_table(dims)
+    with cpu(CUT, dims) as backend:
+        first = backend.launch(program, table).logits.copy()
+        backend.delay(1, len(program.body.records) // 2, 1, 600.0)
+        launch = backend.start(program, table, trace=True)
+        launch.abort()
+        backend.delay(0, 0, 0, 0.0)
+        for rank in range(4):
+            assert not backend.buffer(Buffer.SPLITS, rank=rank).any()
+        for _ in range(3):
+            np.testing.assert_array_equal(backend.launch(program, table).logits, first)
+
+
+def test_signals_to_ranks_that_are_not_there_are_refused() -> None:
+    dims = hand_dims(CUT, 2, "sharded", "dealt")
+    program = make_program(dims)
+    program.body.records[3, record.SIGNAL_WORD] = record.counter_word(0, rank=2)
+    with cpu(CUT, dims) as backend, pytest.raises(MegakernelError, match="record 3 of the body signals rank 2 of 2"):
+        backend.launch(program, hand_table(dims))
+
+
+# -- traces
+
+
+def test_copies_to_other_ranks_show_as_stores() -> None:
+    """The norms of a dealt residual; where every rank norms all rows there are none."""
+    for residual in ("dealt", "replicated"):
+        dims = hand_dims(CUT, 2, "sharded", residual)
+        program = make_program(dims, 2)
+        with cpu(CUT, dims) as backend:
+            trace = backend.launch(program, hand_table(dims), trace=True).trace
+        assert trace is not None
+        t = trace.intervals
+        np.testing.assert_array_equal(np.lexsort((t["begin"], t["worker"], t["rank"])), np.arange(len(t)))
+        assert set(t["rank"]) == {0, 1}
+        stores = t[(t["kind"] == IntervalKind.STORE) & (t["layer"] < dims.layers)]
+        names = {BY_OPCODE[int(program.body.records[i, 0]) & 0xFF].name for i in stores["instruction"]}
+        assert names == ({"attn_norm", "mlp_norm"} if residual == "dealt" else set())
+        for s in stores:
+            same = (t["instruction"] == s["instruction"]) & (t["layer"] == s["layer"])
+            compute = t[same & (t["kind"] == IntervalKind.COMPUTE)]
+            assert compute["end"] == s["begin"]
+
+
+def test_a_stall_delays_what_depends_on_it_on_any_rank_and_nothing_else() -> None:
+    """One thread for each worker; a norm of rank 1 stalls. Rank 0 first meets it in the same layer's qkv."""
+    dims = hand_dims(CUT, 2, "sharded", "dealt", tokens=8)
+    program = make_program(dims, 1)
+    table = build_step(dims, [Chunk(0, 0, [4] * 8, [0], [SampleRow(7)])])
+    stalled = int(program.body.offsets[1])
+    assert BY_OPCODE[int(program.body.records[stalled, 0]) & 0xFF].name == "attn_norm"
+    with cpu(CUT, dims, threads=2) as backend:
+        backend.delay(1, stalled, 1, 0.05)
+        trace = backend.launch(program, table, trace=True).trace
+    assert trace is not None
+    t = trace.intervals[trace.intervals["kind"] == IntervalKind.COMPUTE]
+    norm = t[(t["instruction"] == stalled) & (t["layer"] == 1)][0]
+    assert norm["end"] - norm["begin"] >= 5e7
+    late = t[(t["rank"] == 0) & (t["begin"] >= norm["end"])]
+    before = t[(t["rank"] == 0) & (t["end"] <= norm["end"])]
+    # Of rank 0's layer 1 its own norm and the q, k, v of its own row block come before, all else after.
+    own = before[before["layer"] == 1]["instruction"]
+    waits = program.body.records[own, record.WAIT_WORD]
+    needed = int(program.body.records[stalled, record.SIGNAL_WORD]) & record.COUNTER_MASK
+    assert len(own) > 1 and not (waits & record.COUNTER_MASK == needed).any()
+    first = late[late["layer"] == 1]["instruction"].min()
+    assert program.body.records[first, record.WAIT_WORD] & record.COUNTER_MASK == needed
+
+
+# -- size
+
+
+def test_weights_that_ranks_have_in_common_are_held_once() -> None:
+    def held(tp: int, o: str) -> dict[Buffer, int]:
+        with cpu(FEW, hand_dims(FEW, tp, o, "dealt")) as backend:
+            lib, engine = backend._ranks._lib, backend._ranks._engine
+            return {
+                b: len({lib.mk_bound(engine, r, b, 0) for r in range(tp)})
+                for b in (Buffer.EMBED, Buffer.ATTN_NORM, Buffer.W_O, Buffer.W_QKV, Buffer.LOGITS, Buffer.HISTORY)
+            }
+
+    assert list(held(2, "replicated").values()) == [1, 1, 1, 2, 1, 2]
+    assert list(held(2, "sharded").values()) == [1, 1, 2, 2, 1, 2]
+
+
+@pytest.mark.parametrize("queue", ["none", "body"])
+def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
+    """As many streams as eight accelerators have, of a small model."""
+    config = LlamaConfig(320, 128, 512, 2, 16, 8, 16, 200)
+    options = {"tp": 8, "workers": 132, "o": "sharded", "residual": "dealt", "queue": queue}
+    one = run_compiled(config, tp=1)
+    for (logits, tokens), (expected, chosen) in zip(run_compiled(config, **options), one, strict=True):
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_array_equal(tokens, chosen)
+
+
+def test_null_backend_runs_ranks_without_weights() -> None:
+    dims = hand_dims(CUT, 8, "replicated", "replicated")
+    checkpoint = random_checkpoint(CUT)
+    checkpoint.load = None  # type: ignore[method-assign,assignment]
+    backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=2, null=True)
+    for make in (make_program, make_queue_program):
+        program = make(dims, 3)
+        for _ in range(3):
+            assert not backend.launch(program, hand_table(dims)).tokens.any()
+    backend.close()

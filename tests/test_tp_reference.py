@@ -1,0 +1,398 @@
+"""The reference backend with several ranks: what one rank computes, whatever the lowering, order or number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from itertools import product, zip_longest
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_program import make_dims, make_program, make_queue_program
+from numpy.typing import NDArray
+from tiny_llama import ROPES, error, hf_logits, make_llama
+
+from megakernel import machine as machines
+from megakernel import trace
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, OWN, Access, Buffer, Dims, Dtype, Index, Kind, Space, StepTable
+from megakernel.isa.access import EVERY
+from megakernel.isa.record import WAIT_WORD, WAITS, WORDS, opcode
+from megakernel.model.checkpoint import Checkpoint
+from megakernel.model.config import LlamaConfig
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.options import Options
+from megakernel.serving import LLM, SamplingParams
+
+torch.set_num_threads(1)
+PAGES = 40
+# Each lowering of the O projection is a class of its own: (replicated_o, one_hop).
+LOWERINGS = [(0, 0), (0, 1), (1, 0), (1, 1)]
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "rope": ROPES["llama3"]},
+    "one KV head": {"layers": 1, "heads": 8, "kv_heads": 1, "ffn": 96, "vocab": 300},
+    "fewer heads than ranks": {
+        "layers": 1,
+        "heads": 3,
+        "kv_heads": 3,
+        "head_dim": 24,
+        "ffn": 33,
+        "vocab": 31,
+        "tied": True,
+    },
+    "biases": {
+        "layers": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 300,
+        "vocab": 257,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
+    """Row blocks small enough that each rank owns rows."""
+    block = min(dims.row_block, -(-dims.tokens // tp))
+    return replace(dims, tp=tp, row_block=block, replicated_o=lowering[0], one_hop=lowering[1])
+
+
+class Mixed:
+    """Two prompts in pieces beside decode rows that read what was sampled; KV that no sequence wrote is noise.
+
+    Step k runs in the k-th program, or in the last.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
+        dims = self.dims = programs[0].dims
+        self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), seed=seed)
+        self.programs = programs
+        for rank, buffer, layer in product(range(dims.tp), (Buffer.K_CACHE, Buffer.V_CACHE), range(dims.layers)):
+            self.backend.buffer(buffer, layer, rank)[...] = noise
+        self.prompts = [np.random.default_rng(n).integers(0, dims.vocab, n).tolist() for n in (17, 26)]
+        self.tokens: list[int] = []
+
+    def steps(self) -> list[tuple[Program, StepTable]]:
+        pages = np.random.default_rng(1).permutation(PAGES).reshape(2, -1)
+        short, long = self.prompts
+        # (slot, start, tokens, indices of sampled tokens)
+        plan: list[list[tuple[int, int, list[int], list[int]]]] = [
+            [(0, 0, short, [16]), (1, 0, long[:5], [])],
+            [(1, 5, long[5:], [0, 8, 20]), (0, 17, [-1], [0])],
+            [(0, 18, [-1], [0]), (1, 26, [-1], [0])],
+        ]
+        steps = []
+        for pieces, program in zip_longest(plan, self.programs[: len(plan)], fillvalue=self.programs[-1]):
+            chunks = []
+            for slot, start, tokens, sampled in pieces:
+                rows = [SampleRow(i, store=start + i >= 16) for i in sampled]
+                chunks.append(Chunk(slot, start, tokens, pages[slot], rows))
+            table = build_step(program.dims, chunks)
+            check_step(table)
+            steps.append((program, table))
+        return steps
+
+    def run(self) -> NDArray[np.float32]:
+        """The logits of all steps, [rows, vocab]; the sampled tokens go to `tokens`."""
+        logits = []
+        for program, table in self.steps():
+            out = self.backend.launch(program, table)
+            rows = int((table.logit_rows >= 0).sum())
+            logits.append(out.logits[:rows].copy())
+            self.tokens += out.tokens[:rows].tolist()
+        return np.concatenate(logits)
+
+
+def small(checkpoint: Checkpoint, **overrides: Any) -> Dims:
+    return make_dims(checkpoint.config, **({"logit_rows": 5} | overrides))
+
+
+def by_hand(dims: Dims, workers: int = 2) -> Program:
+    return make_program(dims, workers, tile=64)
+
+
+def by_scheduler(dims: Dims, workers: int = 2) -> Program:
+    """A program of the same lowering for the same bucket; capacities and row blocks are the scheduler's choice."""
+    o, residual = (("sharded", "dealt", "replicated")[i] for i in (2 * dims.replicated_o, 1 + dims.one_hop))
+    bucket = {name: getattr(dims, name) for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
+    config = LlamaConfig(**{f.name: getattr(dims, f.name) for f in fields(LlamaConfig) if hasattr(dims, f.name)})
+    options = Options(o=o, residual=residual)
+    return compile_program(config, machines.host(workers), dtype=Dtype(dims.dtype), options=options, **bucket)
+
+
+@pytest.mark.parametrize(("make", "tp"), [(by_hand, 4), (by_scheduler, 2), (by_scheduler, 4), (by_scheduler, 8)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_compute_what_one_computes(shape: str, make: Callable[[Dims], Program], tp: int) -> None:
+    hf, checkpoint = make_llama(1, **SHAPES[shape])
+    dims = small(checkpoint)
+    one = Mixed(checkpoint, make(dims))
+    expected = one.run()
+    assert error(expected[0], hf_logits(hf, one.prompts[0])[-1]) < 1e-4
+    found = {}
+    for lowering in LOWERINGS:
+        ranks = Mixed(checkpoint, make(rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
+        found[lowering] = ranks.run()
+        assert ranks.tokens == one.tokens
+        assert error(found[lowering], expected) < 1e-4
+        history = [ranks.backend.buffer(Buffer.HISTORY, rank=r) for r in range(tp)]
+        assert all((h == one.backend.buffer(Buffer.HISTORY)).all() for h in history)
+    for replicated_o in (0, 1):
+        assert error(found[replicated_o, 0], found[replicated_o, 1]) < 1e-6
+
+
+@pytest.mark.parametrize("replicated_o", [0, 1])
+def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
+    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
+    few = replace(dims, tokens=2, logit_rows=2, row_block=1, one_hop=1)
+    mixed = Mixed(checkpoint, by_hand(dims), by_hand(dims), by_hand(few))
+    assert error(mixed.run(), Mixed(checkpoint, by_hand(dims)).run()) < 1e-6
+
+
+@pytest.mark.parametrize("replicated_o", [0, 1])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_bf16_is_as_good_as_torch_in_bf16(tp: int, replicated_o: int) -> None:
+    hf, checkpoint = make_llama(2, layers=3)
+    dims = rank_dims(small(checkpoint, dtype=Dtype.BF16, logit_rows=24), tp, (replicated_o, 0))
+    backend, program = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.BF16), by_hand(dims)
+    tokens = np.random.default_rng(5).integers(0, 101, 48).tolist()
+    got = []
+    for start in (0, 24):
+        samples = [SampleRow(i, store=False) for i in range(24)]
+        table = build_step(dims, [Chunk(0, start, tokens[start : start + 24], range(9), samples)])
+        got.append(backend.launch(program, table).logits)
+    exact = hf_logits(hf, tokens)
+    with torch.no_grad():
+        theirs = hf.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float().numpy()
+    assert 0 < error(np.concatenate(got), exact) <= 1.5 * error(theirs, exact)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_order_workers_and_queues_change_nothing(lowering: tuple[int, int]) -> None:
+    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    dims = rank_dims(small(checkpoint), 4, lowering)
+    expected = Mixed(checkpoint, make_program(dims)).run()
+    for seed, program in ((None, make_program(dims)), (1, make_program(dims, 3)), (2, make_queue_program(dims, 5))):
+        assert (Mixed(checkpoint, program, seed=seed).run() == expected).all()
+
+
+def test_splits_over_kv_of_a_cut_group() -> None:
+    """Decode deep in its context: splits of KV heads that two ranks share, and of a rank with part of a group."""
+    hf, checkpoint = make_llama(4, **SHAPES["grouped"] | {"layers": 1})
+    tokens = np.random.default_rng(3).integers(0, 101, 480).tolist()
+    expected = hf_logits(hf, tokens)[-1]
+    for lowering in ((0, 0), (1, 1)):
+        dims = rank_dims(small(checkpoint, tokens=160, attention_slots=7, partials=100), 2, lowering)
+        backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, seed=1)
+        program = make_program(dims)
+        for start, end in ((0, 160), (160, 320), (320, 479)):
+            backend.launch(program, build_step(dims, [Chunk(0, start, tokens[start:end], range(PAGES))]))
+        table = build_step(dims, [Chunk(0, 479, tokens[479:], range(PAGES), [SampleRow(0)])])
+        check_step(table)
+        assert all((table.rank(rank).item_split >= 0).sum() > 2 for rank in range(2))
+        assert error(backend.launch(program, table).logits[0], expected) < 1e-4
+        assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(2))
+
+
+# -- what is declared is what is done
+
+MARK = -77.5  # a value that nothing computes
+SHARED = [b for b, s in BUFFERS.items() if s.space is not Space.WEIGHT and b not in (Buffer.PARTIALS, Buffer.SPLITS)]
+
+
+def written(backend: ReferenceBackend, table: StepTable, words: NDArray[np.int32]) -> Iterator[tuple[int, Access, Any]]:
+    """(rank whose copy it is, access, index of its box there) of what a record of the table's rank may write."""
+    d = table.dims
+    instruction = BY_OPCODE[int(opcode(words))]
+    for access in instruction.accesses(instruction.columns(words[None]), d):
+        ranks = {OWN: [d.rank], EVERY: range(d.tp), None: range(d.tp)}
+        to = access.rank if isinstance(access.rank, int | None) else int(access.rank[0])
+        if access.kind is not Kind.READ:
+            yield from ((rank, access, _index(table, access)) for rank in ranks.get(to, [to]))
+
+
+def _index(table: StepTable, access: Access) -> Any:
+    """The cells of a box; of K and V, the slots of its live token rows."""
+    d, buffer = table.dims, access.buffer
+    rows, cols = (slice(int(a[0]), int(b[0])) for a, b in ((access.row, access.row_end), (access.col, access.col_end)))
+    if buffer in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT):
+        return rows
+    if buffer not in (Buffer.K_CACHE, Buffer.V_CACHE):
+        return rows, cols
+    live = np.flatnonzero(table.row_seq[rows] >= 0) + rows.start
+    page = table.block_tables[table.row_seq[live], table.positions[live] // d.page][:, None]
+    offset = (table.positions[live] % d.page)[:, None]
+    head, element = np.divmod(np.arange(cols.start, cols.stop), d.head_dim)
+    return (page, head, element, offset) if buffer is Buffer.K_CACHE else (page, head, offset, element)
+
+
+def in_order(
+    program: Program, backend: ReferenceBackend, table: StepTable
+) -> Iterator[tuple[int, int, NDArray[np.int32]]]:
+    """(rank, layer, words) of every instruction in an order that its counters allow."""
+    got = backend.launch(program, table, trace=True).trace
+    assert got is not None
+    last = {(int(i["layer"]), int(i["instruction"])): int(i["rank"]) for i in np.sort(got.intervals, order="end")[::-1]}
+    names = {trace.PROLOGUE: "prologue", trace.EPILOGUE: "epilogue"}
+    for (layer, row), rank in reversed(last.items()):
+        segment = getattr(program, names.get(layer, "body"))
+        yield rank, min(layer, program.dims.layers - 1), segment.records[row]
+
+
+@pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), *((4, lowering) for lowering in LOWERINGS)])
+def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]) -> None:
+    """Each cell of a declared write is written and no other, on every rank; bytes to others are those declared."""
+    checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
+    dims = rank_dims(small(checkpoint), tp, lowering)
+    mixed = Mixed(checkpoint, make_program(dims, 2))
+    backend, (program, table) = mixed.backend, mixed.steps()[0]
+    copies = list(product(range(tp), SHARED))
+    sent = {Index.ITEM: 0, Index.LOGIT_OWNER: 0}
+    for rank, layer, words in in_order(program, backend, table):
+        views = {(r, b): backend.buffer(b, layer, r) for r, b in copies}
+        allowed = {key: np.zeros(view.shape, bool) for key, view in views.items()}
+        exact = {key: mask.copy() for key, mask in allowed.items()}
+        by_table = None
+        for r, access, index in written(backend, table.rank(rank), words):
+            allowed[r, access.buffer][index] = True
+            if access.index is not Index.NONE:
+                by_table = access.index
+            elif access.kind is Kind.WRITE:
+                exact[r, access.buffer][index] = True
+                views[r, access.buffer][index] = MARK
+        before = {key: view.copy() for key, view in views.items()}
+        sent_before = backend.link_bytes.copy()
+        backend.execute(words, layer, table, rank)
+        for (r, buffer), view in views.items():
+            where = BY_OPCODE[int(opcode(words))].name, buffer.name, rank, r
+            if buffer is Buffer.HISTORY:  # written where the table says, and read by later steps only
+                continue
+            changed = view.view(np.int32) != before[r, buffer].view(np.int32)
+            assert not (changed & ~allowed[r, buffer]).any(), where
+            assert changed[exact[r, buffer]].all(), where
+        stored = backend.link_bytes - sent_before
+        assert not np.delete(stored, rank).any()
+        if by_table:
+            sent[by_table] += int(stored.sum())
+        else:
+            history = 4 * (tp - 1) * _stored_tokens(table, words)
+            assert stored[rank] == history + sum(4 * exact[r, b].sum() for r, b in copies if r != rank)
+    everyone = 0 if dims.one_hop else tp - 1
+    assert sent[Index.LOGIT_OWNER] == everyone * dims.logit_rows * dims.hidden * 4
+    heads = [replace(dims, rank=rank).rank_heads for rank in range(tp)]
+    owned = np.bincount(np.arange(dims.tokens) // dims.row_block % tp, minlength=tp)
+    elsewhere = [dims.tokens * (tp - 1) if dims.one_hop else dims.tokens - own for own in owned]
+    assert sent[Index.ITEM] == dims.replicated_o * 4 * dims.head_dim * np.dot(heads, elsewhere)
+
+
+def _stored_tokens(table: StepTable, words: NDArray[np.int32]) -> int:
+    """Tokens that a record stores in HISTORY."""
+    sample = BY_NAME["sample"]
+    row, rows = (int(column[0]) for column in sample.columns(words[None]).values())
+    return int((table.sample_slot[row : row + rows] >= 0).sum()) if opcode(words) == sample.opcode else 0
+
+
+# -- streams and counters
+
+
+def test_a_deadlock_names_rank_and_worker_and_the_next_launch_works() -> None:
+    checkpoint = make_llama(1, layers=1)[1]
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 2), 2))
+    program, table = mixed.steps()[0]
+    expected = mixed.backend.launch(program, table).logits.copy()
+    totals = program.totals_first.copy()
+    ready = int(np.flatnonzero(totals[1])[0])  # a row block of the residual that rank 1 owns
+    totals[1, ready] += 1
+    broken = replace(program, totals_first=totals)
+    for _ in range(2):
+        with pytest.raises(MegakernelError, match=rf"worker 0 of rank 1 at attn_norm .* counter {ready}: 3 of 4"):
+            mixed.backend.launch(broken, table)
+    assert (mixed.backend.launch(program, table).logits == expected).all()
+
+
+def test_a_queue_that_is_not_emptied_is_refused() -> None:
+    checkpoint = make_llama(1, layers=1)[1]
+    mixed = Mixed(checkpoint, make_queue_program(rank_dims(small(checkpoint), 2)))
+    program, table = mixed.steps()[0]
+    spare = np.zeros((1, WORDS), np.int32)
+    spare[0, 0] = BY_NAME["join"].opcode
+    queues = replace(
+        program.queues,
+        records=np.concatenate([program.queues.records, spare]),
+        offsets=program.queues.offsets + np.array([0, 0, 1], np.int32),
+    )
+    n = len(queues.records) - queues.offsets[1]
+    with pytest.raises(MegakernelError, match=f"claimed {n - 1} of the {n} records of queue 0 of rank 1"):
+        mixed.backend.launch(replace(program, queues=queues), table)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attn_norm",
+        "qkv_rope",
+        "attention",
+        "o_partial",
+        "o_reduce",
+        "mlp_norm",
+        "gate_up_silu",
+        "down_partial",
+        "down_reduce",
+    ],
+)
+def test_a_missing_wait_shows(name: str) -> None:
+    """Each wait of the hand-written program is needed, so an executor that ignored one would show."""
+    checkpoint = make_llama(1, layers=2)[1]
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 2), 12), seed=2)
+    program, table = mixed.steps()[0]
+    expected = mixed.backend.launch(program, table).logits[:1].copy()
+    records = program.body.records.copy()
+    records[opcode(records) == BY_NAME[name].opcode, WAIT_WORD : WAIT_WORD + WAITS] = 0
+    got = mixed.backend.launch(replace(program, body=replace(program.body, records=records)), table).logits[:1]
+    assert not (got == expected).all()
+
+
+def test_a_trace_tells_ranks_and_queued_instructions() -> None:
+    checkpoint = make_llama(1, layers=2)[1]
+    mixed = Mixed(checkpoint, make_queue_program(rank_dims(small(checkpoint), 2), 3))
+    program, table = mixed.steps()[0]
+    got = mixed.backend.launch(program, table, trace=True).trace
+    assert got is not None
+    body = got.intervals[got.intervals["layer"] == 1]
+    queued = body["instruction"].astype(int) - len(program.body.records)
+    assert set(queued) == set(range(len(program.queues.records)))
+    rank = np.searchsorted(program.queues.offsets, queued, side="right") - 1
+    assert (rank == body["rank"]).all() and set(body["worker"]) == {0, 1, 2}
+
+
+def test_prompts_go_to_every_rank() -> None:
+    checkpoint = make_llama(1, layers=1)[1]
+    mixed = Mixed(checkpoint, make_program(rank_dims(small(checkpoint), 4)))
+    mixed.backend.write_history(3, 2, np.array([7, 8], np.int32))
+    assert all(mixed.backend.buffer(Buffer.HISTORY, rank=r)[3, :5].tolist() == [0, 0, 7, 8, 0] for r in range(4))
+
+
+def test_an_engine_on_ranks_generates_the_same() -> None:
+    """Requests sampled by different ranks, with penalties that each reads from its own HISTORY."""
+    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (3, 20, 7)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=6, frequency_penalty=0.5, n=2),
+        SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.5, prompt_logprobs=0),
+    ]
+    found = []
+    for tp in (1, 4):
+        limits = {"threads": 4, "max_seqs": 4, "step_tokens": 16, "max_context": 64}
+        with LLM(checkpoint, tp, "reference", **limits) as llm:
+            results = llm.generate(prompts, params)
+            found.append([[choice.token_ids for choice in result.choices] for result in results])
+            scores = results[2].prompt_logprobs
+        assert scores is not None and np.isfinite(scores[1:]).all()
+    assert found[0] == found[1]
