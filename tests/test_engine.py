@@ -315,6 +315,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ("repetition_penalty", 0.0),
         ("n", 0),
         ("n", True),
+        ("best_of", 2),
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),
