@@ -266,11 +266,14 @@ class _Builder:
         # What a layer before signals and nothing in the prologue: by something in the same rows, so that no counter
         # is without arrivals.
         prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
+        by_block: dict[int, list[int]] = defaultdict(list)
+        for g in prologue:
+            by_block[self.groups[g].block].append(g)
         signals = Counting(g for producers in fed_counters.values() for g in producers)
         for counter, consumer in sorted((c, g) for g, counters in self.from_last_run.items() for c in counters):
             block = self.groups[consumer].block
             if self.groups[consumer].segment == BODY and counter not in fed_counters:
-                chosen = min(prologue, key=lambda g: (self.groups[g].block != block, signals[g], g))
+                chosen = min(by_block.get(block, prologue), key=lambda g: (signals[g], g))
                 fed_counters[counter].add(chosen)
                 signals[chosen] += 1
         for counter, producers in sorted(fed_counters.items()):

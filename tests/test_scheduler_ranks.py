@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from symbolic import Failure, check
 from test_scheduler import LLAMA_70B, SMALL, compiled, small_machine
 
 from megakernel import machine
+from megakernel.cli import main
 from megakernel.isa import BY_NAME, BY_OPCODE, Family
 from megakernel.isa.record import WAIT_WORD, WAITS, opcode
 from megakernel.model.config import LlamaConfig
@@ -194,3 +196,14 @@ def test_llama_70b_on_eight_ranks() -> None:
     assert 400e3 < figures["instructions"] / 8 < 800e3
     assert figures["all_to_all_per_layer"] == 0
     assert program.counters < 1000 and len(program.to_bytes()) / 8 < 1.5e6
+
+
+def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "random:llama-3.2-1b", "--workers", "2", "--tp", "4", "--tokens", "8", "--json"]
+    forced = ["--o-lowering", "replicated", "--residual", "dealt", "--queue", "attention"]
+    assert main(["compile", *flags, *forced, "--no-interleave", "--no-rank-overlap"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["lowering"] == {"o": "replicated", "residual": "dealt"}
+    assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4
+    assert main(["compile", *flags, "--queue", "some"]) == 1
+    assert "queue = 'some'" in capsys.readouterr().err
