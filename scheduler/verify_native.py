@@ -124,4 +124,5 @@ def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int3
         most,
         found.ctypes.data,
     )
-    return found[: _checked(count)]
+    violations: Sequence[Any] = list(found[: _checked(count)])
+    return violations
