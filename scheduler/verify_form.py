@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Family, Instruction
+from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Dtype, Family, Instruction
 from ..isa import record as bits
 from ..program import SEGMENTS, Program, Segment
 
@@ -158,6 +158,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
+    if d.dtype not in list(Dtype) or {d.attention_bias, d.mlp_bias, d.replicated_o, d.one_hop} - {0, 1}:
+        yield f"dtype {d.dtype} or a size that says yes or no is out of range"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.page:
