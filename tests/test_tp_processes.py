@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from megakernel.isa.record import (
 )
 from megakernel.machine import host
 from megakernel.program import Program
-from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
+from megakernel.runtime import Chunk, Output, SampleRow, build_step, cpu_ranks, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.heaps import SHARED
 from megakernel.runtime.peers import RankGone
@@ -450,6 +451,16 @@ backend.launch(program, prompts(program))
     out, err = script(work.replace("None", "prompts(compiled(2, 4000))")).communicate(timeout=60)
     assert "MiB of shared memory for rank 0's heap cannot be had" in out and out.count("\n") == 1
     assert err == ""
+
+
+def test_memory_is_checked_for_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ranks, "_available_memory", lambda: 0)
+    needs = []
+    for kind in (CpuBackend, ProcessBackend):
+        with pytest.raises(MegakernelError, match="GiB of memory") as error:
+            kind(CHECKPOINT, replace(compiled(2).dims, max_context=1 << 28), 1 << 16, dtype=Dtype.F32)
+        needs.append(float(re.search(r"needs ([\d.]+) GiB", str(error.value))[1]))  # type: ignore[index]
+    assert needs[1] >= needs[0]
 
 
 # -- torchrun
