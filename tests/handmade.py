@@ -248,7 +248,9 @@ def _exit_barrier(b: _Builder, d: Dims, workers: int) -> None:
     for rank in range(d.tp):
         for worker in range(workers):
             b.put(2, rank, worker, b.words(2, "join", {}, [], [record.counter_word(gather, rank=rank)]))
-        meet = b.words(2, "join", {}, [record.counter_word(gather)], [record.counter_word(leave, rank=record.ALL_RANKS)])
+        meet = b.words(
+            2, "join", {}, [record.counter_word(gather)], [record.counter_word(leave, rank=record.ALL_RANKS)]
+        )
         b.put(2, rank, 0, meet)
         for worker in range(workers):
             b.put(2, rank, worker, b.words(2, "join", {}, [record.counter_word(leave)], []))

@@ -293,4 +293,3 @@ def run_once(program: Program, seed: int) -> str | None:
     except Wrong as e:
         return str(e)
     return None
-

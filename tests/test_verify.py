@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handmade import handmade, rank_dims, small_dims
+from handmade import handmade, small_dims
 from mutants import mutants
 from run_once import run_once
 
