@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,9 @@ def uses(parts: list[Part]) -> list[Use]:
             if not len(rows) or part.opcode[rows[0]] in _CONTROL:
                 continue
             instruction, d = BY_OPCODE[int(part.opcode[rows[0]])], dims[part.rank[rows[0]]]
-            out.append(Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d)))
+            out.append(
+                Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d))
+            )
     return out
 
 
@@ -202,7 +205,7 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
     edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.rank_kv_heads).tolist()
-    columns = [item_columns(access.buffer, dims, first, end) for first, end in zip(edges, edges[1:], strict=False)]
+    columns = [item_columns(access.buffer, dims, first, end) for first, end in pairwise(edges)]
     col, col_end = np.array(columns)[groups].T
     copies = [blocks % dims.tp] if access.rank is None else _copies(access, dims)
     for rank in copies:

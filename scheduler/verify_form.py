@@ -244,7 +244,7 @@ def _counters(part: Part) -> Iterator[str]:
             yield from _each(part, words.row[words.next], "a run waits on its own block only")
         if words.indexed.any():
             row, opcode = words.row[words.indexed], part.opcode[words.row[words.indexed]]
-            # Members of the grid: [row block][group] that items wait for, [row block] that they signal and rows wait for.
+            # Members of a grid: [row block][group] that items wait for, else [row block].
             members = np.where((opcode == _ATTENTION) & (not signal), attention[row].astype(np.int64), 1)
             picks = (opcode == _ATTENTION) | (opcode == _FINAL_NORM) & (not signal)
             bad = ~picks | (words.slot[words.indexed] != 0)
@@ -283,12 +283,13 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
     rows = body.rows(_DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = BY_NAME["drain"].columns(body.records[rows])
-    bad = columns["queue"] >= program.rank_queues
+    bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
     yield from _each(body, rows[bad], f"its rank has {program.rank_queues} queues")
     if bad.any():
         return
     queue = body.rank[rows] * program.rank_queues + columns["queue"]
-    yield from _each(body, rows[columns["end"] > lengths[queue]], "its end lies past the end of its queue")
+    bad = (columns["end"] < 0) | (columns["end"] > lengths[queue])
+    yield from _each(body, rows[bad], "its end lies outside its queue")
     claimed = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(claimed, queue, columns["end"])
     for q in np.nonzero(claimed < lengths)[0]:

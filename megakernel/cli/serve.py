@@ -224,6 +224,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens: {kv_tokens // dims.max_context} sequences of"
             f" {dims.max_context:,}, {dims.max_seqs} at once",
         ),
+        ("live", f"{address}/ shows the steps against the roofline"),
     )
     output.stdout.print(
         f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
 from ..isa import DIM_FIELDS, Dims
+from ..library import load
 
-_FILE = "megakernel/_native.so"
 _POINTER, _I32, _I64, _DOUBLE, _TEXT = (
     ctypes.c_void_p,
     ctypes.c_int32,
@@ -80,14 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Calls release the GIL."""
-    path = Path(__file__).parents[2] / _FILE
-    try:
-        # A checkout that is imported from the current folder has no library of its own: take the installed one.
-        lib = ctypes.CDLL(str(path if path.exists() else distribution("megakernel").locate_file(_FILE)))
-    except PackageNotFoundError:
-        raise MegakernelError("the native library is not built: run `pip install .` in the checkout") from None
-    except OSError as e:
-        raise MegakernelError(f"cannot load the native library ({e}): install the package again with a compiler") from e
+    lib = load()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
