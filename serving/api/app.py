@@ -28,6 +28,7 @@ from .responses import (
     Model,
     ModelList,
     TokenizeResponse,
+    TokenizerInfo,
     VersionResponse,
 )
 from .service import Service
@@ -80,7 +81,7 @@ def create_app(service: Service) -> FastAPI:
         """Token ids of a text or a conversation."""
         service.model(body.model)
         if isinstance(body, TokenizeText):
-            tokens = await service.encode(body.prompt)
+            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body.messages)
         return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
@@ -90,6 +91,12 @@ def create_app(service: Service) -> FastAPI:
         """Text of token ids."""
         service.model(body.model)
         return DetokenizeResponse(prompt=service.decode(body.tokens))
+
+    @app.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> TokenizerInfo:
+        """The special tokens; harnesses ask for them that have no tokenizer of their own."""
+        special = service.tokenizer.special if service.tokenizer else {}
+        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:

@@ -97,8 +97,11 @@ class Service:
             )
         return name
 
-    async def encode(self, text: str) -> list[int]:
-        return await _off_loop(len(text), lambda: self.llm.encode(text))
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        tokenizer = self.tokenizer
+        if add_special or tokenizer is None:
+            return await _off_loop(len(text), lambda: self.llm.encode(text))
+        return await _off_loop(len(text), lambda: tokenizer.encode(text, add_special=False))
 
     async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of a completion's prompts."""
