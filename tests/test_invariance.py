@@ -1,6 +1,11 @@
-"""A row's bits depend on its own sequence only: not on its batch, the cut of its prefill, or the workers."""
+"""A row's bits depend on its own sequence only: not on its batch, the cut of its prefill, or the workers.
+
+With ranks too, where a bucket's size decides who keeps the residual.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,15 +13,27 @@ from runner import Piece, Runner
 from tiny_llama import make_llama
 
 from megakernel.isa import Dtype
+from megakernel.scheduler import compile_program
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+class RankRunner(Runner):
+    """Four ranks, which cut the groups of query heads."""
+
+    def program(self, tokens, logit_rows, *, workers=None):
+        target = replace(self.machine, workers=workers or self.machine.workers)
+        sizes = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
+        return compile_program(self.checkpoint.config, target, dtype=self.dtype, tp=4, **sizes)
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16", "bf16-ranks"])
 def runner(request):
     _, checkpoint = make_llama(
         seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
     )
     dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
-    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320)
+    runner = (RankRunner if request.param == "bf16-ranks" else Runner)(
+        checkpoint, dtype=dtype, max_seqs=66, max_context=320
+    )
     yield runner
     runner.close()
 

@@ -23,6 +23,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import compile_program
+from megakernel.scheduler.describe import describe
 from megakernel.scheduler.options import Options
 from megakernel.trace import IntervalKind
 
@@ -208,7 +209,29 @@ def test_ranks_compute_what_one_computes(config: LlamaConfig, tp: int) -> None:
             same_bits(other, found[0])
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
+def test_bytes_between_ranks_are_those_of_the_program(tp: int, o: str, residual: str) -> None:
+    """And those of sampled tokens, which HISTORY takes on every rank."""
+    program = compiled(CUT, 34, tp=tp, o=o, residual=residual)
+    table = build_step(program.dims, steps(CUT)[0])
+    tokens = 4 * (tp - 1) * int((table.sample_slot >= 0).sum())
+    with cpu(CUT, program.dims) as backend:
+        for launches in (1, 2):
+            backend.launch(program, table)
+            assert backend.link_bytes.sum() == launches * (describe(program)["link_bytes"] + tokens)
+
+
 # -- queues
+
+
+@pytest.mark.parametrize("queue", ["attention", "body"])
+def test_compiled_queues_give_the_bits_of_streams(queue: str) -> None:
+    lowering = {"tp": 4, "o": "replicated", "residual": "dealt"}
+    assert compiled(CUT, 34, queue=queue, **lowering).rank_queues == 1
+    static = run_compiled(CUT, **lowering)
+    for threads in (1, 3):
+        same_bits(run_compiled(CUT, threads, queue=queue, workers=3, **lowering), static)
 
 
 def hand_run(config: LlamaConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:

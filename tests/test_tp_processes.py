@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,12 +37,12 @@ from megakernel.isa.record import (
 )
 from megakernel.machine import host
 from megakernel.program import Program
-from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
+from megakernel.runtime import Chunk, Output, SampleRow, build_step, cpu_ranks, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.heaps import SHARED
 from megakernel.runtime.peers import RankGone
 from megakernel.runtime.processes import ProcessBackend
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import compile_program, describe
 from megakernel.scheduler.options import Options
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
@@ -98,11 +99,18 @@ def opened(tp: int, **arguments: object) -> ProcessBackend:
     return ProcessBackend(CHECKPOINT, compiled(tp).dims, PAGES, dtype=Dtype.F32, threads=tp, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessBackend]:
+    made = opened(2)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def backend() -> Iterator[ProcessBackend]:
-    two = opened(2)
+def backend(two: ProcessBackend) -> Iterator[ProcessBackend]:
+    """Two ranks, which a test may kill or stall."""
     yield two
-    two.close()
+    two.delay(0, 0, 0, 0.0)
 
 
 def stall(backend: ProcessBackend, program: Program, rank: int, seconds: float = _LONG_S) -> int:
@@ -130,15 +138,17 @@ def wait_until(what: str, holds: object) -> None:
 
 @pytest.mark.parametrize("options", _LOWERINGS, ids=lambda o: f"{o.o}-{o.residual}")
 @pytest.mark.parametrize("tp", [2, 4])
-def test_processes_give_the_bits_of_threads(tp: int, options: Options) -> None:
+def test_processes_give_the_bits_of_threads_and_store_what_was_compiled(tp: int, options: Options) -> None:
     large, small = compiled(tp, 40, options), compiled(tp, 5, options)
     found = []
     for kind in (CpuBackend, ProcessBackend):
         made = kind(CHECKPOINT, small.dims, PAGES, dtype=Dtype.F32, threads=2)
         steps = [(large, prompts(large)), (large, decode(large)), (small, decode(small)), (large, prompts(large))]
         found.append([bits(made.launch(program, table)) for program, table in steps])
-        assert made.link_bytes.sum() > 0
         found[-1].append((made.link_bytes.tobytes(),))
+        declared = sum(describe(program)["link_bytes"] for program, _ in steps)
+        history = sum(4 * (tp - 1) * int((table.sample_slot >= 0).sum()) for _, table in steps)
+        assert made.link_bytes.sum() == declared + history
         made.close()
     assert found[0] == found[1]
 
@@ -265,6 +275,18 @@ def test_a_rank_killed_between_launches_is_named(backend: ProcessBackend) -> Non
         backend.launch(program, prompts(program))
     assert gone(victim)
     backend.launch(program, prompts(program))
+
+
+def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    with LLM(CHECKPOINT, tp=2, max_context=200, max_seqs=2, step_tokens=40, ranks="processes") as llm:
+        backend = llm.engine.backend
+        assert isinstance(backend, ProcessBackend)
+        [before] = llm.generate([list(range(100))], params)
+        with pytest.raises(RankGone):
+            llm.generate([list(range(100))], params, on_step=lambda _: os.kill(backend.processes[0], signal.SIGKILL))
+        [after] = llm.generate([list(range(100))], params)
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
 def test_an_interrupt_ends_the_launch_on_every_rank_and_the_next_works(backend: ProcessBackend) -> None:
@@ -431,6 +453,16 @@ backend.launch(program, prompts(program))
     assert err == ""
 
 
+def test_memory_is_checked_for_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ranks, "_available_memory", lambda: 0)
+    needs = []
+    for kind in (CpuBackend, ProcessBackend):
+        with pytest.raises(MegakernelError, match="GiB of memory") as error:
+            kind(CHECKPOINT, replace(compiled(2).dims, max_context=1 << 28), 1 << 16, dtype=Dtype.F32)
+        needs.append(float(re.search(r"needs ([\d.]+) GiB", str(error.value))[1]))  # type: ignore[index]
+    assert needs[1] >= needs[0]
+
+
 # -- torchrun
 
 _JOB = """
@@ -444,11 +476,12 @@ try:
     create("cpu", Broken(CHECKPOINT.dims), program.dims, PAGES, dtype=Dtype.F32, threads=2)
 except MegakernelError as e:
     print(e)
-for _ in range(2):
+for closes in (True, False):
     backend = create("cpu", CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2)
     output = backend.launch(program, prompts(program), trace=True)
     print(output.tokens.tolist(), sorted(set(output.trace.intervals["rank"].tolist())))
-    backend.close()
+    if closes:
+        backend.close()
 """
 
 
@@ -471,8 +504,9 @@ def test_ranks_of_a_torchrun_job() -> None:
     backend, program = opened(2), compiled(2)
     tokens = backend.launch(program, prompts(program)).tokens.tolist()
     backend.close()
-    (out, err), (out1, err1) = [process.communicate(timeout=60) for process in job(_JOB)]
-    assert (out1, err, err1) == ("", "", "")
+    processes = job(_JOB)
+    (out, err), (out1, err1) = [process.communicate(timeout=60) for process in processes]
+    assert (out1, err, err1, [process.returncode for process in processes]) == ("", "", "", [0, 0])
     assert out.splitlines() == ["the file ends here", *[f"{tokens} [0, 1]"] * 2]
 
 
@@ -550,10 +584,10 @@ def held_up(program: Program, start: Node, certain: bool) -> set[Node]:
     found: set[Node] = set()
     todo = [start]
     while todo:
-        node = todo.pop()
-        then = [after[node]] if node in after else []
-        for counter in signals.get(node, []):
-            then += waiting.get(counter, [])
+        at = todo.pop()
+        then = [after[at]] if at in after else []
+        for met in signals.get(at, []):
+            then += waiting.get(met, [])
         todo += set(then) - found
         found |= set(then)
     return found

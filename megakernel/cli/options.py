@@ -86,8 +86,10 @@ def token_ids(text: str) -> list[int]:
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """The model that the flags of `add_model_run` describe, fetched where it must be."""
+    from ..runtime import join_ranks
     from ..serving import LLM
 
+    join_ranks(args.tp)
     fetch(args.model)
     with output.busy(f"loading {args.model}"):
         return LLM(

@@ -36,6 +36,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "model": str,
     "backend": str,
@@ -45,7 +51,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "host": str,
     "port": _port,
     "served model name": str,
-    "api key": str,
+    "api key": _key,
     "max model len": positive,
     "max num seqs": positive,
     "max num batched tokens": positive,

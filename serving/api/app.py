@@ -51,7 +51,14 @@ def create_app(service: Service) -> FastAPI:
         await service.engine.close()
 
     # The interactive pages load their scripts from elsewhere.
-    app = FastAPI(title="megakernel", version=version("megakernel"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="megakernel",
+        version=version("megakernel"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(Gate, keys=service.keys, max_body=service.limits.max_body)
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)

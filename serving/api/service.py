@@ -143,8 +143,7 @@ class Service:
         """Start to generate. Raises MegakernelError where a prompt can never run, Overloaded and EngineDead."""
         for prompt in prompts:
             self.llm.check(prompt, params)
-        transcripts = [transcript for _ in prompts for transcript in self.llm.transcripts(params)]
-        return Answers(self.engine, self.metrics, prompts, params, transcripts)
+        return Answers(self.engine, self.metrics, prompts, params, lambda: self.llm.transcripts(params))
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
