@@ -168,13 +168,15 @@ def _parse(payload: bytes) -> Program:
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
     segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in (*SEGMENTS, "queues")}
-    totals = {f"totals_{s}": arrays[f"totals_{s}"].reshape(header["ranks"], -1) for s in ("first", "middle", "last")}
+    totals = {s: arrays[f"totals_{s}"].reshape(header["ranks"], -1) for s in ("first", "middle", "last")}
     return Program(
         dims=Dims(**header["dims"]),
         machine=header["machine"],
         ranks=header["ranks"],
         workers=header["workers"],
         counters=header["counters"],
-        **totals,
+        totals_first=totals["first"],
+        totals_middle=totals["middle"],
+        totals_last=totals["last"],
         **segments,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..isa import Dims
 from ..machine import Machine
 from .cost import balanced_rows, phase_seconds
-from .lower import lower
+from .lower import lower_layer
 from .options import Options
 
 
@@ -40,10 +40,13 @@ def _shared(dims: Dims, machine: Machine, replicated_o: int, one_hop: int) -> Di
 
 
 def layer_seconds(dims: Dims, machine: Machine) -> float:
-    """Predicted seconds of a layer, phase after phase. Attention counts only what it stores at other ranks."""
-    phases = lower(dims, machine).body
+    """Predicted seconds of a layer, phase after phase. Attention counts only what it stores at other ranks.
+
+    Each phase lasts as long as on the slower of ranks 0 and 1: no shard is larger than rank 0's, and where only one
+    rank owns rows, rank 1 is one that sends to it.
+    """
     slowest: dict[str, float] = {}
-    for phase in phases:
+    for phase in lower_layer(dims, machine, range(min(dims.tp, 2))):
         name, d = phase.instruction.name, replace(dims, rank=phase.rank)
         predicted = phase_seconds(phase.instruction, phase.columns, d, machine)
         slowest[name] = max(slowest.get(name, 0.0), predicted)

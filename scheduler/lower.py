@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,20 +112,27 @@ class _Rows:
 
 def lower(dims: Dims, machine: Machine) -> Tasks:
     """The tasks of all ranks."""
+    ranks = range(dims.tp)
     return Tasks(
         dims,
-        prologue=_phases(("embed", "rope"), dims, machine),
-        body=_phases([i.name for i in INSTRUCTIONS if i.layered and i.family is not Family.CONTROL], dims, machine),
-        epilogue=_phases(("final_norm", "lm_head", "sample"), dims, machine),
+        prologue=_phases(("embed", "rope"), ranks, dims, machine),
+        body=lower_layer(dims, machine, ranks),
+        epilogue=_phases(("final_norm", "lm_head", "sample"), ranks, dims, machine),
     )
 
 
-def _phases(names: Iterable[str], dims: Dims, machine: Machine) -> list[Phase]:
+def lower_layer(dims: Dims, machine: Machine, ranks: Sequence[int]) -> list[Phase]:
+    """The tasks of some ranks in a layer."""
+    names = [i.name for i in INSTRUCTIONS if i.layered and i.family is not Family.CONTROL]
+    return _phases(names, ranks, dims, machine)
+
+
+def _phases(names: Iterable[str], ranks: Sequence[int], dims: Dims, machine: Machine) -> list[Phase]:
     """Kind by kind, rank by rank; without those that have nothing to do."""
     out: list[Phase] = []
     for name in names:
         instruction = BY_NAME[name]
-        for rank in range(dims.tp) if instruction.present(dims) else ():
+        for rank in ranks if instruction.present(dims) else ():
             phase = _phase(instruction, replace(dims, rank=rank), machine, out)
             if len(phase):
                 out.append(phase)

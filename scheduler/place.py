@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,12 +97,12 @@ def _complementary(first: list[Phase], second: list[Phase], dims: Dims, machine:
             return False
         units = [unit_seconds(p.instruction, p.columns, replace(dims, rank=p.rank), machine) for p in phases]
         arithmetic, memory, link = np.max(units, axis=0)
-        bound.append(arithmetic > max(memory, link))
+        bound.append(bool(arithmetic > max(memory, link)))
     return bound[0] != bound[1]
 
 
 def _workers(
-    parts: list[tuple[Phase, NDArray[np.int32], NDArray[np.float64]]],
+    parts: list[tuple[Phase, NDArray[np.int32], NDArray[np.floating[Any]]]],
     dims: Dims,
     machine: Machine,
     *,

@@ -8,6 +8,7 @@ complete and for what final rows wait for.
 
 from __future__ import annotations
 
+from collections import Counter as Counting
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -262,13 +263,19 @@ class _Builder:
                 fed_counters[counter].add(producer)
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
-        # What a layer before signals and nothing in the prologue: by what is first in the same rows, so that no
-        # counter is without arrivals.
-        first = {self.groups[g].block: g for g in sorted(self.entering, reverse=True)}
+        # What a layer before signals and nothing in the prologue: by something in the same rows, so that no counter
+        # is without arrivals.
+        prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
+        by_block: dict[int, list[int]] = defaultdict(list)
+        for g in prologue:
+            by_block[self.groups[g].block].append(g)
+        signals = Counting(g for producers in fed_counters.values() for g in producers)
         for counter, consumer in sorted((c, g) for g, counters in self.from_last_run.items() for c in counters):
-            group = self.groups[consumer]
-            if group.segment == BODY and counter not in fed_counters:
-                fed_counters[counter].add(first.get(group.block, min(first.values())))
+            block = self.groups[consumer].block
+            if self.groups[consumer].segment == BODY and counter not in fed_counters:
+                chosen = min(by_block.get(block, prologue), key=lambda g: (signals[g], g))
+                fed_counters[counter].add(chosen)
+                signals[chosen] += 1
         for counter, producers in sorted(fed_counters.items()):
             for producer in sorted(producers):
                 group = self.groups[producer]

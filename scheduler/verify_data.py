@@ -231,7 +231,7 @@ def _declared(dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
     """[phases, buffers]: which phases of these sizes write a buffer, on whichever rank. And the outputs that are
     gathered on one rank, with that rank: what the host reads after a launch."""
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
-    outputs = []
+    outputs: list[tuple[Buffer, int]] = []
     probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
     for phase, instruction in enumerate(_PHASES):
         for access in instruction.accesses(probe, dims) if instruction.present(dims) else ():

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Family, Instruction
+from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Dtype, Family, Instruction
 from ..isa import record as bits
 from ..program import SEGMENTS, Program, Segment
 
@@ -38,18 +38,24 @@ def home(instruction: Instruction) -> str | None:
 
 _HOME = np.array([SEGMENTS.index(home(BY_OPCODE[i]) or "body") if _KNOWN[i] else 0 for i in range(256)])
 _ANYWHERE = np.array([bool(_KNOWN[i]) and home(BY_OPCODE[i]) is None for i in range(256)])
-# What operands may be at least, and less than what; sums of two never come near the end of int32.
-_LEAST = np.full((256, bits.OPERANDS), -(1 << 31))
-_MOST = np.full((256, bits.OPERANDS), 1 << 31)
+# What operands may be at least and at most; sums of two never come near the end of int32.
+_LEAST = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
+_MOST = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
 for _i in INSTRUCTIONS:
     _LEAST[_i.opcode, : len(_i.operands)] = [name in ("rows", "cols") for name in _i.operands]
-    _MOST[_i.opcode, : len(_i.operands)] = 1 << 28
+    _MOST[_i.opcode, : len(_i.operands)] = (1 << 28) - 1
 
 
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
     """Sizes as each rank sees them."""
     return [replace(dims, rank=rank) for rank in range(dims.tp)]
+
+
+@lru_cache(maxsize=64)
+def _absent(dims: Dims) -> Mask:
+    """[opcode]: instructions that programs of these sizes do not have."""
+    return np.isin(np.arange(256), [i.opcode for i in INSTRUCTIONS if not i.present(dims)])
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
+    if d.dtype not in list(Dtype) or {d.attention_bias, d.mlp_bias, d.replicated_o, d.one_hop} - {0, 1}:
+        yield f"dtype {d.dtype} or a size that says yes or no is out of range"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.page:
@@ -205,10 +213,10 @@ def _headers(part: Part, number: int) -> Iterator[str]:
 
 def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
     opcode, values = part.opcode, part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
-    bad = ((values < _LEAST[opcode]) | (values >= _MOST[opcode])).any(axis=1)
+    bad = ((values < _LEAST[opcode]) | (values > _MOST[opcode])).any(axis=1)
     yield from _each(part, np.nonzero(bad)[0], "an operand is out of range")
-    absent = [i.opcode for i in INSTRUCTIONS if not i.present(dims[0])]
-    yield from _each(part, np.nonzero(np.isin(opcode, absent))[0], "programs of these sizes have no such instruction")
+    bad = _absent(dims[0])[opcode]
+    yield from _each(part, np.nonzero(bad)[0], "programs of these sizes have no such instruction")
     for name, width in _TILE_COLUMNS.items():
         rows = part.rows(BY_NAME[name].opcode)
         if not len(rows):
@@ -258,8 +266,9 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
     instruction = BY_NAME["attention"]
     every = body.rows(_ATTENTION)
     for words, what in ((body.waits, "wait"), (body.signals, "signal")):
-        indexed = words.row[words.indexed & (words.slot == 0)]
-        yield from _each(body, np.setdiff1d(every, indexed), f"its {what} word 0 must name a grid")
+        grid = np.zeros(len(body.records), dtype=np.bool_)
+        grid[words.row[words.indexed & (words.slot == 0)]] = True
+        yield from _each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
     for rank, d in enumerate(dims):
         rows = every[body.rank[every] == rank]
         columns = instruction.columns(body.records[rows])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +108,7 @@ def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
     return order[: _checked(count)], left
 
 
-def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> Sequence[Any]:
+def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
     """Up to `most` violations, as records of FOUND. Each of the rows `lasts` must come after each of `ends`."""
     found = np.zeros(most, dtype=FOUND)
     count = _library().mk_verify_data(
@@ -124,4 +122,5 @@ def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int3
         most,
         found.ctypes.data,
     )
-    return found[: _checked(count)]
+    violations: Sequence[Any] = list(found[: _checked(count)])
+    return violations

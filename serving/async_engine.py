@@ -134,9 +134,16 @@ class AsyncEngine:
         return monotonic() - self._progress_at if self._jobs else 0.0
 
     def submit(self, prompts: Seq[Seq[int]], params: SamplingParams) -> Job:
-        """Queue prompts that `LLM.check` accepts. Raises Overloaded or EngineDead; then none is queued."""
+        """Queue prompts that `LLM.check` accepts.
+
+        Raises Overloaded, EngineDead, or MegakernelError where they are more than may ever wait; then none is queued.
+        """
         if self.dead is not None:
             raise self.dead
+        if len(prompts) * params.n > self._max_waiting:
+            raise MegakernelError(
+                f"{len(prompts)} prompts with n={params.n} are more than the {self._max_waiting} that may wait"
+            )
         job_open = {(prompt, choice) for prompt in range(len(prompts)) for choice in range(params.n)}
         if self.waiting + len(job_open) > self._max_waiting:
             raise Overloaded(f"{self.waiting} sequences wait already, of at most {self._max_waiting}: try again later")

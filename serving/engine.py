@@ -490,7 +490,7 @@ class Engine:
         del self._running[sequence]
         self._pool.give(sequence.pages)
         self._slots.append(sequence.slot)
-        sequence.slot, sequence.pages, sequence.known_pages = -1, [], 0
+        sequence.slot, sequence.pages = -1, []
 
     def _unhold(self, request: Request) -> None:
         """The first choice has computed the prompt (or ended): the others come next."""

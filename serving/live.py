@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +89,7 @@ class Live:
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
-        self._last_token: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()  # aborted ones fall out
+        self._last_token: dict[Sequence, float] = {}
         self._traced: tuple[Program, Trace] | None = None
         self._trace_made = threading.Event()
         self._tracing = False
@@ -129,6 +128,8 @@ class Live:
                 self._last_token[sequence] = now
             else:
                 self._last_token.pop(sequence, None)
+        if len(self._last_token) > 2 * self._max_seqs:  # aborted ones among them
+            self._last_token = {s: at for s, at in self._last_token.items() if s.finish_reason is None}
 
     def totals(self) -> Totals:
         """Sums since the start."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,10 @@ _WARM_UP_TOKENS = 4  # output tokens of the jobs that warm up
 def measure(
     llm: LLM, load: Workload, runs: int, ceilings: Ceilings, on_progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Figures of `runs` runs, after a few short requests that fill caches and compile. `on_progress`: (tokens, all)."""
+    """Figures of `runs` runs, after a few short requests that fill caches and compile.
+
+    Each has ids of its own where they are random. `on_progress` is told (tokens, all).
+    """
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0
 
@@ -28,12 +32,13 @@ def measure(
         made += len(step.tokens)
         on_progress(made, total)
 
-    some = [Job(job.prompt, job.prompt_tokens, min(job.output_tokens, _WARM_UP_TOKENS)) for job in load.jobs]
-    _one(llm, some[: 2 * llm.engine.dims.max_seqs], ceilings, lambda step: None)
-    return [_one(llm, list(load.jobs), ceilings, count) for _ in range(runs)]
+    some = load.again(runs).jobs[: 2 * llm.engine.dims.max_seqs]
+    short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
+    _one(llm, short, ceilings, lambda step: None)
+    return [_one(llm, load.again(number).jobs, ceilings, count) for number in range(runs)]
 
 
-def _one(llm: LLM, jobs: list[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
+def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
     engine = llm.engine
     live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.max_seqs, about={})
 

@@ -298,6 +298,7 @@ def test_what_is_wrong_is_a_400(live: Live, path: str, body: Any, param: str | N
     [
         ("GET", "/nowhere", 404, "NotFoundError"),
         ("GET", "/v1/models/gpt-5", 404, "NotFoundError"),
+        ("POST", f"{COMPLETIONS}/", 404, "NotFoundError"),
         ("GET", COMPLETIONS, 405, "MethodNotAllowedError"),
         ("DELETE", "/health", 405, "MethodNotAllowedError"),
     ],
@@ -312,6 +313,17 @@ def test_other_errors_have_the_same_shape(live: Live, method: str, path: str, st
         "model" if "gpt" in path else None,
     )
     assert ("allow" in headers) == (status == 405)
+
+
+def test_a_body_without_its_content_type_is_told(live: Live) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, _, data = live.request("POST", COMPLETIONS, b'{"prompt": "x"}', form)
+    assert status == 400 and "with the header Content-Type: application/json" in json.loads(data)["error"]["message"]
+
+
+def test_special_tokens_are_told(live: Live) -> None:
+    assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
+    assert live.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})["count"] == 2
 
 
 def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,10 +369,17 @@ def test_limits(llm: LLM, live: Live) -> None:
             assert (status, headers["connection"]) == (413, "close")
             assert json.loads(data)["error"]["message"] == "the body is larger than 1000 bytes: send less"
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
-        status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x", "n": 4})
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert "wait already, of at most 3" in json.loads(data)["error"]["message"]
+        error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
+        assert "1 prompts with n=4 are more than the 3 that may wait" in error["message"]
         small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
+        with small.send(COMPLETIONS, {**LONG, "n": 3}):
+            until(lambda: small.service.engine.stats.running == 3)
+            with small.send(COMPLETIONS, {**LONG, "n": 3}):
+                until(lambda: small.service.engine.waiting == 3)
+                status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "3 sequences wait already, of at most 3" in json.loads(data)["error"]["message"]
+        until(small.at_rest)
         status, headers, data = small.request("POST", COMPLETIONS, LONG)
         assert status == 503 and "no complete answer within 0.3 s" in json.loads(data)["error"]["message"]
         until(small.at_rest)

@@ -58,6 +58,17 @@ def test_sharegpt_lengths_are_the_published_ones() -> None:
     )
 
 
+def test_every_run_has_its_own_ids() -> None:
+    load = sharegpt_lengths(20, 1000, seed=1)
+    other = load.again(1)
+    for one, two in zip(load.jobs, other.jobs, strict=True):
+        assert (one.prompt_tokens, one.output_tokens) == (two.prompt_tokens, two.output_tokens)
+        assert not np.array_equal(one.prompt, two.prompt)
+    assert np.array_equal(other.jobs[3].prompt, load.again(1).jobs[3].prompt)
+    text = Workload("text", [Job("a", 1, 2)])
+    assert text.again(1) is text
+
+
 def test_uniform_lengths_stay_in_range() -> None:
     load = uniform(100, 10, 0.5, 500, 64, seed=0)
     prompts = {j.prompt_tokens for j in load.jobs}
@@ -74,7 +85,15 @@ def test_sharegpt_file_takes_two_turns_and_filters(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     short, long = "x" * 3, "y" * 1025
     file.write_text(
-        json.dumps([talk("a" * 10, "b" * 20, "c"), talk(short, "b" * 9), talk(long, "b" * 9), talk("lonely")])
+        json.dumps(
+            [
+                talk("a" * 10, "b" * 20, "c"),
+                talk(short, "b" * 9),
+                talk(long, "b" * 9),
+                talk("z" * 1000, "b" * 1100),
+                talk("lonely"),
+            ]
+        )
     )
     load = sharegpt_file(file, list, 3, seed=0)
     assert [(j.prompt, j.prompt_tokens, j.output_tokens) for j in load.jobs] == [("a" * 10, 10, 20)] * 3
@@ -253,6 +272,7 @@ def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["settings"]["version"] == "1"
     assert a.most_running <= 2
     assert [len(r["prompt"]) for r in a.requests] == [8] * (6 + 2 * 6)  # warm-up, then two runs
+    assert len({tuple(r["prompt"]) for r in a.requests}) == 18
 
 
 @pytest.mark.usefixtures("tiny")

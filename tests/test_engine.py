@@ -214,6 +214,15 @@ def test_finish(params: SamplingParams, reply: list[int], expected: tuple[list[i
     assert ends(params, reply) == expected
 
 
+def test_tokens_after_a_stop_string_are_dropped() -> None:
+    engine, _ = fake_engine(lambda position: position + 1)
+    params = SamplingParams(stop="B", max_tokens=5)
+    engine.add([1], params)
+    late = Transcript(params, Letters())  # a reader that tells the engine nothing
+    shown = "".join(late.add(token) for step in engine.run() for token in step.tokens)
+    assert (shown, late.text, late.token_ids, late.finish_reason) == ("A", "A", [1, 2], "stop")
+
+
 def test_the_context_ends_a_choice() -> None:
     ids, reason, _ = ends(SamplingParams(max_tokens=None), [1] * 40, prompt=10, max_context=32)
     assert (len(ids), reason) == (22, "length")
@@ -315,6 +324,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ("repetition_penalty", 0.0),
         ("n", 0),
         ("n", True),
+        ("best_of", 2),
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from engine_support import CONFIG, EOS, FakeBackend, continuation, digest, fake_
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.runtime import build_step
+from megakernel.runtime.cpu import CpuBackend
+from megakernel.serving import engine as engine_module
+from megakernel.serving import llm as llm_module
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.pages import ROOT, PagePool, page_hash
 from megakernel.serving.request import Request
@@ -386,9 +391,7 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
     ]
     with LLM(TINY, backend="cpu", max_context=160, threads=1, prefix_cache=False) as llm:
         expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    from megakernel.serving import llm as module
-
-    monkeypatch.setattr(module, "kv_capacity", lambda *_: (160, 20 * 16))
+    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
     for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
         with LLM(TINY, backend="cpu", max_context=160, threads=1, **limits) as llm:
             for _ in range(2):
@@ -399,3 +402,25 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
                     assert result.top_logprobs == one_alone.top_logprobs
             stats = llm.engine.stats
             assert stats.preemptions and stats.prefix_hits and not stats.pages_used
+
+
+def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    prompts = [[i] * 40 for i in range(1, 5)]
+    with LLM(TINY, backend="cpu", max_context=160, threads=1) as llm:
+        expected = [result.token_ids for result in llm.generate(prompts, greedy)]
+        llm.engine.reset_prefix_cache()
+        backend, calls = llm.engine.backend, count()
+
+        def interrupt(*_: Any) -> Any:
+            if next(calls) == 4:
+                assert isinstance(backend, CpuBackend) and backend._running is not None
+                raise KeyboardInterrupt
+            return build_step(*_)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "build_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy)
+        assert llm.engine.idle and not llm.engine.stats.pages_used
+        assert [result.token_ids for result in llm.generate(prompts, greedy)] == expected

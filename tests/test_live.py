@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import socket
 import threading
@@ -120,12 +119,11 @@ def test_ended_sequences_are_forgotten() -> None:
     assert len(live._last_token) == 1
     run(engine, live, 1)
     assert engine.idle and len(live._last_token) == 0
-    aborted = engine.add([1, 2], SamplingParams(max_tokens=9))
-    run(engine, live, 1)
-    engine.abort(aborted)
-    del aborted
-    gc.collect()
-    assert len(live._last_token) == 0
+    for _ in range(9):
+        aborted = engine.add([1, 2], SamplingParams(max_tokens=9))
+        run(engine, live, 1)
+        engine.abort(aborted)
+    assert len(live._last_token) <= 2 * 4
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,22 +16,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_support import DIMS, PAGES, RandomCheckpoint
+from numpy.typing import NDArray
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, StepTable
 from megakernel.isa.access import OWN, Kind
-from megakernel.isa.record import opcode
+from megakernel.isa.record import (
+    ALL_RANKS,
+    COUNTER_MASK,
+    INDEXED,
+    NEXT,
+    OWNER,
+    RANK_MASK,
+    RANK_SHIFT,
+    SIGNAL_WORD,
+    WAIT_WORD,
+    WORDS,
+    opcode,
+)
 from megakernel.machine import host
 from megakernel.program import Program
-from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
+from megakernel.runtime import Chunk, Output, SampleRow, build_step, cpu_ranks, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.heaps import SHARED
 from megakernel.runtime.peers import RankGone
 from megakernel.runtime.processes import ProcessBackend
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import compile_program, describe
 from megakernel.scheduler.options import Options
-from megakernel.trace import IntervalKind
+from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
 
@@ -85,18 +99,25 @@ def opened(tp: int, **arguments: object) -> ProcessBackend:
     return ProcessBackend(CHECKPOINT, compiled(tp).dims, PAGES, dtype=Dtype.F32, threads=tp, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessBackend]:
+    made = opened(2)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def backend() -> Iterator[ProcessBackend]:
-    two = opened(2)
+def backend(two: ProcessBackend) -> Iterator[ProcessBackend]:
+    """Two ranks, which a test may kill or stall."""
     yield two
-    two.close()
+    two.delay(0, 0, 0, 0.0)
 
 
-def stall(backend: ProcessBackend, program: Program, rank: int, name: str = "qkv_rope") -> int:
-    """Stop a rank in its first instruction of that name, layer 1: the row of the record."""
+def stall(backend: ProcessBackend, program: Program, rank: int, seconds: float = _LONG_S) -> int:
+    """Stop a rank in its first `qkv_rope` in layer 1 of traced launches: the row of the record."""
     first, end = program.body.offsets[[rank * program.workers, (rank + 1) * program.workers]]
-    rows = np.flatnonzero(opcode(program.body.records[first:end]) == BY_NAME[name].opcode)
-    backend.delay(1, int(first + rows[0]), 1, _LONG_S)
+    rows = np.flatnonzero(opcode(program.body.records[first:end]) == BY_NAME["qkv_rope"].opcode)
+    backend.delay(1, int(first + rows[0]), 1, seconds)
     return int(first + rows[0])
 
 
@@ -117,15 +138,17 @@ def wait_until(what: str, holds: object) -> None:
 
 @pytest.mark.parametrize("options", _LOWERINGS, ids=lambda o: f"{o.o}-{o.residual}")
 @pytest.mark.parametrize("tp", [2, 4])
-def test_processes_give_the_bits_of_threads(tp: int, options: Options) -> None:
+def test_processes_give_the_bits_of_threads_and_store_what_was_compiled(tp: int, options: Options) -> None:
     large, small = compiled(tp, 40, options), compiled(tp, 5, options)
     found = []
     for kind in (CpuBackend, ProcessBackend):
         made = kind(CHECKPOINT, small.dims, PAGES, dtype=Dtype.F32, threads=2)
         steps = [(large, prompts(large)), (large, decode(large)), (small, decode(small)), (large, prompts(large))]
         found.append([bits(made.launch(program, table)) for program, table in steps])
-        assert made.link_bytes.sum() > 0
         found[-1].append((made.link_bytes.tobytes(),))
+        declared = sum(describe(program)["link_bytes"] for program, _ in steps)
+        history = sum(4 * (tp - 1) * int((table.sample_slot >= 0).sum()) for _, table in steps)
+        assert made.link_bytes.sum() == declared + history
         made.close()
     assert found[0] == found[1]
 
@@ -254,6 +277,18 @@ def test_a_rank_killed_between_launches_is_named(backend: ProcessBackend) -> Non
     backend.launch(program, prompts(program))
 
 
+def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    with LLM(CHECKPOINT, tp=2, max_context=200, max_seqs=2, step_tokens=40, ranks="processes") as llm:
+        backend = llm.engine.backend
+        assert isinstance(backend, ProcessBackend)
+        [before] = llm.generate([list(range(100))], params)
+        with pytest.raises(RankGone):
+            llm.generate([list(range(100))], params, on_step=lambda _: os.kill(backend.processes[0], signal.SIGKILL))
+        [after] = llm.generate([list(range(100))], params)
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
 def test_an_interrupt_ends_the_launch_on_every_rank_and_the_next_works(backend: ProcessBackend) -> None:
     program = compiled(2)
     table = prompts(program)
@@ -294,21 +329,19 @@ def test_a_deadlock_names_who_waits() -> None:
     backend.close()
 
 
-def test_nothing_stays_behind() -> None:
-    def resources() -> tuple[int, list[str], list[str]]:
-        children = Path("/proc/self/task").glob("*/children")
-        return (
-            len(list(Path("/proc/self/fd").iterdir())),
-            sorted(path.name for path in Path("/dev/shm").iterdir()),
-            [child for file in children for child in file.read_text().split()],
-        )
+def resources() -> tuple[int, int, int]:
+    """Open descriptors, files in /dev/shm, child processes (dead ones too)."""
+    children = sum(len(file.read_text().split()) for file in Path("/proc/self/task").glob("*/children"))
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/dev/shm").iterdir())), children
 
+
+def test_nothing_stays_behind() -> None:
     before = resources()
     backend = opened(2)
     program = compiled(2)
     for trace in (False, True):
         backend.launch(program, prompts(program), trace=trace)
-    assert len(resources()[2]) == len(before[2]) + 1
+    assert resources()[2] == before[2] + 1
     backend.close()
     backend.close()
     with pytest.raises(MegakernelError, match="closed"):
@@ -337,6 +370,22 @@ def script(work: str, **options: object) -> subprocess.Popen[str]:
         text=True,
         **options,  # type: ignore[call-overload]
     )
+
+
+class Broken(RandomCheckpoint):
+    """Cannot be read to its end."""
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+        if (buffer, layer) == (Buffer.W_DOWN, 1):
+            raise MegakernelError("the file ends here")
+        return super().load(buffer, layer, dtype)
+
+
+def test_a_model_that_cannot_be_opened_leaves_nothing() -> None:
+    before = resources()
+    with pytest.raises(MegakernelError, match="the file ends here"):
+        ProcessBackend(Broken(CHECKPOINT.dims), compiled(2).dims, PAGES, dtype=Dtype.F32, threads=2)
+    assert resources() == before
 
 
 @pytest.mark.parametrize("moment", ["launch", "idle"])
@@ -404,6 +453,16 @@ backend.launch(program, prompts(program))
     assert err == ""
 
 
+def test_memory_is_checked_for_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ranks, "_available_memory", lambda: 0)
+    needs = []
+    for kind in (CpuBackend, ProcessBackend):
+        with pytest.raises(MegakernelError, match="GiB of memory") as error:
+            kind(CHECKPOINT, replace(compiled(2).dims, max_context=1 << 28), 1 << 16, dtype=Dtype.F32)
+        needs.append(float(re.search(r"needs ([\d.]+) GiB", str(error.value))[1]))  # type: ignore[index]
+    assert needs[1] >= needs[0]
+
+
 # -- torchrun
 
 _JOB = """
@@ -413,11 +472,16 @@ from test_tp_processes import *
 from megakernel.runtime import create, join_ranks
 join_ranks(2)
 program = compiled(2)
-for _ in range(2):
+try:
+    create("cpu", Broken(CHECKPOINT.dims), program.dims, PAGES, dtype=Dtype.F32, threads=2)
+except MegakernelError as e:
+    print(e)
+for closes in (True, False):
     backend = create("cpu", CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=2)
     output = backend.launch(program, prompts(program), trace=True)
     print(output.tokens.tolist(), sorted(set(output.trace.intervals["rank"].tolist())))
-    backend.close()
+    if closes:
+        backend.close()
 """
 
 
@@ -440,9 +504,10 @@ def test_ranks_of_a_torchrun_job() -> None:
     backend, program = opened(2), compiled(2)
     tokens = backend.launch(program, prompts(program)).tokens.tolist()
     backend.close()
-    (out, err), (out1, err1) = [process.communicate(timeout=60) for process in job(_JOB)]
-    assert (out1, err, err1) == ("", "", "")
-    assert out.splitlines() == [f"{tokens} [0, 1]"] * 2
+    processes = job(_JOB)
+    (out, err), (out1, err1) = [process.communicate(timeout=60) for process in processes]
+    assert (out1, err, err1, [process.returncode for process in processes]) == ("", "", "", [0, 0])
+    assert out.splitlines() == ["the file ends here", *[f"{tokens} [0, 1]"] * 2]
 
 
 def test_a_job_ends_with_rank_0() -> None:
@@ -479,5 +544,79 @@ def test_a_wrong_job(variables: dict[str, str], tp: int, complaint: str, monkeyp
 # -- the delay test
 
 
-def test_a_stall_moves_only_descendants_and_later_work_on_that_worker() -> None:
-    pass
+Node = tuple[int, int, int]  # segment, layer, record
+Counter = tuple[int, int, int]  # rank, block, index
+
+
+def held_up(program: Program, start: Node, certain: bool) -> set[Node]:
+    """What cannot begin before `start` has ended: later work of its worker, who waits for its signals, and so on.
+
+    A word that the step table completes may mean any member of its grid; `certain` leaves such words out.
+    """
+    d = program.dims
+    after: dict[Node, Node] = {}
+    signals: dict[Node, list[Counter]] = {}
+    waiting: dict[Counter, list[Node]] = {}
+    segments = (program.prologue, program.body, program.epilogue)
+    for stream in range(program.ranks * program.workers):
+        rank, last = stream // program.workers, None
+        for segment, layer in [(0, 0), *((1, layer) for layer in range(d.layers)), (2, 0)]:
+            for number in range(*segments[segment].offsets[stream : stream + 2].tolist()):
+                node, words = (segment, layer, number), segments[segment].records[number]
+                if last:
+                    after[last] = node
+                last = node
+                groups = int(words[3]) if opcode(words) == BY_NAME["attention"].opcode else 1
+                for place in range(WAIT_WORD, WORDS):
+                    word, signal = int(words[place]), place >= SIGNAL_WORD
+                    if not word or (word & INDEXED and certain):
+                        continue
+                    to = word >> RANK_SHIFT & RANK_MASK
+                    ranks = [rank] if not signal else range(d.tp) if to in (ALL_RANKS, OWNER) else [to]
+                    block = (d.layers if segment == 2 else layer) + bool(word & NEXT)
+                    members = d.row_blocks * (1 if signal else groups) if word & INDEXED else 1
+                    for r in ranks:
+                        for counter in range((word & COUNTER_MASK) - 1, (word & COUNTER_MASK) - 1 + members):
+                            if signal:
+                                signals.setdefault(node, []).append((r, block, counter))
+                            else:
+                                waiting.setdefault((r, block, counter), []).append(node)
+    found: set[Node] = set()
+    todo = [start]
+    while todo:
+        at = todo.pop()
+        then = [after[at]] if at in after else []
+        for met in signals.get(at, []):
+            then += waiting.get(met, [])
+        todo += set(then) - found
+        found |= set(then)
+    return found
+
+
+@pytest.mark.parametrize("options", _LOWERINGS, ids=lambda o: o.residual)
+def test_a_stall_moves_only_what_depends_on_it_and_later_work_of_its_worker(options: Options) -> None:
+    program = compiled(2, 40, options)
+    backend = ProcessBackend(CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=4)
+    table = prompts(program)
+    backend.launch(program, table)
+    start = 1, 1, stall(backend, program, rank=1, seconds=0.5)
+    trace = backend.launch(program, table, trace=True).trace
+    backend.close()
+    assert trace is not None
+    begin: dict[Node, int] = {}
+    end: dict[Node, int] = {}
+    lane: dict[Node, int] = {}
+    for interval in trace.intervals[np.isin(trace.intervals["kind"], [IntervalKind.COMPUTE, IntervalKind.STORE])]:
+        layer = int(interval["layer"])
+        segment = {PROLOGUE: 0, EPILOGUE: 2}.get(layer, 1)
+        node = segment, layer if segment == 1 else 0, int(interval["instruction"])
+        begin[node] = min(begin.get(node, 1 << 63), int(interval["begin"]))
+        end[node] = max(end.get(node, 0), int(interval["end"]))
+        lane[node] = int(interval["rank"])
+    error = trace.header.clock_error_s * 1e9
+    assert end[start] - begin[start] >= 0.5e9
+    moved, may_move = held_up(program, start, certain=True), held_up(program, start, certain=False)
+    stayed = set(begin) - may_move - {start}
+    assert {lane[node] for node in moved} == {lane[node] for node in stayed if node[:2] == start[:2]} == {0, 1}
+    assert min(begin[node] for node in moved) >= end[start] - error
+    assert max(end[node] for node in stayed) <= end[start] + error

@@ -25,7 +25,7 @@ from megakernel.model.config import LlamaConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import compile_program, describe
 from megakernel.scheduler.options import Options
 from megakernel.serving import LLM, SamplingParams
 
@@ -77,6 +77,7 @@ class Mixed:
             self.backend.buffer(buffer, layer, rank)[...] = noise
         self.prompts = [np.random.default_rng(n).integers(0, dims.vocab, n).tolist() for n in (17, 26)]
         self.tokens: list[int] = []
+        self.link_bytes = 0  # that the launches so far should have stored at other ranks
 
     def steps(self) -> list[tuple[Program, StepTable]]:
         pages = np.random.default_rng(1).permutation(PAGES).reshape(2, -1)
@@ -106,6 +107,8 @@ class Mixed:
             rows = int((table.logit_rows >= 0).sum())
             logits.append(out.logits[:rows].copy())
             self.tokens += out.tokens[:rows].tolist()
+            copied = (self.dims.tp - 1) * int((table.sample_slot >= 0).sum())  # tokens to other ranks' HISTORY
+            self.link_bytes += describe(program)["link_bytes"] + 4 * copied
         return np.concatenate(logits)
 
 
@@ -126,7 +129,7 @@ def by_scheduler(dims: Dims, workers: int = 2) -> Program:
     return compile_program(config, machines.host(workers), dtype=Dtype(dims.dtype), options=options, **bucket)
 
 
-@pytest.mark.parametrize(("make", "tp"), [(by_hand, 4), (by_scheduler, 2), (by_scheduler, 4), (by_scheduler, 8)])
+@pytest.mark.parametrize(("make", "tp"), [(by_hand, 4), (by_scheduler, 2), (by_scheduler, 8)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_compute_what_one_computes(shape: str, make: Callable[[Dims], Program], tp: int) -> None:
     hf, checkpoint = make_llama(1, **SHAPES[shape])
@@ -139,6 +142,7 @@ def test_ranks_compute_what_one_computes(shape: str, make: Callable[[Dims], Prog
         ranks = Mixed(checkpoint, make(rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
         found[lowering] = ranks.run()
         assert ranks.tokens == one.tokens
+        assert ranks.backend.link_bytes.sum() == ranks.link_bytes > 0
         assert error(found[lowering], expected) < 1e-4
         history = [ranks.backend.buffer(Buffer.HISTORY, rank=r) for r in range(tp)]
         assert all((h == one.backend.buffer(Buffer.HISTORY)).all() for h in history)
@@ -173,7 +177,7 @@ def test_bf16_is_as_good_as_torch_in_bf16(tp: int, replicated_o: int) -> None:
     assert 0 < error(np.concatenate(got), exact) <= 1.5 * error(theirs, exact)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", [(0, 0), (1, 1)])
 def test_order_workers_and_queues_change_nothing(lowering: tuple[int, int]) -> None:
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     dims = rank_dims(small(checkpoint), 4, lowering)
@@ -206,7 +210,7 @@ MARK = -77.5  # a value that nothing computes
 SHARED = [b for b, s in BUFFERS.items() if s.space is not Space.WEIGHT and b not in (Buffer.PARTIALS, Buffer.SPLITS)]
 
 
-def written(backend: ReferenceBackend, table: StepTable, words: NDArray[np.int32]) -> Iterator[tuple[int, Access, Any]]:
+def written(table: StepTable, words: NDArray[np.int32]) -> Iterator[tuple[int, Access, Any]]:
     """(rank whose copy it is, access, index of its box there) of what a record of the table's rank may write."""
     d = table.dims
     instruction = BY_OPCODE[int(opcode(words))]
@@ -247,22 +251,21 @@ def in_order(
 
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), *((4, lowering) for lowering in LOWERINGS)])
 def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]) -> None:
-    """Each cell of a declared write is written and no other, on every rank; bytes to others are those declared."""
+    """Each cell of a declared write is written and no other, on every rank; so are bytes to others."""
     checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     mixed = Mixed(checkpoint, make_program(dims, 2))
     backend, (program, table) = mixed.backend, mixed.steps()[0]
     copies = list(product(range(tp), SHARED))
-    sent = {Index.ITEM: 0, Index.LOGIT_OWNER: 0}
     for rank, layer, words in in_order(program, backend, table):
         views = {(r, b): backend.buffer(b, layer, r) for r, b in copies}
         allowed = {key: np.zeros(view.shape, bool) for key, view in views.items()}
         exact = {key: mask.copy() for key, mask in allowed.items()}
-        by_table = None
-        for r, access, index in written(backend, table.rank(rank), words):
+        by_table = False
+        for r, access, index in written(table.rank(rank), words):
             allowed[r, access.buffer][index] = True
             if access.index is not Index.NONE:
-                by_table = access.index
+                by_table = True
             elif access.kind is Kind.WRITE:
                 exact[r, access.buffer][index] = True
                 views[r, access.buffer][index] = MARK
@@ -278,17 +281,9 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
             assert changed[exact[r, buffer]].all(), where
         stored = backend.link_bytes - sent_before
         assert not np.delete(stored, rank).any()
-        if by_table:
-            sent[by_table] += int(stored.sum())
-        else:
+        if not by_table:
             history = 4 * (tp - 1) * _stored_tokens(table, words)
             assert stored[rank] == history + sum(4 * exact[r, b].sum() for r, b in copies if r != rank)
-    everyone = 0 if dims.one_hop else tp - 1
-    assert sent[Index.LOGIT_OWNER] == everyone * dims.logit_rows * dims.hidden * 4
-    heads = [replace(dims, rank=rank).rank_heads for rank in range(tp)]
-    owned = np.bincount(np.arange(dims.tokens) // dims.row_block % tp, minlength=tp)
-    elsewhere = [dims.tokens * (tp - 1) if dims.one_hop else dims.tokens - own for own in owned]
-    assert sent[Index.ITEM] == dims.replicated_o * 4 * dims.head_dim * np.dot(heads, elsewhere)
 
 
 def _stored_tokens(table: StepTable, words: NDArray[np.int32]) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from . import output
 from .bench import measured_ceilings
-from .options import AddVerb, add_model_run, open_llm, positive
+from .options import AddVerb, add_model_run, add_setting, open_llm, positive
 from .workload import add_workload, workload
 
 
@@ -23,9 +23,8 @@ def register(add: AddVerb) -> None:
     )
     add_model_run(parser)
     add_workload(parser, prompts=64)
-    parser.add_argument(
-        "--max-num-seqs", type=positive, default=64, metavar="N", help="sequences that run at once (default: 64)"
-    )
+    for name in ("max num seqs", "max num batched tokens"):
+        add_setting(parser, name)
     parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs, after a short one (default: 1)")
     parser.set_defaults(run=run)
 
@@ -33,7 +32,7 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..serving.throughput import measure
 
-    with open_llm(args, max_seqs=args.max_num_seqs) as llm:
+    with open_llm(args, max_seqs=args.max_num_seqs, step_tokens=args.max_num_batched_tokens) as llm:
         load = workload(args, llm.config.vocab, llm.encode)
         ceilings = measured_ceilings(llm)
         with output.progress("generating") as advance:
@@ -52,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
                 "workload": load.name,
                 "num_prompts": len(load.jobs),
                 "max_num_seqs": args.max_num_seqs,
+                "max_num_batched_tokens": args.max_num_batched_tokens,
                 "seed": args.seed,
             },
         }

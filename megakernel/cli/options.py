@@ -27,7 +27,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     parser.add_argument(
         setting.flag,
         default=None if optional else setting.value(),
-        type=positive if name == "tp" else str,
+        type=positive if setting.default.isdigit() else str,
         metavar=setting.flag.lstrip("-").upper(),
         help=f"{setting.what} (default: {setting.default})",
     )
@@ -84,10 +84,12 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
 
 
-def open_llm(args: argparse.Namespace, *, max_seqs: int) -> LLM:
+def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """The model that the flags of `add_model_run` describe, fetched where it must be."""
+    from ..runtime import join_ranks
     from ..serving import LLM
 
+    join_ranks(args.tp)
     fetch(args.model)
     with output.busy(f"loading {args.model}"):
         return LLM(
@@ -98,6 +100,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int) -> LLM:
             threads=args.threads,
             max_context=args.context,
             max_seqs=max_seqs,
+            step_tokens=step_tokens or int(SETTINGS["max num batched tokens"].default),
             ranks=args.ranks,
         )
 

@@ -36,6 +36,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "model": str,
     "backend": str,
@@ -45,7 +51,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "host": str,
     "port": _port,
     "served model name": str,
-    "api key": str,
+    "api key": _key,
     "max model len": positive,
     "max num seqs": positive,
     "max num batched tokens": positive,
@@ -218,6 +224,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens: {kv_tokens // dims.max_context} sequences of"
             f" {dims.max_context:,}, {dims.max_seqs} at once",
         ),
+        ("live", f"{address}/ shows the steps against the roofline"),
     )
     output.stdout.print(
         f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True

@@ -37,11 +37,10 @@ def _stored(access: Access, d: Dims) -> Bytes:
     if access.index is Index.ITEM:
         size = size[:1]
     if access.rank is None:
-        starts = np.arange(d.row_blocks) * d.row_block
-        owned = np.bincount(
-            np.arange(d.row_blocks) % d.tp, np.minimum(d.row_block, d.tokens - starts), minlength=d.tp
-        ).astype(np.int64)
-        return size[0] // d.tokens * owned  # the box is all token rows
+        blocks = np.arange(d.row_blocks)
+        owned: Bytes = np.zeros(d.tp, dtype=np.int64)
+        np.add.at(owned, blocks % d.tp, np.minimum(d.row_block, d.tokens - blocks * d.row_block))
+        return owned * int(size[0] // d.tokens)  # the box is all token rows
     if isinstance(access.rank, np.ndarray):
         return np.bincount(access.rank, size, minlength=d.tp).astype(np.int64)
     out = np.zeros(d.tp, dtype=np.int64)

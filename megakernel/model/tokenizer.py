@@ -18,7 +18,10 @@ from .hf_config import read_json
 
 
 class Tokenizer:
-    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` counts added tokens too."""
+    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` counts added tokens too.
+
+    `special` has the text of `bos_token` and `eos_token`, where the model names them.
+    """
 
     def __init__(
         self,
@@ -31,16 +34,19 @@ class Tokenizer:
         """`special` maps names that a template may use (bos_token, eos_token) to their text."""
         self._backend = backend
         self._template = template
-        self._special = dict(special or {})
+        self.special = dict(special or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        named = (backend.token_to_id(text) for name, text in self._special.items() if name == "eos_token")
+        named = (backend.token_to_id(text) for name, text in self.special.items() if name == "eos_token")
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         self._piece, self._strip = _decoder(backend)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`. Special tokens written in it count as such, and BOS is added where the model asks for it."""
-        return list(self._encode(text, True))
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of `text`. Special tokens written in it count as such.
+
+        `add_special`: BOS is added where the model asks for it.
+        """
+        return list(self._encode(text, add_special))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -51,7 +57,7 @@ class Tokenizer:
         """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`."""
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
-        return list(self._encode(self._template.render(messages, self._special), False))
+        return list(self._encode(self._template.render(messages, self.special), False))
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""

@@ -17,7 +17,8 @@ from ..isa.record import Records, opcode
 from ..program import SEGMENTS, Program
 
 # A store at another rank, as the native library lists them: `mk::RemoteStore` of csrc/cpu/audit.h. `segment` counts
-# SEGMENTS; `number` is the row there, or that of a queue after the body's rows.
+# SEGMENTS; `number` is the row in
+# `Program.numbered`.
 STORE = np.dtype(
     [("address", "u8"), ("bytes", "i8"), ("segment", "i4"), ("layer", "i4"), ("number", "i4"), ("rank", "i4")]
 )
@@ -46,8 +47,7 @@ def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Call
 
     `locate` finds what lies at an address, for a number of bytes.
     """
-    body = np.concatenate([program.body.records, program.queues.records])
-    records = [program.prologue.records, body, program.epilogue.records]
+    records = [program.numbered(segment)[0] for segment in range(len(SEGMENTS))]
     for address, size, segment, layer, number, rank in stores.tolist():
         record = records[segment][number]
         target, own = locate(address, size), table.rank(rank)

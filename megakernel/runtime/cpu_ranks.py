@@ -137,11 +137,13 @@ class CpuRanks:
 
     def _check_memory(self, checkpoint: Checkpoint) -> None:
         need = 0
+        # Where other processes have the other ranks, all of them are about to take their part of the same memory.
+        ranks = range(self.dims.tp) if self._bound else self.ranks
         for buffer, spec in BUFFERS.items():
             if buffer is Buffer.LM_HEAD and checkpoint.config.tied:
                 continue
-            for rank in self.ranks:
-                if self._home(rank, buffer) == rank:
+            for rank in ranks:
+                if self._bound or self._home(rank, buffer) == rank:
                     plain = (
                         int(np.prod(self._shape(rank, buffer), dtype=np.int64)) * spec.resolve_dtype(self.dims).itemsize
                     )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ..errors import MegakernelError
 from . import channel
@@ -91,12 +92,11 @@ class Peer:
 
     def dismiss(self) -> None:
         """Let a process that stays release its model."""
-        try:
+        with suppress(RankGone):
             self.send(Close())
             while self.busy:
-                self.answer()
-        except MegakernelError:
-            self._channel.close()  # it is gone or stuck, and this ends it
+                with suppress(MegakernelError):  # what it could not do before matters no more
+                    self.answer()
 
 
 def spawn(rank: int) -> Peer:

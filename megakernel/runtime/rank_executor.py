@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,13 +81,16 @@ class RankExecutor:
     def poll(self) -> bool:
         """Whether the launch has ended within a slice. Raises MegakernelError where it was stopped."""
         try:
-            ended = self._ranks.wait()
+            if not self._ranks.wait():
+                return False
         except MegakernelError as e:
+            self._running = None
             raise MegakernelError(f"the launch made no progress and was stopped: {e}") from None
-        if ended and self._audit and self._running:
-            table = StepTable(self._running.program.dims, self._running.words)
-            audit(self._running.program, table, self._ranks.stores(), self.heaps.locate)
-        return ended
+        ended, self._running = self._running, None
+        if self._audit and ended:
+            table = StepTable(ended.program.dims, ended.words)
+            audit(ended.program, table, self._ranks.stores(), self.heaps.locate)
+        return True
 
     def reset(self, message: Reset) -> None:
         self._ranks.reset(self._programs[message.index].handle)
@@ -104,4 +108,10 @@ class RankExecutor:
         return self._ranks.intervals()
 
     def close(self) -> None:
+        """Abort what runs, release everything."""
+        if self._running:
+            self._ranks.abort()
+            with suppress(MegakernelError):  # that it was stopped
+                while not self.poll():
+                    pass
         self._ranks.close()

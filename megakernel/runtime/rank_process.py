@@ -39,7 +39,7 @@ from .shared_memory import Mapping, create
 
 
 class _Closed(Exception):
-    """The driver gave up on a session that was being opened."""
+    """The driver gave up while the model was being opened."""
 
 
 class Incoming:
@@ -63,8 +63,9 @@ class Incoming:
         while True:
             self.release()
             message, descriptors = self._channel.receive()
-            if not isinstance(message, Weight):
+            if isinstance(message, Close):
                 raise _Closed
+            assert isinstance(message, Weight)
             if descriptors:
                 self._staging = Mapping(descriptors[0])
             assert self._staging is not None
@@ -106,6 +107,7 @@ class _Server:
             try:
                 self._channel.send(*self._obey(message, descriptors))
             except _Closed:
+                self._channel.send(Failed("the driver gave up"))  # the answer to Open
                 self._channel.send(Done())
             except MegakernelError as e:
                 self._channel.send(Failed(str(e)))
@@ -124,6 +126,9 @@ class _Server:
             return Done(), []
         if isinstance(message, Weight):
             return Done(), []  # of a buffer of which this rank needs nothing
+        if isinstance(message, Close):
+            self.close()
+            return Done(), []
         assert self._executor is not None and self._board is not None
         match message:
             case Place() | Load():
@@ -136,8 +141,6 @@ class _Server:
                 self._executor.delay(message)
             case Measure():
                 self._board.answer_clock(message.rounds)
-            case Close():
-                self.close()
         return Done(), []
 
     def _open(self, message: Open, board: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import socket
@@ -111,4 +112,7 @@ def gather() -> list[Peer]:
                     "is the script the same on every rank?"
                 ) from None
             found[rank] = Peer(rank, Channel(connection), None)
-    return [found[rank] for rank in sorted(found)]
+    peers = [found[rank] for rank in sorted(found)]
+    # A script that ends without closing its model has not died.
+    atexit.register(lambda: [peer.dismiss() for peer in peers])
+    return peers

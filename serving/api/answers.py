@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..async_engine import AsyncEngine, Piece
@@ -31,10 +31,7 @@ class Delta:
 
 
 class Answers:
-    """The choices of one HTTP request. Whoever stops before they are `finished` must `close`.
-
-    `transcripts` are those of all choices, prompt by prompt.
-    """
+    """The choices of one HTTP request. Whoever stops before they are `finished` must `close`."""
 
     def __init__(
         self,
@@ -42,15 +39,15 @@ class Answers:
         metrics: Metrics,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        transcripts: list[Transcript],
+        transcripts: Callable[[], list[Transcript]],
     ) -> None:
-        """Submits the prompts. Raises what AsyncEngine.submit raises."""
+        """Submits the prompts; `transcripts` makes those of one prompt's choices. Raises as AsyncEngine.submit."""
         self.completion_tokens = 0
         self.job = engine.submit(prompts, params)
         self._engine, self._metrics, self._params = engine, metrics, params
-        self._transcripts = transcripts
-        self._last_at = [0.0] * len(transcripts)
-        self._left = len(transcripts)
+        self._transcripts = [transcript for _ in prompts for transcript in transcripts()]
+        self._last_at = [0.0] * len(self._transcripts)
+        self._left = len(self._transcripts)
         self._held: list[Piece] = []
         self._scored: set[int] = set()
         metrics.prompts(prompts)

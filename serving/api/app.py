@@ -28,6 +28,7 @@ from .responses import (
     Model,
     ModelList,
     TokenizeResponse,
+    TokenizerInfo,
     VersionResponse,
 )
 from .service import Service
@@ -50,7 +51,14 @@ def create_app(service: Service) -> FastAPI:
         await service.engine.close()
 
     # The interactive pages load their scripts from elsewhere.
-    app = FastAPI(title="megakernel", version=version("megakernel"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="megakernel",
+        version=version("megakernel"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(Gate, keys=service.keys, max_body=service.limits.max_body)
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -80,7 +88,7 @@ def create_app(service: Service) -> FastAPI:
         """Token ids of a text or a conversation."""
         service.model(body.model)
         if isinstance(body, TokenizeText):
-            tokens = await service.encode(body.prompt)
+            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body.messages)
         return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
@@ -90,6 +98,12 @@ def create_app(service: Service) -> FastAPI:
         """Text of token ids."""
         service.model(body.model)
         return DetokenizeResponse(prompt=service.decode(body.tokens))
+
+    @app.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> TokenizerInfo:
+        """The special tokens; harnesses ask for them that have no tokenizer of their own."""
+        special = service.tokenizer.special if service.tokenizer else {}
+        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:

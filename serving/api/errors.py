@@ -93,6 +93,8 @@ def _validation(errors: Sequence[Any]) -> APIError:
     path = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if not path and isinstance(first["input"], bytes):
+        return APIError(400, "the body must be JSON, with the header Content-Type: application/json")
     name = ".".join(str(part) for part in path)
     if first["type"] == "missing":
         return APIError(400, f"{name or 'the body'} is required", param=name or None)

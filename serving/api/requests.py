@@ -203,6 +203,7 @@ class ChatRequest(Sampled):
 
 class TokenizeText(Body):
     prompt: str
+    add_special_tokens: Annotated[bool, Field(description="BOS, where the model has one; true if absent")] | None = None
 
 
 class TokenizeMessages(Body):

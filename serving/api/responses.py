@@ -124,6 +124,11 @@ class TokenizeResponse(BaseModel):
     tokens: list[int]
 
 
+class TokenizerInfo(BaseModel):
+    bos_token: str | None
+    eos_token: str | None
+
+
 class DetokenizeResponse(BaseModel):
     prompt: str
 

@@ -65,6 +65,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             create_app(service),
             http=Protocol,
+            lifespan="on",
             ws="none",
             log_config=None,
             access_log=False,

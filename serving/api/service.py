@@ -97,8 +97,11 @@ class Service:
             )
         return name
 
-    async def encode(self, text: str) -> list[int]:
-        return await _off_loop(len(text), lambda: self.llm.encode(text))
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        tokenizer = self.tokenizer
+        if add_special or tokenizer is None:
+            return await _off_loop(len(text), lambda: self.llm.encode(text))
+        return await _off_loop(len(text), lambda: tokenizer.encode(text, add_special=False))
 
     async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of a completion's prompts."""
@@ -140,8 +143,7 @@ class Service:
         """Start to generate. Raises MegakernelError where a prompt can never run, Overloaded and EngineDead."""
         for prompt in prompts:
             self.llm.check(prompt, params)
-        transcripts = [transcript for _ in prompts for transcript in self.llm.transcripts(params)]
-        return Answers(self.engine, self.metrics, prompts, params, transcripts)
+        return Answers(self.engine, self.metrics, prompts, params, lambda: self.llm.transcripts(params))
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from .client import Server
 from .drive import drive
 from .report import report
-from .workload import Job, Workload
+from .workload import Workload
+
+_WARM_UP_TOKENS = 4  # output tokens of the requests that warm a server up
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,15 @@ async def alternate(
 ) -> list[list[dict[str, Any]]]:
     """Figures of `runs` runs of each server, in the order of `servers`; they take turns, a run at a time.
 
+    Every run has its own ids where ids are random, so that what a server has cached does not help it.
+
     A run has `server`, the change of its own record of steps (`/roofline`), where the server keeps one.
     """
-    some = [Job(j.prompt, j.prompt_tokens, min(j.output_tokens, 4)) for j in workload.jobs[: load.warm_up]]
+    some = workload.again(runs).jobs[: load.warm_up]
+    short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     for server in servers:
-        if some:
-            await drive(server, Workload("warm-up", some), max_concurrency=load.max_concurrency)
+        if short:
+            await drive(server, Workload("warm-up", short), max_concurrency=load.max_concurrency)
     figures: list[list[dict[str, Any]]] = [[] for _ in servers]
     total = runs * len(servers) * len(workload.jobs)
     for number in range(runs * len(servers)):
@@ -45,7 +50,7 @@ async def alternate(
         record = await server.get_json("/roofline")
         outcomes = await drive(
             server,
-            workload,
+            workload.again(number // len(servers)),
             rate=load.rate,
             max_concurrency=load.max_concurrency,
             seed=load.seed,

@@ -9,7 +9,7 @@ import csv
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs in the order in which they are sent; `name` says what they are, for people."""
+    """Jobs in the order in which they are sent; `name` says what they are, for people.
+
+    `vocab` and `seed` are of random ids, None of text.
+    """
 
     name: str
     jobs: Sequence[Job]
+    vocab: int | None = None
+    seed: int = 0
+
+    def again(self, number: int) -> Workload:
+        """The same lengths with other ids, so that no server answers from a cache. Text stays what it is."""
+        if self.vocab is None:
+            return self
+        pairs = [(job.prompt_tokens, job.output_tokens) for job in self.jobs]
+        return replace(self, jobs=_jobs(pairs, self.vocab, np.random.default_rng([self.seed, number])))
 
 
 def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
@@ -68,7 +80,7 @@ def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int
         return np.maximum(rng.integers(low, high, count, endpoint=True), 1)
 
     pairs = list(zip(lengths(prompt).tolist(), lengths(output).tolist(), strict=True))
-    return Workload(f"random, {prompt} in and {output} out", _jobs(pairs, vocab, rng))
+    return Workload(f"random, {prompt} in and {output} out", _jobs(pairs, vocab, rng), vocab, seed)
 
 
 def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int, seed: int) -> Workload:
@@ -124,7 +136,7 @@ def _pairs(lines: Iterable[str], source: str) -> list[Pair]:
 def _from_pairs(name: str, pairs: list[Pair], count: int, vocab: int, seed: int) -> Workload:
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(pairs))
-    return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng))
+    return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
 
 
 def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[Job]:
