@@ -27,7 +27,7 @@ from typing import Any
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HANG = 120.0  # seconds without an answer that count as stuck
+HANG = 300.0  # seconds without an answer that count as stuck
 
 
 @dataclass

@@ -15,6 +15,7 @@ from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving.api import http as api_http
+from megakernel.serving.engine import Engine, Step
 
 CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -457,6 +458,18 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
 # -- the operator's side
 
 
+def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Any] = []
+
+    def observe(step: Step, seconds: float) -> None:
+        calls.append(step)
+        raise ValueError("in the observer")
+
+    live.service.engine.on_step.append(observe)
+    assert live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 5})["usage"]["completion_tokens"] == 5
+    assert len(calls) == 1 and "in the observer" in caplog.text
+
+
 def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
     def value(name: str) -> float:
         lines = live.request("GET", "/metrics")[2].decode().splitlines()
@@ -491,18 +504,19 @@ def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_dies_says_so(llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_dies_says_so(
+    llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     until(live.at_rest)
     with serving(llm) as server:
+        steps = iter(range(5))
 
-        def die(step: object, seconds: float) -> None:
-            if (
-                server.service.engine.stats.running
-                and next(iter(server.service.engine._owners)).choices[0].outputs == 5
-            ):
+        def step(**options: Any) -> Step:
+            if next(steps, None) is None:
                 raise RuntimeError("secret")
+            return Engine.step(llm.engine, **options)
 
-        server.service.engine.on_step.append(die)
+        monkeypatch.setattr(llm.engine, "step", step)
         status, _, data = server.request("POST", COMPLETIONS, {**LONG, "stream": stream})
         assert status == (200 if stream else 503)
         events = data.decode().removesuffix("\n\ndata: [DONE]\n\n").split("data: ") if stream else [data.decode()]
