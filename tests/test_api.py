@@ -482,13 +482,17 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
         "time_to_first_token_seconds_count",
         "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_count",
+        "request_generation_tokens_sum",
         "num_preemptions_total",
     ]
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 0]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 10, 0]
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert value("cache_config_info") == 1
+    lines = live.request("GET", "/metrics")[2].decode().splitlines()
+    lengths = [float(x.split()[-1]) for x in lines if x.startswith("vllm:request_generation_tokens_bucket")]
+    assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
 
 
 def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
