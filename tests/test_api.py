@@ -364,7 +364,7 @@ def test_keys_guard_v1_alone(llm: LLM, live: Live) -> None:
 
 def test_limits(llm: LLM, live: Live) -> None:
     until(live.at_rest)
-    with serving(llm, max_body=1000, max_waiting=3, request_timeout=0.3) as small:
+    with serving(llm, max_body=1000, max_waiting=3) as small:
         for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks
             status, headers, data = small.request("POST", COMPLETIONS, body)
             assert (status, headers["connection"]) == (413, "close")
@@ -375,13 +375,21 @@ def test_limits(llm: LLM, live: Live) -> None:
         small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
             until(lambda: small.service.engine.stats.running == 3)
-            with small.send(COMPLETIONS, {**LONG, "n": 3}):
-                until(lambda: small.service.engine.waiting == 3)
-                status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
+            with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one of them runs too
+                until(lambda: small.service.engine.stats.running == 4)
+                with small.send(COMPLETIONS, LONG):
+                    until(lambda: small.service.engine.waiting == 3)
+                    status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "1")
         assert "3 sequences wait already, of at most 3" in json.loads(data)["error"]["message"]
         until(small.at_rest)
-        status, headers, data = small.request("POST", COMPLETIONS, LONG)
+
+
+def test_a_time_limit(llm: LLM, live: Live) -> None:
+    until(live.at_rest)
+    with serving(llm, request_timeout=0.3) as small:
+        small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
+        status, _, data = small.request("POST", COMPLETIONS, LONG)
         assert status == 503 and "no complete answer within 0.3 s" in json.loads(data)["error"]["message"]
         until(small.at_rest)
         # A stream that has begun may take its time.
@@ -466,7 +474,7 @@ def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptu
         raise ValueError("in the observer")
 
     live.service.engine.on_step.append(observe)
-    assert live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 5})["usage"]["completion_tokens"] == 5
+    assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
     assert len(calls) == 1 and "in the observer" in caplog.text
 
 
@@ -482,13 +490,17 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
         "time_to_first_token_seconds_count",
         "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_count",
+        "request_generation_tokens_sum",
         "num_preemptions_total",
     ]
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 0]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 10, 0]
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert value("cache_config_info") == 1
+    lines = live.request("GET", "/metrics")[2].decode().splitlines()
+    lengths = [float(x.split()[-1]) for x in lines if x.startswith("vllm:request_generation_tokens_bucket")]
+    assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
 
 
 def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
