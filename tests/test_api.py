@@ -16,6 +16,7 @@ from model_helpers import byte_model
 from megakernel import LLM, SamplingParams
 from megakernel.serving.api import http as api_http
 from megakernel.serving.engine import Engine, Step
+from megakernel.serving.request import Request
 
 CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -205,19 +206,24 @@ def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_one_choice(live: Live, llm: LLM, stream: bool) -> None:
+def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> None:
     body = {"prompt": ["x", "y"], "max_tokens": 100, "stop": ["bab", "never"], **alternating(llm, b"ab")}
+    requests: set[Request] = set()
+    slow.service.engine.on_step.append(lambda step, seconds: requests.update(token.request for token in step.tokens))
     if stream:
-        events = live.events(COMPLETIONS, body)
+        events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
         reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]]
     else:
-        answer = live.post(COMPLETIONS, body)
+        answer = slow.post(COMPLETIONS, body)
         texts = [choice["text"] for choice in answer["choices"]]
         reasons = [choice["finish_reason"] for choice in answer["choices"]]
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
-    until(live.at_rest)
+    slow.service.engine.on_step.pop()
+    until(slow.at_rest)
+    # The engine was told, and generated no further.
+    assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
 
 
 def test_null_and_unknown_fields_are_ignored(live: Live) -> None:
@@ -427,14 +433,17 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
+    owners = slow.service.engine._owners
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
     until(lambda: slow.service.engine.stats.running == 4)
+    running = set(owners)
     sock = slow.send(COMPLETIONS, {**LONG, "stream": stream})
-    until(lambda: len(slow.service.engine._jobs) == 5)
+    until(lambda: len(owners) == 5)
+    [queued] = set(owners) - running
     sock.close()
-    until(lambda: len(slow.service.engine._jobs) == 4)
-    until(lambda: slow.service.engine.stats.waiting == 0)
-    assert slow.service.engine.stats.running == 4
+    until(lambda: queued.done)
+    assert queued.choices[0].finish_reason == "abort" and queued.choices[0].outputs == 0
+    assert set(owners) == running
     for other in before:
         other.close()
 
@@ -445,13 +454,14 @@ def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
     body = {"prompt": [7] * 500 if phase == "prefill" else "x", "max_tokens": 12 if phase == "prefill" else 500}
     sock = slow.send(COMPLETIONS, {**body, "ignore_eos": True, "stream": stream})
     until(lambda: slow.service.engine.stats.running == 1)
+    [request] = slow.service.engine._owners
+    [choice] = request.choices
     if phase == "decode":
-        [job] = slow.service.engine._jobs
-        until(lambda: bool(job.requests) and job.requests[0].choices[0].outputs > 2)
-    else:
-        [request] = slow.service.engine._owners
-        assert request.choices[0].outputs == 0
+        until(lambda: choice.outputs > 2)
+    assert (choice.outputs == 0) == (phase == "prefill")
     sock.close()
+    until(lambda: request.done)
+    assert choice.finish_reason == "abort"
     until(slow.at_rest)
 
 
