@@ -183,7 +183,10 @@ def main() -> None:
         build(args.sdist, args.folder, args.jobs)
         return
     result = run(args)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1).replace(
+        f"{args.folder / 'work'}{os.sep}", ""
+    )  # this machine's paths say nothing
+    args.output.write_text(text + "\n")
     summary = {name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}
     print(json.dumps(summary, indent=1))
 

@@ -24,10 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_overhead import processor
+
+from megakernel.machine import cpu_count
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HANG = 120.0  # seconds without an answer that count as stuck
+HANG = 300.0  # seconds without an answer that count as stuck
 
 
 @dataclass
@@ -310,7 +313,8 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "at_rest": rest,
         "resident_MB": memory,
         "server": facts,
-        "command": " ".join(["benchmarks/soak.py", *sys.argv[1:]]),
+        "machine": f"{cpu_count()} cores, {processor()}",
+        "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
     }
 
 

@@ -87,6 +87,12 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("simd", "CPU code path: portable, avx2 or avx512", "the best this CPU has", env="MEGAKERNEL_SIMD"),
         Setting(
+            "prefetch",
+            "0: a waiting worker does not load the weights of its next instruction",
+            "1",
+            env="MEGAKERNEL_PREFETCH",
+        ),
+        Setting(
             "audit",
             "1: processes check that ranks store at others only what their instructions declare (slow)",
             "0",

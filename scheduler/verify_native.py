@@ -122,5 +122,4 @@ def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int3
         most,
         found.ctypes.data,
     )
-    violations: Sequence[Any] = list(found[: _checked(count)])
-    return violations
+    return found[: _checked(count)]

@@ -101,6 +101,10 @@ class AsyncEngine:
         self._jobs: set[Job] = set()  # those with something open
         self._open = 0  # choices of theirs
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stop_compiling = threading.Event()
+        self._compiler = threading.Thread(
+            target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
+        )
         # Shared: what the event loop asks of the thread, and when the thread last got anywhere.
         self._changed = threading.Condition()
         self._asked: list[Callable[[], None]] = []
@@ -116,13 +120,15 @@ class AsyncEngine:
         """Begin to step; pieces are delivered on the running event loop. Programs are compiled ahead of need."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        threading.Thread(target=self.engine.programs.warm, name="compile", daemon=True).start()
+        self._compiler.start()
 
     async def close(self) -> None:
-        """Abort what is left and end the thread, after the step it is in."""
+        """Abort what is left and end the threads, after the step and the program that they are at."""
         self.fail_all(Overloaded("the server has stopped"))
+        self._stop_compiling.set()
         self._ask(self._close)
-        await asyncio.to_thread(self._thread.join)
+        for thread in (self._thread, self._compiler):
+            await asyncio.to_thread(thread.join)
 
     @property
     def waiting(self) -> int:
@@ -239,8 +245,12 @@ class AsyncEngine:
             loop.call_soon_threadsafe(self._deliver, pieces)
         for token in step.tokens:
             self._forget(token.request)
-        for observer in self.on_step:
-            observer(step, now - began)
+        for observer in list(self.on_step):
+            try:
+                observer(step, now - began)
+            except Exception:
+                log.exception("an observer of steps failed; it is not called again")
+                self.on_step.remove(observer)
 
     def _forget(self, request: Request) -> None:
         if request.done:

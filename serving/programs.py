@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Lock
+from threading import Event, Lock
 from typing import Protocol
 
 from ..program import Program
@@ -48,13 +48,15 @@ class Programs:
                 self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
             return self._cache[key]
 
-    def warm(self) -> int:
-        """Compile every bucket that a step can need: how many there are."""
+    def warm(self, stop: Event | None = None) -> int:
+        """Compile every bucket that a step can need, until `stop` is set: how many there are."""
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)
             for rows in buckets(min(self._most_logit_rows, tokens))
         ]
         for tokens, rows in keys:
+            if stop is not None and stop.is_set():
+                break
             self.get(tokens, rows)
         return len(keys)

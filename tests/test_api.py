@@ -15,6 +15,8 @@ from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving.api import http as api_http
+from megakernel.serving.engine import Engine, Step
+from megakernel.serving.request import Request
 
 CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -204,19 +206,24 @@ def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_one_choice(live: Live, llm: LLM, stream: bool) -> None:
+def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> None:
     body = {"prompt": ["x", "y"], "max_tokens": 100, "stop": ["bab", "never"], **alternating(llm, b"ab")}
+    requests: set[Request] = set()
+    slow.service.engine.on_step.append(lambda step, seconds: requests.update(token.request for token in step.tokens))
     if stream:
-        events = live.events(COMPLETIONS, body)
+        events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
         reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]]
     else:
-        answer = live.post(COMPLETIONS, body)
+        answer = slow.post(COMPLETIONS, body)
         texts = [choice["text"] for choice in answer["choices"]]
         reasons = [choice["finish_reason"] for choice in answer["choices"]]
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
-    until(live.at_rest)
+    slow.service.engine.on_step.pop()
+    until(slow.at_rest)
+    # The engine was told, and generated no further.
+    assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
 
 
 def test_null_and_unknown_fields_are_ignored(live: Live) -> None:
@@ -363,7 +370,7 @@ def test_keys_guard_v1_alone(llm: LLM, live: Live) -> None:
 
 def test_limits(llm: LLM, live: Live) -> None:
     until(live.at_rest)
-    with serving(llm, max_body=1000, max_waiting=3, request_timeout=0.3) as small:
+    with serving(llm, max_body=1000, max_waiting=3) as small:
         for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks
             status, headers, data = small.request("POST", COMPLETIONS, body)
             assert (status, headers["connection"]) == (413, "close")
@@ -374,13 +381,21 @@ def test_limits(llm: LLM, live: Live) -> None:
         small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
             until(lambda: small.service.engine.stats.running == 3)
-            with small.send(COMPLETIONS, {**LONG, "n": 3}):
-                until(lambda: small.service.engine.waiting == 3)
-                status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
+            with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one of them runs too
+                until(lambda: small.service.engine.stats.running == 4)
+                with small.send(COMPLETIONS, LONG):
+                    until(lambda: small.service.engine.waiting == 3)
+                    status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "1")
         assert "3 sequences wait already, of at most 3" in json.loads(data)["error"]["message"]
         until(small.at_rest)
-        status, headers, data = small.request("POST", COMPLETIONS, LONG)
+
+
+def test_a_time_limit(llm: LLM, live: Live) -> None:
+    until(live.at_rest)
+    with serving(llm, request_timeout=0.3) as small:
+        small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
+        status, _, data = small.request("POST", COMPLETIONS, LONG)
         assert status == 503 and "no complete answer within 0.3 s" in json.loads(data)["error"]["message"]
         until(small.at_rest)
         # A stream that has begun may take its time.
@@ -418,14 +433,17 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
+    owners = slow.service.engine._owners
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
     until(lambda: slow.service.engine.stats.running == 4)
+    running = set(owners)
     sock = slow.send(COMPLETIONS, {**LONG, "stream": stream})
-    until(lambda: len(slow.service.engine._jobs) == 5)
+    until(lambda: len(owners) == 5)
+    [queued] = set(owners) - running
     sock.close()
-    until(lambda: len(slow.service.engine._jobs) == 4)
-    until(lambda: slow.service.engine.stats.waiting == 0)
-    assert slow.service.engine.stats.running == 4
+    until(lambda: queued.done)
+    assert queued.choices[0].finish_reason == "abort" and queued.choices[0].outputs == 0
+    assert set(owners) == running
     for other in before:
         other.close()
 
@@ -436,13 +454,14 @@ def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
     body = {"prompt": [7] * 500 if phase == "prefill" else "x", "max_tokens": 12 if phase == "prefill" else 500}
     sock = slow.send(COMPLETIONS, {**body, "ignore_eos": True, "stream": stream})
     until(lambda: slow.service.engine.stats.running == 1)
+    [request] = slow.service.engine._owners
+    [choice] = request.choices
     if phase == "decode":
-        [job] = slow.service.engine._jobs
-        until(lambda: bool(job.requests) and job.requests[0].choices[0].outputs > 2)
-    else:
-        [request] = slow.service.engine._owners
-        assert request.choices[0].outputs == 0
+        until(lambda: choice.outputs > 2)
+    assert (choice.outputs == 0) == (phase == "prefill")
     sock.close()
+    until(lambda: request.done)
+    assert choice.finish_reason == "abort"
     until(slow.at_rest)
 
 
@@ -457,6 +476,18 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
 # -- the operator's side
 
 
+def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Any] = []
+
+    def observe(step: Step, seconds: float) -> None:
+        calls.append(step)
+        raise ValueError("in the observer")
+
+    live.service.engine.on_step.append(observe)
+    assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
+    assert len(calls) == 1 and "in the observer" in caplog.text
+
+
 def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
     def value(name: str) -> float:
         lines = live.request("GET", "/metrics")[2].decode().splitlines()
@@ -469,13 +500,17 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
         "time_to_first_token_seconds_count",
         "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_count",
+        "request_generation_tokens_sum",
         "num_preemptions_total",
     ]
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 0]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 10, 0]
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert value("cache_config_info") == 1
+    lines = live.request("GET", "/metrics")[2].decode().splitlines()
+    lengths = [float(x.split()[-1]) for x in lines if x.startswith("vllm:request_generation_tokens_bucket")]
+    assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
 
 
 def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
@@ -491,18 +526,19 @@ def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_dies_says_so(llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_dies_says_so(
+    llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     until(live.at_rest)
     with serving(llm) as server:
+        steps = iter(range(5))
 
-        def die(step: object, seconds: float) -> None:
-            if (
-                server.service.engine.stats.running
-                and next(iter(server.service.engine._owners)).choices[0].outputs == 5
-            ):
+        def step(**options: Any) -> Step:
+            if next(steps, None) is None:
                 raise RuntimeError("secret")
+            return Engine.step(llm.engine, **options)
 
-        server.service.engine.on_step.append(die)
+        monkeypatch.setattr(llm.engine, "step", step)
         status, _, data = server.request("POST", COMPLETIONS, {**LONG, "stream": stream})
         assert status == (200 if stream else 503)
         events = data.decode().removesuffix("\n\ndata: [DONE]\n\n").split("data: ") if stream else [data.decode()]

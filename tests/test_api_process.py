@@ -170,7 +170,7 @@ def test_mixed_traffic(model: str) -> None:
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
     done = subprocess.run(
-        [sys.executable, "-P", str(script), *flags, "--", *serve], capture_output=True, text=True, timeout=600
+        [sys.executable, str(script), *flags, "--", *serve], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

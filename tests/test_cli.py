@@ -225,7 +225,9 @@ def test_compile_disasm_verify(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_a_model_that_does_not_fit_is_a_warning(capsys: pytest.CaptureFixture[str], tiny_shape: str) -> None:
     status, _, err = run(capsys, "compile", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4")
     assert status == 0
-    assert "warning: the weights take 141.1 GB and h100 has 80.0 GB" in err
+    assert "warning: a rank's weights take 141.1 GB and h100 has 80.0 GB" in err
+    eight = ("--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4", "--tp", "8")
+    assert not run(capsys, "compile", *eight)[2]
     assert not run(capsys, "compile", "--model", tiny_shape, "--machine", "h100")[2]
 
 

@@ -255,8 +255,8 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
         together = backend.buffer(out)[:, :kept].copy()
         backend.buffer(out)[:] = start
         for row, rows in ((0, 1), (1, 2), (3, 6), (9, 1), (10, 30)):
-            for col in range(0, cols, 48):
-                backend.execute(record(name, row, rows, col, min(48, cols - col)), 0, table)
+            for col in range(0, cols, 44):  # not where panels of packed weights begin
+                backend.execute(record(name, row, rows, col, min(44, cols - col)), 0, table)
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 
 

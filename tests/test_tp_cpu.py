@@ -222,6 +222,20 @@ def test_bytes_between_ranks_are_those_of_the_program(tp: int, o: str, residual:
             assert backend.link_bytes.sum() == launches * (describe(program)["link_bytes"] + tokens)
 
 
+@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
+def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: str) -> None:
+    """With no part of the scheduler, and column tiles that begin inside a packed panel."""
+    dims = hand_dims(CUT, 4, o, residual)
+    program, table = make_program(dims, 2), hand_table(dims)
+    reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
+    expected = reference.launch(program, table)
+    with cpu(CUT, dims, 3) as backend:
+        out = backend.launch(program, table)
+        np.testing.assert_allclose(out.logits, expected.logits, rtol=1e-4, atol=1e-4 * np.abs(expected.logits).max())
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_array_equal(backend.link_bytes, reference.link_bytes)
+
+
 # -- queues
 
 

@@ -178,12 +178,11 @@ inline void gemm(const Call& call, const T* a, int k, const T* w, int row, int r
 template <class T, class Epilogue>
 inline void gemm_columns(const Call& call, const T* a, int k, const T* w, int row, int rows, int col,
                          int cols, const Epilogue& epilogue) {
-  gemm(call, a, k, w, row, rows, col / kPanel, (cols + kPanel - 1) / kPanel,
+  gemm(call, a, k, w, row, rows, col / kPanel, panel_count(col, cols),
        [&](int r, int tile_rows, int p, int tile_panels, float* c, int64_t ldc) {
-         const int first = p * kPanel;
-         const int end =
-             first + tile_panels * kPanel < col + cols ? first + tile_panels * kPanel : col + cols;
-         for (int i = 0; i < tile_rows; ++i) epilogue(r + i, first, end - first, c + i * ldc);
+         const int start = p * kPanel, stop = start + tile_panels * kPanel;
+         const int first = start > col ? start : col, end = stop < col + cols ? stop : col + cols;
+         for (int i = 0; i < tile_rows; ++i) epilogue(r + i, first, end - first, c + i * ldc + first - start);
        });
 }
 

@@ -473,7 +473,7 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
 bool Interpreter::prefetch(Cursor& c) {
   const WeightSpan span = weight_span(program_->dims(c.rank), c.record);
   const int64_t end = std::min(span.bytes, kPrefetchLimit);
-  if (c.prefetched >= end) return false;
+  if (!fetch_ahead || c.prefetched >= end) return false;
   const void* base = bound(c.rank, span.buffer, kLayered[static_cast<int>(span.buffer)] ? c.layer : 0);
   if (base == nullptr) return false;
   const int64_t slice = std::min(end, c.prefetched + kPrefetchSlice);

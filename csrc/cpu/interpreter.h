@@ -58,6 +58,7 @@ class Interpreter {
   int64_t dropped() const;
 
   Delay delay{};
+  bool fetch_ahead = true;       // a waiting worker loads the weights of its next instruction
   std::unique_ptr<Audit> audit;  // null: none
   int threads() const { return pool_.size(); }
 

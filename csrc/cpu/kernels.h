@@ -14,6 +14,9 @@ struct Bf16 {
 // Columns of a packed weight panel (packing.h).
 constexpr int kPanel = 16;
 
+// Panels that hold columns [col, col + cols).
+constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
+
 // Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
 constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
 constexpr int kTilePanels = 32;    // weight panels of one pass

@@ -110,7 +110,7 @@ WeightSpan weight_span(const Dims& d, const int32_t* record) {
   const PackedShape shape = packed_shape(d, buffer);
   const OProj& tile = operands<OProj>(record);  // every matmul has the same operands
   const int64_t panel_bytes = shape.matrices * shape.panel_bytes;
-  return {buffer, tile.col / kPanel * panel_bytes, (tile.cols + kPanel - 1) / kPanel * panel_bytes};
+  return {buffer, tile.col / kPanel * panel_bytes, panel_count(tile.col, tile.cols) * panel_bytes};
 }
 
 void* allocate(int64_t bytes) {

@@ -18,6 +18,7 @@ from ..isa.record import Records
 from ..model.checkpoint import Checkpoint
 from ..model.shard import shard
 from ..program import SEGMENTS, Program
+from ..settings import SETTINGS
 from ..trace import DTYPE, Intervals
 from . import native
 from .audit import STORE
@@ -68,6 +69,7 @@ class CpuRanks:
         )
         if self._engine is None:
             raise native.error()
+        self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
             self._load_weights(checkpoint)

@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_watch": (_I32, [_POINTER, _POINTER, _I64]),
     "mk_stores": (_I64, [_POINTER, _POINTER]),
     "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _I32]),
+    "mk_fetch_ahead": (None, [_POINTER, _I32]),
     "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),
     "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),
     "mk_clock_cost": (_DOUBLE, []),

@@ -114,5 +114,6 @@ def gather() -> list[Peer]:
             found[rank] = Peer(rank, Channel(connection), None)
     peers = [found[rank] for rank in sorted(found)]
     # A script that ends without closing its model has not died.
-    atexit.register(lambda: [peer.dismiss() for peer in peers])
+    for peer in peers:
+        atexit.register(peer.dismiss)
     return peers

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -17,79 +20,93 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-class _Counted(Collector):
-    """What the engine counts itself."""
+class _Histogram:
+    """Counts of values up to each of `bounds`, for one thread: the client library's own locks once per token."""
 
-    def __init__(self, engine: AsyncEngine, labels: dict[str, str]) -> None:
-        self._engine, self._labels = engine, labels
+    def __init__(self, name: str, what: str, bounds: Sequence[float]) -> None:
+        self.name, self.what, self.bounds = name, what, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        for name, what, value in (
-            ("num_preemptions", "sequences that gave up their pages and wait again", stats.preemptions),
-            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
-            ("prefix_cache_hits", "of them, those that it held", stats.prefix_hits),
-        ):
-            family = CounterMetricFamily(f"vllm:{name}", what, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        family = HistogramMetricFamily(f"vllm:{self.name}", self.what, labels=list(labels))
+        buckets = list(zip(names, accumulate(self.counts), strict=True))
+        family.add_metric(list(labels.values()), buckets, self.total)
+        return family
 
 
-class Metrics:
-    """One server's own registry: several servers may live in one process."""
+class Metrics(Collector):
+    """What one server counts; told and read on its event loop alone."""
 
     def __init__(self, engine: AsyncEngine, live: Live, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(self)
         self.registry.register(LiveCollector(live))
-        labels = {"model_name": model, "engine": "0"}
-
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"vllm:{name}", what, labels, registry=self.registry).labels(**labels)
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(f"vllm:{name}", what, labels, registry=self.registry).labels(**labels)
-
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(f"vllm:{name}", what, labels, registry=self.registry, buckets=buckets)
-            return made.labels(**labels)
-
-        gauge("num_requests_running", "sequences in the batch").set_function(lambda: engine.stats.running)
-        gauge("num_requests_waiting", "sequences that wait for their first step").set_function(lambda: engine.waiting)
-        gauge("kv_cache_usage_perc", "share of the KV pages in use, 0 to 1").set_function(
-            lambda: engine.stats.pages_used / engine.stats.pages
-        )
-        cache = {**labels, "block_size": str(engine.engine.dims.page), "num_gpu_blocks": str(engine.stats.pages)}
-        Gauge("vllm:cache_config_info", "size of the KV cache", cache, registry=self.registry).labels(**cache).set(1)
-        self.registry.register(_Counted(engine, labels))
-        self._prompt_tokens = counter("prompt_tokens", "prompt tokens accepted")
-        self._generated = counter("generation_tokens", "tokens generated")
-        self._success = Counter(
-            "vllm:request_success", "choices finished", [*labels, "finished_reason"], registry=self.registry
-        )
-        self._labels = labels
-        self._ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
-        self._itl = histogram("inter_token_latency_seconds", "between tokens of a choice", _SECONDS)
-        self._e2e = histogram("e2e_request_latency_seconds", "from arrival to a choice's end", _SECONDS)
-        self._prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
-        self._output_length = histogram("request_generation_tokens", "tokens of a choice", _TOKENS)
+        self._engine = engine
+        self._labels = {"model_name": model, "engine": "0"}
+        self._prompt_tokens = self._generated = 0
+        self._finished: Counter[str] = Counter()
+        self._ttft = _Histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
+        self._itl = _Histogram("inter_token_latency_seconds", "between tokens of a choice", _SECONDS)
+        self._e2e = _Histogram("e2e_request_latency_seconds", "from arrival to a choice's end", _SECONDS)
+        self._prompt_length = _Histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
+        self._output_length = _Histogram("request_generation_tokens", "tokens of a choice", _TOKENS)
 
     def prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         for prompt in prompts:
-            self._prompt_tokens.inc(len(prompt))
+            self._prompt_tokens += len(prompt)
             self._prompt_length.observe(len(prompt))
 
     def first_token(self, seconds: float) -> None:
-        self._generated.inc()
+        self._generated += 1
         self._ttft.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        self._generated.inc()
+        self._generated += 1
         self._itl.observe(seconds)
 
     def finished(self, reason: str, seconds: float, tokens: int) -> None:
-        self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._finished[reason] += 1
         self._e2e.observe(seconds)
         self._output_length.observe(tokens)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape reads."""
+        engine, stats = self._engine, self._engine.stats
+        names, values = list(self._labels), list(self._labels.values())
+        for name, what, value in (
+            ("num_requests_running", "sequences in the batch", stats.running),
+            ("num_requests_waiting", "sequences that wait for their first step", engine.waiting),
+            ("kv_cache_usage_perc", "share of the KV pages in use, 0 to 1", stats.pages_used / stats.pages),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        cache = {"block_size": str(engine.engine.dims.page), "num_gpu_blocks": str(stats.pages)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "size of the KV cache", labels=[*names, *cache])
+        info.add_metric([*values, *cache.values()], 1)
+        yield info
+        for name, what, value in (
+            ("prompt_tokens", "prompt tokens accepted", self._prompt_tokens),
+            ("generation_tokens", "tokens generated", self._generated),
+            ("num_preemptions", "sequences that gave up their pages and wait again", stats.preemptions),
+            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "of them, those that it held", stats.prefix_hits),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", what, labels=names)
+            counter.add_metric(values, value)
+            yield counter
+        success = CounterMetricFamily("vllm:request_success", "choices finished", labels=[*names, "finished_reason"])
+        for reason in ("stop", "length"):
+            success.add_metric([*values, reason], self._finished[reason])
+        yield success
+        for histogram in (self._ttft, self._itl, self._e2e, self._prompt_length, self._output_length):
+            yield histogram.family(self._labels)

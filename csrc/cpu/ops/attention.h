@@ -107,8 +107,8 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Tokens [0, tokens) of a KV block as float32: keys [element][key_stride] (whole pages), values
-// [token][padded].
+// Tokens [0, tokens) of a KV block as float32: keys [element][key_stride], values [token][padded]. Keys come
+// as whole pages: others may be storing those of later tokens meanwhile, whose scores softmax_row masks.
 template <class T>
 inline void load_block(const Call& call, int32_t seq, int head, int block, int tokens, int padded) {
   const Dims& d = *call.dims;

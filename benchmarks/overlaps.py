@@ -1,0 +1,99 @@
+"""Three overlaps on a CPU with 2 and 4 ranks, each with its cause switched off in turn.
+
+    python benchmarks/overlaps.py -o benchmarks/results/overlaps-cpu.json
+
+A traced prefill step of a small Llama with random weights, one worker thread to a core. Variants alternate in one
+process; the table has medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.model.random_checkpoint import RandomCheckpoint
+from megakernel.runtime import Chunk, SampleRow, build_step, create
+from megakernel.scheduler import Options, compile_program
+from megakernel.timeline import summarise
+
+PAGES = 128
+VARIANTS: dict[str, tuple[Options, bool]] = {
+    "all on": (Options(residual="dealt"), True),
+    "no prefetch": (Options(residual="dealt"), False),
+    "no interleaving": (Options(residual="dealt", interleave=False), True),
+    "no overlap of ranks": (Options(residual="dealt", overlap_ranks=False), True),
+}
+METRICS = ("step_s", "inside_worker", "across_workers", "phases", "exposed_communication")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=768)
+    parser.add_argument("--workers", type=int, default=2, help="workers of each rank")
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    config = replace(load_config("random:llama-3.2-1b"), layers=4, vocab=4096)
+    checkpoint = RandomCheckpoint("random", config, seed=0)
+    result = []
+    for tp in (2, 4):
+        launches = {}
+        for name, (options, prefetch) in VARIANTS.items():
+            program = compile_program(
+                config,
+                machines.host(arguments.workers),
+                dtype=Dtype.BF16,
+                tokens=arguments.tokens,
+                logit_rows=1,
+                max_seqs=1,
+                max_context=1024,
+                tp=tp,
+                options=options,
+            )
+            os.environ["MEGAKERNEL_PREFETCH"] = str(int(prefetch))
+            backend = create("cpu", checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
+            tokens = np.random.default_rng(0).integers(0, config.vocab, arguments.tokens).tolist()
+            chunk = Chunk(0, 0, tokens, range(PAGES), [SampleRow(arguments.tokens - 1)])
+            launches[name] = (program, backend, build_step(program.dims, [chunk]))
+        runs: dict[str, list[dict[str, float | None]]] = {name: [] for name in VARIANTS}
+        for round_ in range(arguments.rounds + 1):
+            for name, (program, backend, table) in launches.items():
+                trace = backend.launch(program, table, trace=True).trace
+                assert trace is not None
+                summary = summarise(program, trace)
+                values = vars(summary.overlap) | {
+                    "step_s": summary.step_s,
+                    "exposed_communication": summary.exposed_communication,
+                }
+                if round_:
+                    runs[name].append({metric: values[metric] for metric in METRICS})
+        print(f"{tp} ranks of {arguments.workers} workers, {arguments.tokens} tokens")
+        for name in VARIANTS:
+            row = {m: [r[m] for r in runs[name] if r[m] is not None] for m in METRICS}
+            medians = {m: statistics.median(v) if v else None for m, v in row.items()}
+            print(f"  {name:<20}", *(f"{m} {v:.3f}" if v is not None else f"{m} -" for m, v in medians.items()))
+            result.append({"ranks": tp, "variant": name, "median": medians, "runs": runs[name]})
+        for _, backend, _ in launches.values():
+            backend.close()
+    if arguments.output:
+        document = {
+            "command": "python " + " ".join(sys.argv),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            "rows": result,
+        }
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
