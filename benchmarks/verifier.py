@@ -63,15 +63,17 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
     return verdict
 
 
-def work(share: tuple[int, int, int, float]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
+def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
     """Every `processes`-th mutant of each kind from `number` on."""
-    number, processes, per_kind, large_part = share
+    number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
     # Small ones are tried more often: the time for a mutant is the number of its states.
     weights = [np.array([1 / max(base.states, 1) for base in group]) for group in bases]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []
     for k, (kind, mutate) in enumerate(KINDS.items()):
+        if kind not in kinds:
+            continue
         made, seed = 0, number
         while made < per_kind // processes:
             rng = np.random.default_rng([k, seed])
@@ -109,11 +111,15 @@ def main() -> int:
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--large-part", type=float, default=0.1, help="share of mutants of larger programs")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     begin = time.perf_counter()
     bases, failures = good_programs()
-    shares = [(i, arguments.processes, arguments.per_kind, arguments.large_part) for i in range(arguments.processes)]
+    shares = [
+        (i, arguments.processes, arguments.per_kind, arguments.large_part, arguments.kinds)
+        for i in range(arguments.processes)
+    ]
     counts: Counter[tuple[str, str, bool]] = Counter()
     with multiprocessing.Pool(arguments.processes) as pool:
         for found, wrong in pool.imap_unordered(work, shares):
@@ -129,7 +135,7 @@ def main() -> int:
             ),
             **{c: sum(n for key, n in counts.items() if key[:2] == (kind, c)) for c in columns},
         }
-        for kind in KINDS
+        for kind in arguments.kinds
     }
     total = {name: sum(row[name] for row in rows.values()) for name in next(iter(rows.values()))}
     for kind, row in {**rows, "total": total}.items():

@@ -224,7 +224,8 @@ class Model:
             adds = [
                 (c, it.rows * it.heads) for w in signals if w & INDEXED for c in self._targets(w, rank, block, member)
             ]
-            step = Step("item", (*tag, it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
+            # The instruction's operands say what to wait for; what is computed is the item's.
+            step = Step("item", (*tag[:3], it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
             step.split = (rank, layer, it.split, it.part, it.parts)
             for a in accesses:
                 cols = item_columns(a.buffer, dims, it.head, it.head + it.heads)
