@@ -190,6 +190,18 @@ def test_phases_overlap_when_workers_compute_different_things() -> None:
     assert summarise(p, synthetic.trace(p, same)).overlap.phases == 0
 
 
+def test_ranks_overlap_when_they_compute_different_things() -> None:
+    body = [[synthetic.record("attn_norm", (0, 1)), synthetic.record("mlp_norm", (0, 1))] for _ in range(2)]
+    p = synthetic.program(synthetic.dims(1), [[], []], body, [[], []], counters=1, ranks=2)
+
+    first = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 40, 80))
+    for begin, shared in ((40, 0), (30, 10), (0, 40)):
+        other = rows((COMPUTE, 0, 3, 0, begin, 80), rank=1)
+        overlap = summarise(p, synthetic.trace(p, first + other)).overlap
+        assert overlap.across_ranks == pytest.approx(shared / 80)
+    assert summarise(*chain_trace()).overlap.across_ranks is None
+
+
 def test_critical_path_of_a_known_chain() -> None:
     path = summarise(*chain_trace()).critical_path
     layer = ["attn_norm", "qkv_rope", "join", "o_proj"]
@@ -260,7 +272,7 @@ def test_summary_is_json_with_the_promised_keys() -> None:
     p = synthetic.llama()
     data = json.loads(json.dumps(summarise(p, synthetic.run(p)).to_json(), allow_nan=False))
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
-    assert set(data["overlap"]) == {"inside_worker", "across_workers", "phases"}
+    assert set(data["overlap"]) == {"inside_worker", "across_workers", "across_ranks", "phases"}
 
 
 def test_terminal_table() -> None:

@@ -1,4 +1,4 @@
-"""Three overlaps, each with its formula. |S| is the length of a set of moments; None where the divisor is zero."""
+"""Overlaps, each with its formula. |S| is the length of a set of moments; None where the divisor is zero."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Overlap:
 
     inside_worker: float | None
     across_workers: float | None
+    across_ranks: float | None
     phases: float | None
 
 
@@ -89,14 +90,35 @@ def phases(resolved: Resolved) -> float | None:
     A program with a grid barrier after every phase has 0.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
-    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.opcode
-    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
-    by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
+    by_phase = _phase_spans(resolved, compute)
     by_lane = lane_spans(resolved, compute)
     length, (kinds, workers) = active([s.moments(resolved.period) for s in (by_phase, by_lane)])
     total = int(length[workers > 0].sum())
     return float(length[(kinds > 1) & (workers > 1)].sum()) / total if total else None
 
 
+def across_ranks(resolved: Resolved) -> float | None:
+    """|ranks compute instructions of >= 2 (layer, opcode) at once| / |some worker computes|; None for one rank.
+
+    Where ranks wait for each other by whole phases it tends to 0: nobody begins a phase before all have ended the last.
+    """
+    if resolved.program.ranks == 1:
+        return None
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    by_phase = _phase_spans(resolved, compute)
+    base = resolved.lane[compute] // resolved.program.workers * resolved.period
+    by_rank = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
+    length, (kinds, ranks) = active([s.moments(resolved.period) for s in (by_phase, by_rank)])
+    total = int(length[ranks > 0].sum())
+    return float(length[(kinds > 1) & (ranks > 1)].sum()) / total if total else None
+
+
+def _phase_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
+    """Union of the chosen intervals per (layer, opcode), phases end to end."""
+    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.opcode
+    base = np.unique(phase[chosen], return_inverse=True)[1] * resolved.period
+    return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
+
+
 def overlap(resolved: Resolved, machine: Machine) -> Overlap:
-    return Overlap(inside_worker(resolved), across_workers(resolved, machine), phases(resolved))
+    return Overlap(inside_worker(resolved), across_workers(resolved, machine), across_ranks(resolved), phases(resolved))

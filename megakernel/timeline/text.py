@@ -142,6 +142,7 @@ def _overlap(s: Summary) -> Table:
         ("loads hidden", percent(s.overlap.inside_worker), "of load time, under a wait or an earlier compute"),
         ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside a compute-bound one"),
         ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, instruction) at once"),
+        ("ranks overlapping", percent(s.overlap.across_ranks), "of compute time, ranks in two or more phases at once"),
         ("exposed communication", percent(s.exposed_communication), "of the step, blocked on another rank"),
         (
             "critical path",

@@ -510,6 +510,7 @@
       ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, opcode) ÷ time in which some worker computes")}
       ${number(percent(o.inside_worker), "loads hidden", "LOAD time under a wait or an earlier instruction's compute ÷ LOAD time")}
       ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
+      ${meta.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, opcode) ÷ time in which some worker computes") : ""}
       ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote ÷ (workers × step)")}</div>
       <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shade(x.name)]], x.name)).join("")}</div>
       <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]])).join("")}</div>
