@@ -8,16 +8,15 @@ Each line is a process of its own, so that its peak memory is its own; repeated,
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import platform
 import resource
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from record import write
 
 from megakernel import machine as machines
 from megakernel.isa import Dtype
@@ -85,11 +84,9 @@ def main() -> None:
         )
     if arguments.output:
         result = {
-            "command": "python " + " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, Python {platform.python_version()}",
             "rows": rows,
         }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.output, result)
 
 
 if __name__ == "__main__":

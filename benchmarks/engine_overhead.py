@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+from record import machine_line
+
 from megakernel import LLM, SamplingParams
-from megakernel.machine import cpu_count
 from megakernel.model import LlamaConfig, RandomCheckpoint
 
 TINY = RandomCheckpoint(
@@ -84,11 +84,6 @@ def flat(steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, help="file for the JSON; default: standard output")
@@ -96,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     result = {
         "command": f"python benchmarks/engine_overhead.py --steps {args.steps}",
-        "machine": f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}",
+        "machine": machine_line(),
         "share": share(args.steps),
         "flat": flat(args.steps),
     }

@@ -9,15 +9,13 @@ process; the table has medians over the rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from record import write
 
 from megakernel import machine as machines
 from megakernel.isa import Dtype
@@ -88,11 +86,9 @@ def main() -> None:
             backend.close()
     if arguments.output:
         document = {
-            "command": "python " + " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
             "rows": result,
         }
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        write(arguments.output, document)
 
 
 if __name__ == "__main__":

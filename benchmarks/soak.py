@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_overhead import processor
+from record import machine_line
 
-from megakernel.machine import cpu_count
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -313,7 +312,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "at_rest": rest,
         "resident_MB": memory,
         "server": facts,
-        "machine": f"{cpu_count()} cores, {processor()}",
+        "machine": machine_line(),
         "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
     }
 

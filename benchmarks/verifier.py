@@ -10,9 +10,7 @@ exit status 1, as does a good program that it rejects.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import platform
 import sys
 import time
 from collections import Counter
@@ -23,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ground_truth import Verdict, adversarial, expected, explore, make_table
 from mutate import KINDS
+from record import write
 from small_programs import large, small
 
 from megakernel.program import Program
@@ -145,8 +144,6 @@ def main() -> int:
         print("FAILURE", line)
     if arguments.output:
         result = {
-            "command": "python " + " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores, Python {platform.python_version()}",
             "base_programs": bases,
             "seconds": round(seconds),
             "tables_per_mutant": TABLES,
@@ -154,7 +151,7 @@ def main() -> int:
             "total": total,
             "failures": failures,
         }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.output, result)
     return 1 if failures else 0
 
 

@@ -7,6 +7,7 @@ Scale Your Model*, "How to Think About GPUs" (2025).
 from __future__ import annotations
 
 import os
+import platform
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -72,6 +73,15 @@ def cpu_count() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def processor() -> str:
+    """What this machine's processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def host(workers: int | None = None) -> Machine:

@@ -240,8 +240,6 @@ def _moved(copies: int, elsewhere: bool) -> Mutation:
         count = len(segment.offsets) - 1
         streams = [segment.stream(i) for i in range(count)]
         at = int(np.searchsorted(segment.offsets, first, side="right")) - 1
-        while not len(streams[at]):
-            at -= 1
         row = int(rng.integers(end - first))
         one = streams[at][row : row + 1]
         if elsewhere:

@@ -10,8 +10,7 @@ from megakernel import machine as machines
 from megakernel.isa import Dtype
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.scheduler import compile_program
-from megakernel.scheduler.options import Options
+from megakernel.scheduler import Options, compile_program
 
 _CONFIG = replace(
     load_config("random:llama-3.2-1b"), vocab=64, hidden=32, ffn=64, layers=1, heads=2, kv_heads=1, head_dim=8

@@ -16,6 +16,7 @@ from megakernel.program import Program, Segment
 from megakernel.scheduler import verify
 
 SAMPLE = 12
+ALWAYS_UNSAFE = ("change a total",)  # the next launch starts from a counter that is off
 
 
 @cache
@@ -48,7 +49,7 @@ def test_larger_programs_survive_adversarial_runs() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_unsafe_mutant_is_accepted(kind: str) -> None:
     rng = np.random.default_rng(list(KINDS).index(kind))
-    unsafe = rejected = 0
+    tried = 0
     for _ in range(SAMPLE):
         name, base = bases()[int(rng.integers(len(bases())))]
         mutant = KINDS[kind](base, rng)
@@ -56,8 +57,9 @@ def test_no_unsafe_mutant_is_accepted(kind: str) -> None:
             continue
         verdict, accepted = judge(base, mutant), verify(mutant).ok
         assert not (accepted and verdict.safe is False), f"{kind} of {name}: {verdict.why}"
-        unsafe, rejected = unsafe + (verdict.safe is False), rejected + (not accepted)
-    assert rejected >= unsafe
+        assert not (kind in ALWAYS_UNSAFE and verdict.safe), f"{kind} of {name} is no mistake to the judge"
+        tried += 1
+    assert tried
 
 
 def without(program: Program, name: str, opcode: str, first: int, count: int) -> Program:

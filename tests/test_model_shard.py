@@ -10,7 +10,7 @@ import pytest
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space
 from megakernel.model import LlamaConfig, RandomCheckpoint
 from megakernel.model.checkpoint import weight_dims
-from megakernel.model.shard import RankCheckpoint
+from megakernel.model.shard import shard
 
 WEIGHTS = [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT]
 SHAPES = {
@@ -33,10 +33,10 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
     one = weight_dims(whole.config, Dtype.F32)
     ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
     for buffer in WEIGHTS:
-        parts = [RankCheckpoint(whole, dims).load(buffer, 1, Dtype.F32) for dims in ranks]
+        want = whole.load(buffer, 1, Dtype.F32)
+        parts = [shard(want, buffer, dims) for dims in ranks]
         for dims, part in zip(ranks, parts, strict=True):
             assert part.shape == BUFFERS[buffer].shape(dims, 0), (buffer.name, dims.rank)
-        want = whole.load(buffer, 1, Dtype.F32)
         if buffer in (Buffer.W_QKV, Buffer.B_QKV):
             heads, whole_heads = _by_head(parts, ranks), _by_head([want], [one])
             assert len(heads) == len(whole_heads)

@@ -10,7 +10,6 @@ import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         "cache": str(cache),
         "settings": settings,
         "cores": machine.cpu_count(),
-        "cpu": _cpu_name(),
+        "cpu": machine.processor(),
         "simd": core,
         "ceilings": ceilings,
         "compilers": compilers,
@@ -110,14 +109,6 @@ def _ceilings(threads: int) -> dict[str, Any]:
 
     with output.busy("measuring memory and arithmetic"):
         return asdict(host_ceilings(threads))
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _gpus() -> tuple[int, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Buffer, Dims, Dtype
-from .checkpoint import Checkpoint
+from ..isa import Buffer, Dims
 
 
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
@@ -32,17 +31,3 @@ def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.
         case Buffer.LM_HEAD:
             return whole[d.first_vocab : d.first_vocab + d.rank_vocab]
     return whole
-
-
-class RankCheckpoint:
-    """A Checkpoint whose `load` gives rank `dims.rank`'s part, empty where it has none.
-
-    Each load reads the whole tensor: what holds several ranks loads it once and calls `shard` for each.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dims: Dims) -> None:
-        self.name, self.config, self.dtype = checkpoint.name, checkpoint.config, checkpoint.dtype
-        self._checkpoint, self._dims = checkpoint, dims
-
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        return shard(self._checkpoint.load(buffer, layer, dtype), buffer, self._dims)
