@@ -194,9 +194,12 @@ def _with_queue(body: _Placed, ranks: int, workers: int, what: str) -> tuple[_Pl
     begin = np.full(ranks, np.inf)
     np.minimum.at(begin, rank[claimed], body.order[claimed])
     used, left = lengths > 0, ~claimed
-    parts = (drains[used], np.flatnonzero(used), np.repeat(begin, workers)[used])
-    old = (body.records[left], body.stream[left], body.order[left])
-    return _Placed(*(np.concatenate(pair) for pair in zip(old, parts, strict=True))), queues
+    rest = _Placed(
+        np.concatenate([body.records[left], drains[used]]),
+        np.concatenate([body.stream[left], np.flatnonzero(used)]),
+        np.concatenate([body.order[left], np.repeat(begin, workers)[used]]),
+    )
+    return rest, queues
 
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
