@@ -1,0 +1,95 @@
+"""A cluster that serves one model, on paper: groups of GPUs, each a replica, and what a token costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import MegakernelError
+from ..machine import Hardware
+from .kernels import OPERAND_BYTES
+from .layout import Layout, decode_step
+from .shapes import Shape
+
+SECONDS_PER_HOUR = 3600.0
+TOKENS_PRICED = 1e6
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One size of replica at one batch, on the whole fleet.
+
+    `prefill_tokens_per_s` is what the fleet's arithmetic could read of prompts instead of decoding.
+    """
+
+    tp: int
+    replicas: int
+    batch: int  # sequences of a replica
+    step_s: float  # between a sequence's tokens
+    tokens_per_s: float  # of the fleet, decoding
+    prefill_tokens_per_s: float
+    bound: str
+    bytes_per_gpu: float
+
+    def gpu_seconds_per_token(self) -> float:
+        return self.tp * self.replicas / self.tokens_per_s
+
+    def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
+        """Price of a GPU-hour in, price of a million generated tokens out; linear, so 1 gives the factor."""
+        return usd_per_gpu_hour * self.gpu_seconds_per_token() / SECONDS_PER_HOUR * TOKENS_PRICED
+
+    def tokens_per_joule(self, board_w: float) -> float:
+        """With every board at its limit."""
+        return 1 / (self.gpu_seconds_per_token() * board_w)
+
+
+def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float) -> int:
+    """Sequences of `context` tokens whose KV fits beside the weights of a group of `tp`; 0 where these do not fit."""
+    one = decode_step(shape, hardware, Layout(tp=tp), 1, context).bytes_per_gpu
+    per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads)
+    room = hardware.chip.hbm_bytes - (one - per_sequence)
+    return max(0, int(room // per_sequence))
+
+
+def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float) -> Serving:
+    """`gpus` in groups of `tp`; what is left over serves nothing."""
+    replicas = gpus // tp
+    time = decode_step(shape, hardware, Layout(tp=tp), batch, context)
+    times = {"math": time.math_s, "memory": time.memory_s, "comms": max(time.comms_s.values(), default=0.0)}
+    prompt_flops = 2 * shape.active_parameters
+    return Serving(
+        tp=tp,
+        replicas=replicas,
+        batch=batch,
+        step_s=time.step_s,
+        tokens_per_s=replicas * batch / time.step_s,
+        prefill_tokens_per_s=replicas * tp * hardware.flops_per_s("bf16") / prompt_flops,
+        bound=max(times, key=lambda name: times[name]),
+        bytes_per_gpu=time.bytes_per_gpu,
+    )
+
+
+def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
+    """Every group size that holds the model within a node, at batches by powers of two up to what memory holds."""
+    out: list[Serving] = []
+    sizes = [tp for tp in range(1, min(gpus, hardware.node.gpus) + 1) if shape.heads % tp == 0]
+    for tp in sizes:
+        most = largest_batch(shape, hardware, tp, context)
+        batches = [1 << i for i in range(most.bit_length())]
+        if most and batches[-1] < most:
+            batches.append(most)
+        out += [serve(shape, hardware, gpus, tp, batch, context) for batch in batches]
+    if not out:
+        raise MegakernelError(
+            f"{shape.name} with {context:,.0f} tokens of context fits no node of {hardware.node.gpus} {hardware.name}:"
+            f" shorten --context or take another --machine"
+        )
+    return out
+
+
+def best(servings: list[Serving], step_s: float | None = None) -> Serving:
+    """The most tokens per second, of those whose step takes at most `step_s`. Raises MegakernelError where none does."""
+    quick = [s for s in servings if step_s is None or s.step_s <= step_s]
+    if not quick:
+        fastest = min(s.step_s for s in servings)
+        raise MegakernelError(f"no group makes a token in {step_s} s: the fastest takes {fastest:.4f} s")
+    return max(quick, key=lambda s: s.tokens_per_s)

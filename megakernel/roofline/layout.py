@@ -1,0 +1,240 @@
+"""Ways to lay a model over GPUs, and the least time of a step of training or of decoding laid out so.
+
+Axes from the innermost: tensor, expert, pipeline, data. A gather over an axis moves less through a link the more
+ways the axes inside it shard the array already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from ..machine import Hardware, Level
+from .kernels import OPERAND_BYTES
+from .limits import bubble_fraction, pipeline_comms_s
+from .shapes import Shape
+from .training import OPTIMIZER_BYTES, WEIGHT_BYTES
+
+_BF16 = OPERAND_BYTES["bf16"]
+_GATHERS_PER_LAYER = 4  # of a layer's forward: a gather and a scatter around attention, and around the MLP
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`zero`: 0 every data-parallel rank has all state, 1 the optimizer is sharded over them, 3 the weights too."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.ep * self.pp * self.dp
+
+    def __str__(self) -> str:
+        named = ((f"DP {self.dp}" if self.zero == 0 else f"ZeRO-{self.zero} {self.dp * self.ep}"), self.dp * self.ep > 1)
+        axes = ((f"TP {self.tp}", self.tp > 1), (f"EP {self.ep}", self.ep > 1), (f"PP {self.pp}", self.pp > 1), named)
+        return " x ".join(text for text, used in axes if used) or "1 GPU"
+
+
+@dataclass(frozen=True)
+class LayoutTime:
+    """Least times of a step. `comms_s` per level of the network; `fixed_s` overlaps with nothing (bubble, hops)."""
+
+    layout: Layout
+    math_s: float
+    memory_s: float
+    comms_s: dict[str, float]
+    fixed_s: float
+    overlapped_s: float
+    bytes_per_gpu: float
+    fits: bool
+    tokens_per_s: float
+    why: str
+
+    @property
+    def step_s(self) -> float:
+        return self.overlapped_s + self.fixed_s
+
+
+def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
+    """Seconds at each level of a gather over `members` GPUs, `inner` apart, whose inner axes shard the array already.
+
+    Out of a node every byte that its GPUs lack comes over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with
+    S GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or brought in:
+    B (d - 1) / (d Y W), d members in a node. The same as `collectives.level_seconds` for an axis that fills its levels.
+    """
+    out: dict[str, float] = {}
+    for level in levels:
+        if level.child_gpus == 1:
+            inside = min(max(level.degree // inner, 1), members)
+            out[level.name] = array_bytes * (inside - 1) / (inside * inner * level.child_bytes_per_s)
+        else:
+            behind = max(inner, level.child_gpus)
+            lacking = max(0.0, 1 - behind / (members * inner))
+            out[level.name] = array_bytes * level.child_gpus / (behind * level.child_bytes_per_s) * lacking
+    return out
+
+
+def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int) -> dict[str, float]:
+    """Seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts of them.
+
+    At M children: B (M - 1) / (M^2 W) x min(k, M), once to each child that has one of the experts.
+    """
+    out: dict[str, float] = {}
+    outside = 1
+    for level in reversed(levels):
+        outside *= level.degree
+        out[level.name] = array_bytes * (outside - 1) / (outside**2 * level.child_bytes_per_s) * min(chosen, outside)
+    return out
+
+
+def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, sequence_tokens: int) -> LayoutTime:
+    """A step over a batch of `tokens`: 6 FLOPs per active parameter and token, attention's scores left out.
+
+    Forward and backward each take the longer of arithmetic and communication. ZeRO-3 gathers the weights in both and
+    scatters gradients; less sharded state gathers and scatters once, under the backward pass. With stages a
+    microbatch is a sequence, the schedule simple. Memory: weights, optimizer and one checkpoint per layer and token of
+    the microbatches under way.
+    """
+    y, e, z, x = layout.tp, layout.ep, layout.pp, layout.dp
+    levels = hardware.levels(layout.gpus)
+    peak = hardware.flops_per_s("bf16")
+    replica_tokens = tokens / (x * e)
+    microbatches = max(1, int(replica_tokens // sequence_tokens)) if z > 1 else 1
+    forward_math = 2 * shape.active_parameters * tokens / (layout.gpus * peak)
+
+    weights = _added(
+        axis_seconds(WEIGHT_BYTES * shape.dense_parameters, levels, y * z, x * e),
+        axis_seconds(WEIGHT_BYTES * shape.expert_parameters, levels, y * e * z, x),
+    )
+    layer_levels = hardware.levels(y * e)
+    activations = _BF16 * replica_tokens * shape.hidden
+    tensor = axis_seconds(activations, hardware.levels(y), 1, y)
+    experts = exchange_seconds(activations * e, layer_levels, shape.active) if e > 1 else {}
+    inner = _added(_times(tensor, _GATHERS_PER_LAYER), _times(experts, 2))
+    inner = _times(inner, shape.layers / z)
+    forward = _added(inner, weights) if layout.zero == 3 else inner
+    backward = _added(inner, _times(weights, 2))
+    overlapped = max(forward_math, *forward.values(), 0.0) + max(2 * forward_math, *backward.values(), 0.0)
+
+    hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
+    hops = 2 * pipeline_comms_s(replica_tokens * e, shape.hidden, microbatches, z, hop_rate) if z > 1 else 0.0
+    bubble = bubble_fraction(z, microbatches)
+    fixed = overlapped * bubble / (1 - bubble) + hops
+    held = _train_bytes(shape, layout, min(replica_tokens, sequence_tokens * z))
+    comms = _added(forward, backward)
+    return LayoutTime(
+        layout=layout,
+        math_s=3 * forward_math,
+        memory_s=0.0,
+        comms_s=comms,
+        fixed_s=fixed,
+        overlapped_s=overlapped,
+        bytes_per_gpu=held,
+        fits=held <= hardware.chip.hbm_bytes,
+        tokens_per_s=tokens / (overlapped + fixed),
+        why=_why(hardware, 3 * forward_math, 0.0, comms, fixed, bubble, held),
+    )
+
+
+def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: float, context: float) -> LayoutTime:
+    """A step that adds a token to each of `sequences`, which have `context` KV tokens each. bf16.
+
+    Each data-parallel replica has its share of them, each stage a microbatch at a time, so a token passes all stages in
+    a step. Weights are read once per microbatch; of experts only those that some token chose. KV heads are copied where
+    there are more tensor-parallel ranks than heads. Activations take no memory.
+    """
+    y, e, z = layout.tp, layout.ep, layout.pp
+    replica = sequences / layout.dp
+    rows = replica / z  # of a microbatch, over all of the replica's expert-parallel ranks
+    peak = hardware.flops_per_s("bf16")
+    stage = shape.layers / z
+    kv_ways = min(y, shape.kv_heads)
+    dense = (shape.dense_parameters - shape.embedding_parameters) / (y * z)
+    touched = shape.expert_parameters * (1 - (1 - shape.active / shape.experts) ** rows) / (y * e * z)
+    flops = 2 * shape.active_parameters * rows / (y * e * z)
+    flops += 4 * rows * context * stage * shape.heads * shape.head_dim / (y * e)
+    kv_bytes = _BF16 * rows / e * context * stage * shape.kv_width / kv_ways
+    read = _BF16 * (dense + touched) + kv_bytes
+
+    layer_levels = hardware.levels(y * e)
+    activations = _BF16 * rows / e * shape.hidden
+    tensor = _times(axis_seconds(activations, hardware.levels(y), 1, y), _GATHERS_PER_LAYER)
+    experts = _times(exchange_seconds(activations * e, layer_levels, shape.active), 2) if e > 1 else {}
+    moved = _times(_added(tensor, experts), stage)
+    hops = stage * (2 * (y > 1) + 2 * (e > 1))
+    comms = {name: seconds * z + hops * z * _hop_s(hardware, name) for name, seconds in moved.items()}
+    math_s, memory_s = z * flops / peak, z * read / hardware.chip.hbm_bytes_per_s
+    hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
+    crossing = "node" if y * e * z <= hardware.node.gpus else "leaf"
+    fixed = z * (_BF16 * rows * shape.hidden / hop_rate + _hop_s(hardware, crossing)) if z > 1 else 0.0
+    overlapped = max(math_s, memory_s, *comms.values(), 0.0)
+    held = _BF16 * (shape.dense_parameters / (y * z) + shape.expert_parameters / (y * e * z)) + kv_bytes * z
+    return LayoutTime(
+        layout=layout,
+        math_s=math_s,
+        memory_s=memory_s,
+        comms_s=comms,
+        fixed_s=fixed,
+        overlapped_s=overlapped,
+        bytes_per_gpu=held,
+        fits=held <= hardware.chip.hbm_bytes,
+        tokens_per_s=sequences / (overlapped + fixed),
+        why=_why(hardware, math_s, memory_s, comms, fixed, 0.0, held),
+    )
+
+
+def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
+    """Of one GPU; `tokens` of its replica are between forward and backward."""
+    inside, replicas = layout.tp * layout.pp, layout.dp * layout.ep
+    total = _BF16 * tokens * shape.hidden * ceil(shape.layers / layout.pp) / layout.tp
+    groups = ((shape.dense_parameters / inside, replicas), (shape.expert_parameters / (inside * layout.ep), layout.dp))
+    for held, copies in groups:
+        total += WEIGHT_BYTES * held / (copies if layout.zero == 3 else 1)
+        total += OPTIMIZER_BYTES * held / (copies if layout.zero else 1)
+    return total
+
+
+def _stage_bytes_per_s(hardware: Hardware, stage_gpus: int, gpus: int) -> float:
+    """What a stage can send to the next: its GPUs' links in a node, their network cards beyond."""
+    inside = stage_gpus < hardware.node.gpus or gpus <= hardware.node.gpus
+    per_gpu = hardware.link.egress_bytes_per_s if inside else hardware.node.nic_bytes_per_s_per_gpu
+    return stage_gpus * per_gpu
+
+
+def _hop_s(hardware: Hardware, level: str) -> float:
+    if hardware.costs is None:
+        return 0.0
+    return hardware.costs.node_hop_s if level == "node" else hardware.costs.scale_out_hop_s
+
+
+def _added(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}}
+
+
+def _times(a: dict[str, float], factor: float) -> dict[str, float]:
+    return {key: value * factor for key, value in a.items()}
+
+
+def _why(
+    hardware: Hardware,
+    math_s: float,
+    memory_s: float,
+    comms: dict[str, float],
+    fixed_s: float,
+    bubble: float,
+    held: float,
+) -> str:
+    """One line: what rejects it, or what its time goes to."""
+    if held > hardware.chip.hbm_bytes:
+        return f"needs {held / 1e9:.1f} GB of {hardware.chip.hbm_bytes / 1e9:.0f} GB per GPU"
+    times = {"arithmetic": math_s, "memory": memory_s} | {f"the {name} network": s for name, s in comms.items()}
+    longest = max(times, key=lambda name: times[name])
+    rest = sorted((s for name, s in times.items() if name != longest), reverse=True)
+    ahead = f", {times[longest] / rest[0]:.1f} x the next" if rest and rest[0] > 0 else ""
+    bubbles = f"; bubbles are {bubble:.0%}" if bubble else ""
+    return f"bound by {longest}{ahead}{bubbles}"

@@ -1,0 +1,79 @@
+"""The sizes of a model that parallelism on paper needs, experts included. Only dense ones are compiled and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..model.config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Counts. `ffn` is one expert's where there are experts; `kv_width` values are kept per token and layer."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    kv_width: int
+    parameters: float  # all of them
+    embedding_parameters: float  # looked up, not multiplied with
+    experts: int = 1
+    active: int = 1  # routed experts of a token
+    expert_parameters: float = 0.0  # of all routed experts together, a part of `parameters`
+
+    @property
+    def dense_parameters(self) -> float:
+        """What every token uses, the lookup table included."""
+        return self.parameters - self.expert_parameters
+
+    @property
+    def active_parameters(self) -> float:
+        """What multiplies one token."""
+        routed = self.expert_parameters * self.active / self.experts
+        return self.dense_parameters - self.embedding_parameters + routed
+
+
+def shape_of(name: str, config: LlamaConfig) -> Shape:
+    """A dense Llama's."""
+    c = config
+    attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    table = c.vocab * c.hidden
+    layers = c.layers * (attention + 3 * c.hidden * c.ffn)
+    return Shape(
+        name=name,
+        layers=c.layers,
+        hidden=c.hidden,
+        ffn=c.ffn,
+        heads=c.heads,
+        head_dim=c.head_dim,
+        kv_heads=c.kv_heads,
+        kv_width=2 * c.kv_heads * c.head_dim,
+        parameters=float(layers + table * (1 if c.tied else 2)),
+        embedding_parameters=0.0 if c.tied else float(table),
+    )
+
+
+def _experts(layers: int, experts: int, hidden: int, ffn: int) -> float:
+    """Gate, up and down of every expert in every layer that has them."""
+    return 3.0 * layers * experts * hidden * ffn
+
+
+# From the models' own config.json and reports. DeepSeek-V3 keeps 512 + 64 values per token and layer (its latent
+# attention) in one copy, and its first three layers are dense.
+SHAPES: dict[str, Shape] = {
+    s.name: s
+    for s in (
+        Shape("llama-3.1-405b", 126, 16384, 53248, 128, 128, 8, 2048, 405.9e9, 128256.0 * 16384),
+        Shape(
+            "deepseek-v3", 61, 7168, 2048, 128, 128, 1, 576, 671e9, 129280.0 * 7168, 256, 8, _experts(58, 256, 7168, 2048)
+        ),
+        Shape(
+            "gpt-oss-120b", 36, 2880, 2880, 64, 64, 8, 1024, 116.8e9, 201088.0 * 2880, 128, 4, _experts(36, 128, 2880, 2880)
+        ),
+        Shape("grok-1", 64, 6144, 32768, 48, 128, 8, 2048, 314e9, 131072.0 * 6144, 8, 2, _experts(64, 8, 6144, 32768)),
+    )
+}
