@@ -15,7 +15,6 @@ from . import output
 from .options import AddVerb, add_setting, positive
 
 if TYPE_CHECKING:
-    from ..isa import Dims
     from ..machine import Hardware
     from ..model import LlamaConfig
     from ..roofline import LayoutTime, Part, Point, Serving, Shape, StepRoofline
@@ -236,7 +235,10 @@ def _achieved(path: Path) -> list[Point]:
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise MegakernelError(f"{path} is not JSON: {e}") from e
     out = []
-    for name, figures in (("", measured), (" prefill", measured.get("prefill") if isinstance(measured, dict) else None)):
+    for name, figures in (
+        ("", measured),
+        (" prefill", measured.get("prefill") if isinstance(measured, dict) else None),
+    ):
         try:
             flops, read = float(figures["gflops"]), float(figures["read_GBps"])
         except (KeyError, TypeError, ValueError):
@@ -318,12 +320,18 @@ def _plan(args: argparse.Namespace, hardware: Hardware) -> int:
     per_gpu = f"{args.tokens / gpus:,.0f} per GPU" if args.tokens >= gpus else f"on {gpus} GPUs"
     what = "tokens of training" if args.training else "sequences decoding"
     output.rows(
-        ("model", f"{shape.name}, {shape.parameters / 1e9:,.1f} G parameters, {shape.active_parameters / 1e9:,.1f} G used"),
+        (
+            "model",
+            f"{shape.name}, {shape.parameters / 1e9:,.1f} G parameters, {shape.active_parameters / 1e9:,.1f} G used",
+        ),
         ("machine", f"{gpus:,} x {hardware.name}"),
         ("step", f"{args.tokens:,} {what} ({per_gpu}), sequences of {context:,}"),
     )
+    # State that is sharded less takes as long and more memory: one line for each way to cut the work.
+    cuts = {replace(t.layout, zero=0): t for t in reversed(found.ranked)}
+    shown = sorted(cuts.values(), key=found.ranked.index)[:_SHOWN]
     table = _table("layout", "step", "tokens/s", "math", "memory", "network", "bubble, hops", "GB per GPU", "why")
-    for t in found.ranked[:_SHOWN]:
+    for t in shown:
         network = max(t.comms_s.values(), default=0.0)
         seconds = (t.math_s, t.memory_s, network, t.fixed_s)
         table.add_row(
@@ -335,13 +343,14 @@ def _plan(args: argparse.Namespace, hardware: Hardware) -> int:
             t.why,
         )
     output.stdout.print(table)
-    hidden = len(found.ranked) - _SHOWN
-    if hidden > 0:
-        output.stdout.print(f"and {hidden} slower ones")
+    if len(found.ranked) > len(shown):
+        output.stdout.print(
+            f"and {len(found.ranked) - len(shown)} that are slower or take more memory (--json has all)"
+        )
     for refusal in found.refused[:_SHOWN]:
         output.stdout.print(f"refused: {refusal.layout}: {refusal.why}")
     if len(found.refused) > _SHOWN:
-        output.stdout.print(f"and {len(found.refused) - _SHOWN} more refused (--json has all)")
+        output.stdout.print(f"and {len(found.refused) - _SHOWN} more refused")
     return 0
 
 
@@ -379,7 +388,9 @@ def _fleet(args: argparse.Namespace, hardware: Hardware) -> int:
         ("fleet", f"{gpus:,} x {hardware.name}, {price}"),
         ("best", f"tp {chosen.tp}, {chosen.batch:,} sequences a group, {chosen.tokens_per_s:,.0f} tokens/s{within}"),
     )
-    table = _table("tp", "groups", "sequences", "step", "tokens/s", "per GPU", "bound by", "GB per GPU", "USD per M tokens")
+    table = _table(
+        "tp", "groups", "sequences", "step", "tokens/s", "per GPU", "bound by", "GB per GPU", "USD per M tokens"
+    )
     sizes = sorted({s.tp for s in servings})
     for tp in sizes:
         for s in (s for s in servings if s.tp == tp):

@@ -11,7 +11,6 @@ from ..errors import MegakernelError
 from .files import names, read
 from .hardware import Chip, Hardware, Link, Node, Rates
 
-
 HOST = "host"
 # A CPU core in a GPU's words: AVX-512's registers and the first-level cache of a server's core. Nominal.
 _LANES, _VECTOR_REGISTERS, _L1_BYTES = 16, 32, 32 << 10

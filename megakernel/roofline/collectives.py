@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..machine import Curve, Hardware, Level
+from ..machine import Hardware, Level
 
 
 def all_gather_s(array_bytes: float, members: int, egress_bytes_per_s: float) -> float:
@@ -37,7 +37,8 @@ def torus_all_to_all_s(array_bytes: float, link_bytes_per_s: float) -> float:
 def sparse_share(members: int, chosen: int) -> tuple[float, float]:
     """(expected, approximate) part of B / W that a member sends when each token goes to `chosen` of `members`.
 
-    Expected, choices independent and uniform: (1 - ((Z - 1) / Z)^K) (Z - 1) / Z. Approximate: min(K / Z, 1) (Z - 1) / Z.
+    Expected, choices independent and uniform: (1 - ((Z - 1) / Z)^K) (Z - 1) / Z. Approximate: min(K / Z, 1) in place of
+    the first factor.
     """
     away = (members - 1) / members
     return (1 - away**chosen) * away, min(chosen / members, 1.0) * away
@@ -73,17 +74,37 @@ def levels_all_reduce_s(
     return max(shares, default=0.0)
 
 
-def levels_all_to_all_s(array_bytes: float, levels: Sequence[Level]) -> float:
-    """All-to-all over every GPU of the levels: each child sends all but its own part of what it holds.
+def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
+    """Seconds at each level of a gather over `members` GPUs, `inner` apart, whose inner axes shard the array already.
 
-    At a level with M children of S GPUs each: B (M - 1) / (M^2 W) per group of M, of which the levels above have n.
+    Out of a node every byte that its GPUs lack comes over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with
+    S GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or brought in:
+    B (d - 1) / (d Y W), d members in a node. The same as `level_seconds` at levels that the
+    axis fills.
     """
-    slowest, outside = 0.0, 1
+    out: dict[str, float] = {}
+    for level in levels:
+        if level.child_gpus == 1:
+            inside = min(max(level.degree // inner, 1), members)
+            out[level.name] = array_bytes * (inside - 1) / (inside * inner * level.child_bytes_per_s)
+        else:
+            behind = max(inner, level.child_gpus)
+            lacking = max(0.0, 1 - behind / (members * inner))
+            out[level.name] = array_bytes * level.child_gpus / (behind * level.child_bytes_per_s) * lacking
+    return out
+
+
+def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int) -> dict[str, float]:
+    """Seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts of them.
+
+    An all-to-all over a level's M children of min(k, M) copies of each row: once to each child that has an expert.
+    """
+    out: dict[str, float] = {}
+    children = 1
     for level in reversed(levels):
-        children = level.degree * outside
-        slowest = max(slowest, all_to_all_s(array_bytes, children, level.child_bytes_per_s))
-        outside = children
-    return slowest
+        children *= level.degree
+        out[level.name] = all_to_all_s(array_bytes * min(chosen, children), children, level.child_bytes_per_s)
+    return out
 
 
 def switch_bytes(array_bytes: float, members: int, operation: str) -> tuple[float, float]:
@@ -111,16 +132,10 @@ def tree_hops(members: int) -> int:
     return (members - 1).bit_length()
 
 
-def measured_s(array_bytes: float, hardware: Hardware, members: int, collective: str = "all_reduce") -> float | None:
+def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
     """Seconds of a collective within a node by the machine's measured curve; None where nobody measured.
 
-    Bus bandwidth counts what each member sends, so it also serves a gather or a reduce-scatter, half of the work.
+    Bus bandwidth counts what each member sends, so an all-reduce is two `passes`, a gather or a reduce-scatter one.
     """
     curve = hardware.curve("all_reduce", members)
-    if curve is None:
-        return None
-    return _by_curve(array_bytes, members, curve, passes=2 if collective == "all_reduce" else 1)
-
-
-def _by_curve(array_bytes: float, members: int, curve: Curve, passes: int) -> float:
-    return passes * array_bytes * (members - 1) / members / curve.at(array_bytes)
+    return curve and passes * array_bytes * (members - 1) / members / curve.at(array_bytes)

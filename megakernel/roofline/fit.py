@@ -29,7 +29,7 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """`weight_bytes` of a rank, `sequences` of `context` tokens each in the KV cache, and what the step itself needs."""
+    """`weight_bytes` of a rank, `sequences` of `context` tokens each in the KV cache, what the step itself needs."""
     one = max(2.0 * d.layers * d.kv_cols * context * itemsize(d) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

@@ -69,12 +69,12 @@ def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, cont
 
 
 def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
-    """Every group size that holds the model within a node, at batches by powers of two up to what memory holds."""
+    """Every group size that holds the model within a node, at batches by powers of four up to what memory holds."""
     out: list[Serving] = []
     sizes = [tp for tp in range(1, min(gpus, hardware.node.gpus) + 1) if shape.heads % tp == 0]
     for tp in sizes:
         most = largest_batch(shape, hardware, tp, context)
-        batches = [1 << i for i in range(most.bit_length())]
+        batches = [1 << i for i in range(0, most.bit_length(), 2)]
         if most and batches[-1] < most:
             batches.append(most)
         out += [serve(shape, hardware, gpus, tp, batch, context) for batch in batches]
@@ -87,7 +87,7 @@ def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[S
 
 
 def best(servings: list[Serving], step_s: float | None = None) -> Serving:
-    """The most tokens per second, of those whose step takes at most `step_s`. Raises MegakernelError where none does."""
+    """The most tokens per second, of those whose step takes at most `step_s`. Raises MegakernelError if none does."""
     quick = [s for s in servings if step_s is None or s.step_s <= step_s]
     if not quick:
         fastest = min(s.step_s for s in servings)

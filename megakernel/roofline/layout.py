@@ -6,11 +6,11 @@ ways the axes inside it shard the array already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from ..machine import Hardware, Level
+from ..machine import Hardware
+from .collectives import axis_seconds, exchange_seconds
 from .kernels import OPERAND_BYTES
 from .limits import bubble_fraction, pipeline_comms_s
 from .shapes import Shape
@@ -35,7 +35,10 @@ class Layout:
         return self.tp * self.ep * self.pp * self.dp
 
     def __str__(self) -> str:
-        named = ((f"DP {self.dp}" if self.zero == 0 else f"ZeRO-{self.zero} {self.dp * self.ep}"), self.dp * self.ep > 1)
+        named = (
+            (f"DP {self.dp}" if self.zero == 0 else f"ZeRO-{self.zero} {self.dp * self.ep}"),
+            self.dp * self.ep > 1,
+        )
         axes = ((f"TP {self.tp}", self.tp > 1), (f"EP {self.ep}", self.ep > 1), (f"PP {self.pp}", self.pp > 1), named)
         return " x ".join(text for text, used in axes if used) or "1 GPU"
 
@@ -45,6 +48,7 @@ class LayoutTime:
     """Least times of a step. `comms_s` per level of the network; `fixed_s` overlaps with nothing (bubble, hops)."""
 
     layout: Layout
+    microbatches: int
     math_s: float
     memory_s: float
     comms_s: dict[str, float]
@@ -60,84 +64,60 @@ class LayoutTime:
         return self.overlapped_s + self.fixed_s
 
 
-def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
-    """Seconds at each level of a gather over `members` GPUs, `inner` apart, whose inner axes shard the array already.
-
-    Out of a node every byte that its GPUs lack comes over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with
-    S GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or brought in:
-    B (d - 1) / (d Y W), d members in a node. The same as `collectives.level_seconds` for an axis that fills its levels.
-    """
-    out: dict[str, float] = {}
-    for level in levels:
-        if level.child_gpus == 1:
-            inside = min(max(level.degree // inner, 1), members)
-            out[level.name] = array_bytes * (inside - 1) / (inside * inner * level.child_bytes_per_s)
-        else:
-            behind = max(inner, level.child_gpus)
-            lacking = max(0.0, 1 - behind / (members * inner))
-            out[level.name] = array_bytes * level.child_gpus / (behind * level.child_bytes_per_s) * lacking
-    return out
-
-
-def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int) -> dict[str, float]:
-    """Seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts of them.
-
-    At M children: B (M - 1) / (M^2 W) x min(k, M), once to each child that has one of the experts.
-    """
-    out: dict[str, float] = {}
-    outside = 1
-    for level in reversed(levels):
-        outside *= level.degree
-        out[level.name] = array_bytes * (outside - 1) / (outside**2 * level.child_bytes_per_s) * min(chosen, outside)
-    return out
-
-
 def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, sequence_tokens: int) -> LayoutTime:
     """A step over a batch of `tokens`: 6 FLOPs per active parameter and token, attention's scores left out.
 
-    Forward and backward each take the longer of arithmetic and communication. ZeRO-3 gathers the weights in both and
-    scatters gradients; less sharded state gathers and scatters once, under the backward pass. With stages a
-    microbatch is a sequence, the schedule simple. Memory: weights, optimizer and one checkpoint per layer and token of
-    the microbatches under way.
+    Forward and backward each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the weights in
+    both and scatters gradients; less sharded state gathers and scatters once, under the backward pass. A replica's
+    sequences go in microbatches, each of which reads the weights; their number is the best of n, n/2, n/4 ..: more
+    mean a smaller bubble between stages. Memory: weights, optimizer and one checkpoint per layer and token of the
+    microbatches under way.
     """
+    most = max(1, int(tokens / (layout.dp * layout.ep) // sequence_tokens))
+    counts = [most >> i for i in range(most.bit_length())]
+    times = (_train_step(shape, hardware, layout, tokens, count) for count in counts)
+    return min(times, key=lambda t: (not t.fits, t.step_s))
+
+
+def _train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, microbatches: int) -> LayoutTime:
     y, e, z, x = layout.tp, layout.ep, layout.pp, layout.dp
     levels = hardware.levels(layout.gpus)
-    peak = hardware.flops_per_s("bf16")
     replica_tokens = tokens / (x * e)
-    microbatches = max(1, int(replica_tokens // sequence_tokens)) if z > 1 else 1
-    forward_math = 2 * shape.active_parameters * tokens / (layout.gpus * peak)
+    math_s = 2 * shape.active_parameters * tokens / (layout.gpus * hardware.flops_per_s("bf16"))
+    local = (shape.dense_parameters - shape.embedding_parameters + shape.expert_parameters / e) / (y * z)
+    memory_s = microbatches * WEIGHT_BYTES * local / hardware.chip.hbm_bytes_per_s
 
     weights = _added(
         axis_seconds(WEIGHT_BYTES * shape.dense_parameters, levels, y * z, x * e),
         axis_seconds(WEIGHT_BYTES * shape.expert_parameters, levels, y * e * z, x),
     )
-    layer_levels = hardware.levels(y * e)
     activations = _BF16 * replica_tokens * shape.hidden
     tensor = axis_seconds(activations, hardware.levels(y), 1, y)
-    experts = exchange_seconds(activations * e, layer_levels, shape.active) if e > 1 else {}
-    inner = _added(_times(tensor, _GATHERS_PER_LAYER), _times(experts, 2))
-    inner = _times(inner, shape.layers / z)
+    experts = exchange_seconds(activations * e, hardware.levels(y * e), shape.active) if e > 1 else {}
+    inner = _times(_added(_times(tensor, _GATHERS_PER_LAYER), _times(experts, 2)), shape.layers / z)
     forward = _added(inner, weights) if layout.zero == 3 else inner
     backward = _added(inner, _times(weights, 2))
-    overlapped = max(forward_math, *forward.values(), 0.0) + max(2 * forward_math, *backward.values(), 0.0)
+    overlapped = max(math_s, memory_s, *forward.values()) + max(2 * math_s, 2 * memory_s, *backward.values())
 
-    hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
-    hops = 2 * pipeline_comms_s(replica_tokens * e, shape.hidden, microbatches, z, hop_rate) if z > 1 else 0.0
-    bubble = bubble_fraction(z, microbatches)
-    fixed = overlapped * bubble / (1 - bubble) + hops
-    held = _train_bytes(shape, layout, min(replica_tokens, sequence_tokens * z))
+    bubble, fixed = bubble_fraction(z, microbatches), 0.0
+    if z > 1:
+        hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
+        hops = 2 * pipeline_comms_s(replica_tokens * e, shape.hidden, microbatches, z, hop_rate)
+        fixed = overlapped * bubble / (1 - bubble) + hops
+    held = _train_bytes(shape, layout, replica_tokens * min(1.0, z / microbatches))
     comms = _added(forward, backward)
     return LayoutTime(
         layout=layout,
-        math_s=3 * forward_math,
-        memory_s=0.0,
+        microbatches=microbatches,
+        math_s=3 * math_s,
+        memory_s=3 * memory_s,
         comms_s=comms,
         fixed_s=fixed,
         overlapped_s=overlapped,
         bytes_per_gpu=held,
         fits=held <= hardware.chip.hbm_bytes,
         tokens_per_s=tokens / (overlapped + fixed),
-        why=_why(hardware, 3 * forward_math, 0.0, comms, fixed, bubble, held),
+        why=_why(hardware, 3 * math_s, 3 * memory_s, comms, bubble, held),
     )
 
 
@@ -172,10 +152,11 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
     crossing = "node" if y * e * z <= hardware.node.gpus else "leaf"
     fixed = z * (_BF16 * rows * shape.hidden / hop_rate + _hop_s(hardware, crossing)) if z > 1 else 0.0
-    overlapped = max(math_s, memory_s, *comms.values(), 0.0)
+    overlapped = max(math_s, memory_s, *comms.values())
     held = _BF16 * (shape.dense_parameters / (y * z) + shape.expert_parameters / (y * e * z)) + kv_bytes * z
     return LayoutTime(
         layout=layout,
+        microbatches=z,
         math_s=math_s,
         memory_s=memory_s,
         comms_s=comms,
@@ -184,7 +165,7 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
         bytes_per_gpu=held,
         fits=held <= hardware.chip.hbm_bytes,
         tokens_per_s=sequences / (overlapped + fixed),
-        why=_why(hardware, math_s, memory_s, comms, fixed, 0.0, held),
+        why=_why(hardware, math_s, memory_s, comms, 0.0, held),
     )
 
 
@@ -225,7 +206,6 @@ def _why(
     math_s: float,
     memory_s: float,
     comms: dict[str, float],
-    fixed_s: float,
     bubble: float,
     held: float,
 ) -> str:

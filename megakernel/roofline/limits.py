@@ -38,15 +38,13 @@ def data_parallel(
 ) -> Times:
     """Backward of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights, scatter gradients)."""
     share = (members - 1) / members if exact else 1.0
-    return Times(
-        8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share
-    )
+    return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share)
 
 
 def data_critical_tokens(
     alpha: float, *, groups: int | None = None, inner: float = 1.0, experts: int = 1, active: int = 1
 ) -> float:
-    """Tokens per GPU above which data parallelism (or ZeRO) is bound by arithmetic: alpha (X - 1) / X, E / k for experts.
+    """Tokens per GPU above which data parallelism (or ZeRO) is bound by arithmetic: alpha (X - 1) / X E / k.
 
     `groups`: members at the level that binds, None for many. `inner`: times its bandwidth grows because the parameters
     are already sharded, over so many children.
@@ -55,9 +53,7 @@ def data_critical_tokens(
     return alpha * share / inner * experts / active
 
 
-def tensor_parallel(
-    tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float
-) -> Times:
+def tensor_parallel(tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float) -> Times:
     """Forward of one layer: 4 B D F / (Y C) against 4 B D / W (gather the inputs, scatter the outputs)."""
     return Times(4.0 * tokens * model * ffn / (members * flops_per_s), 4.0 * tokens * model / bytes_per_s)
 

@@ -33,13 +33,11 @@ class Plan:
         return self.ranked[0]
 
 
-def plan(
-    shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False
-) -> Plan:
+def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
     """The layouts of `gpus` GPUs for a step.
 
     Training: a batch of `tokens` in sequences of `context`. Decoding: `tokens` sequences with `context` KV tokens each.
-    Of equally fast layouts the one that takes less memory comes first, then the one with fewer axes. Raises
+    Of equally fast layouts the one with fewer axes comes first, then the one that takes less memory. Raises
     MegakernelError where no layout is possible.
     """
     hardware.levels(gpus)  # whether so many can be joined at all
@@ -62,7 +60,7 @@ def plan(
             f"{shape.name} on {gpus} {hardware.name} with {tokens:,} tokens: no layout is possible; nearest is"
             f" {least.layout}, which {least.why}: take more GPUs or fewer tokens"
         )
-    ranked.sort(key=lambda t: (t.step_s, t.bytes_per_gpu, _axes(t.layout)))
+    ranked.sort(key=lambda t: (float(f"{t.step_s:.9g}"), _axes(t.layout), t.bytes_per_gpu))
     return Plan(tuple(ranked), tuple(refused))
 
 
@@ -100,4 +98,4 @@ def _divisors(number: int) -> list[int]:
 
 
 def _axes(layout: Layout) -> int:
-    return sum(ways > 1 for ways in (layout.tp, layout.ep, layout.pp, layout.dp)) + (layout.zero > 0)
+    return sum(ways > 1 for ways in (layout.tp, layout.ep, layout.pp, layout.dp))

@@ -207,7 +207,7 @@ def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, st
         top = y - _LINE / 2 + shift
         for anchor, left in (("start", x + 10), ("end", x - 10 - width)):
             box = (left, top, left + width, top + _LINE)
-            inside = _LEFT < box[0] and box[2] < _WIDTH - 2 and _TOP < box[1] and box[3] < _HEIGHT - _BOTTOM
+            inside = box[0] > _LEFT and box[2] < _WIDTH - 2 and box[1] > _TOP and box[3] < _HEIGHT - _BOTTOM
             if inside and not any(_overlap(box, other) for other in taken):
                 return box, anchor
     return (x + 10, y - _LINE / 2, x + 10 + width, y + _LINE / 2), "start"

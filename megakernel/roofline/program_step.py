@@ -53,8 +53,8 @@ class InstructionCost:
 class StepRoofline:
     """Least times of a step in seconds, each on the rank where it is longest.
 
-    `t_comms_s` = `t_latency_s`, hops that follow one another, + bytes / egress. `t_comms_measured_s`: with the machine's
-    measured collective bandwidth at the size of each message; None where nobody measured.
+    `t_comms_s` = `t_latency_s`, hops that follow one another, + bytes / egress. `t_comms_measured_s`: with the
+    machine's measured collective bandwidth at the size of each message; None where nobody measured.
     """
 
     t_math_s: float

@@ -42,9 +42,7 @@ def gpus_to_hold(size_bytes: float, hardware: Hardware) -> int:
 
 def training_run(parameters: float, tokens: float, gpus: int, hardware: Hardware, utilisation: float) -> Run:
     """6 P T FLOPs at `utilisation` of the bf16 peak."""
-    return Run(
-        FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens, gpus * hardware.flops_per_s("bf16") * utilisation
-    )
+    return Run(FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens, gpus * hardware.flops_per_s("bf16") * utilisation)
 
 
 def tokens_per_gpu(sequences: int, sequence_tokens: int, gpus: int) -> float:
