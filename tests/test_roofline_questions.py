@@ -118,7 +118,7 @@ def test_12_sparse_all_to_all() -> None:
 
 
 def test_13_full_bisection() -> None:
-    node, leaf, spine = H100.levels(1024)
+    _, leaf, spine = H100.levels(1024)
     assert (leaf.bytes_per_s, spine.bytes_per_s) == (12.8e12, 51.2e12)
     assert leaf.bytes_per_s / 32 == spine.bytes_per_s / 128 == W_NODE == 400e9
     assert H100.fabric
@@ -187,10 +187,10 @@ def test_21_all_gather_over_one_of_two_axes_in_a_unit(y: int) -> None:
 def test_22_critical_tokens_of_data_parallelism() -> None:
     assert lim.data_critical_tokens(NODE) == 2200 and lim.data_critical_tokens(BEYOND) == 2475
     assert lim.data_critical_tokens(BEYOND, groups=2) == 1237.5
-    assert 16384 * BEYOND == near(40e6, 0.02)
+    assert near(40e6, 0.02) == 16384 * BEYOND
     h800 = lim.alpha_node(H800)
     assert h800 == 3300 and 2048 * h800 == near(6.76e6)
-    assert tokens_per_gpu(4096, 15360, 2048) == 30720 and 4096 * 15360 == near(62.9e6)
+    assert tokens_per_gpu(4096, 15360, 2048) == 30720 and near(62.9e6) == 4096 * 15360
     assert lim.data_critical_tokens(BEYOND, experts=128, active=4) == 79200
 
 
@@ -226,7 +226,7 @@ def test_26_sharding_llama_70b() -> None:
     shape = replace(LLAMA_70B, parameters=70e9, hidden=0)  # [S] counts 70e9, and no activations
     whole = train_step(shape, H100, Layout(tp=8, dp=512), 4e6, 4096)
     assert whole.bytes_per_gpu == near(87.5e9) and not whole.fits
-    assert 4e6 / 4096 == near(977) and 4e6 / 4096 < lim.data_critical_tokens(BEYOND)
+    assert near(977) == 4e6 / 4096 and lim.data_critical_tokens(BEYOND) > 4e6 / 4096
     zero3 = train_step(LLAMA_70B, H100, Layout(dp=4096, zero=3), 4e6, 4096)
     assert zero3.fits and "leaf network" in zero3.why
     staged = train_step(LLAMA_70B, H100, Layout(tp=8, pp=8, dp=64, zero=1), 4e6, 4096)
@@ -302,7 +302,7 @@ def test_34_all_to_all_on_one_and_on_two_nodes() -> None:
 def test_35_thresholds_of_megatron() -> None:
     assert lim.data_critical_tokens(BEYOND, inner=16 / 8) == near(1237)
     assert lim.data_critical_tokens(BEYOND, inner=64 / 8) == near(309)
-    assert 2048 > 1237 > 309 and 4096 > lim.data_critical_tokens(BEYOND)
+    assert 2048 > 1237 > 309 and lim.data_critical_tokens(BEYOND) < 4096
     for ways, gpus in ((16, 768), (64, 3072)):  # the planner's own form of it
         leaf = c.axis_seconds(1.0, H100.levels(gpus), ways, gpus // ways)["leaf"]
         assert PEAK * leaf == near(BEYOND * 8 / ways, 0.05)
@@ -330,7 +330,7 @@ def test_38_reduction_in_the_network() -> None:
     curve = H100.curve("all_reduce", 8)
     assert curve and curve.in_network_bus_bytes_per_s
     assert curve.in_network_bus_bytes_per_s / curve.at(10e9) == near(1.3)
-    assert NODE / 1.3 == near(1700, 0.01) and BEYOND / 1.3 == near(1900, 0.01)
+    assert near(1700, 0.01) == NODE / 1.3 and near(1900, 0.01) == BEYOND / 1.3
 
 
 def test_39_nvl72() -> None:

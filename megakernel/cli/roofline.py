@@ -430,7 +430,7 @@ def _table(*names: str) -> Table:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.3f} ms"
+    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"
 
 
 def _us(seconds: float) -> str:

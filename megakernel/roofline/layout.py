@@ -215,6 +215,6 @@ def _why(
     times = {"arithmetic": math_s, "memory": memory_s} | {f"the {name} network": s for name, s in comms.items()}
     longest = max(times, key=lambda name: times[name])
     rest = sorted((s for name, s in times.items() if name != longest), reverse=True)
-    ahead = f", {times[longest] / rest[0]:.1f} x the next" if rest and rest[0] > 0 else ""
-    bubbles = f"; bubbles are {bubble:.0%}" if bubble else ""
+    ahead = f" ({times[longest] / rest[0]:.1f} x the next)" if rest and rest[0] > 0 else ""
+    bubbles = f", bubbles {bubble:.0%}" if bubble else ""
     return f"bound by {longest}{ahead}{bubbles}"
