@@ -418,7 +418,7 @@ def test_bytes_between_ranks() -> None:
     n, hidden, layers = 1024, LLAMA_70B.hidden, LLAMA_70B.layers
     time = decode_step(LLAMA_70B, H100, Layout(tp=8), n, 128)
     assert H100.costs
-    moved = time.comms_s["node"] - layers * 2 * H100.costs.node_hop_s
+    moved = time.comms_s["node"] - layers * 4 * H100.costs.node_hop_s
     assert moved == pytest.approx(layers * 4 * 2 * n * hidden * 7 / 8 / W)
 
 

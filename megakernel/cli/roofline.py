@@ -138,7 +138,8 @@ def _step(args: argparse.Namespace, hardware: Hardware) -> int:
     context = args.context or _CONTEXT
     if context > config.max_context:
         raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
-    dtype = parse_dtype(args.dtype) or Dtype.BF16
+    named = parse_dtype(args.dtype)
+    dtype = Dtype.BF16 if named is None else named
     parts = _parts(args, config, machines.load(args.machine), dtype, context)
     dims = parts[0].dims
     ranks = [replace(dims, rank=rank) for rank in range(args.tp)]

@@ -141,13 +141,11 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     kv_bytes = _BF16 * rows / e * context * stage * shape.kv_width / kv_ways
     read = _BF16 * (dense + touched) + kv_bytes
 
-    layer_levels = hardware.levels(y * e)
     activations = _BF16 * rows / e * shape.hidden
-    tensor = _times(axis_seconds(activations, hardware.levels(y), 1, y), _GATHERS_PER_LAYER)
-    experts = _times(exchange_seconds(activations * e, layer_levels, shape.active), 2) if e > 1 else {}
-    moved = _times(_added(tensor, experts), stage)
-    hops = stage * (2 * (y > 1) + 2 * (e > 1))
-    comms = {name: seconds * z + hops * z * _hop_s(hardware, name) for name, seconds in moved.items()}
+    gather = axis_seconds(activations, hardware.levels(y), 1, y)
+    exchange = exchange_seconds(activations * e, hardware.levels(y * e), shape.active) if e > 1 else {}
+    layer = _added(_with_hops(hardware, exchange, 2, 2), _tensor_seconds(hardware, gather, y))
+    comms = _times(layer, shape.layers)
     math_s, memory_s = z * flops / peak, z * read / hardware.chip.hbm_bytes_per_s
     hop_rate = _stage_bytes_per_s(hardware, y * e, layout.gpus)
     crossing = "node" if y * e * z <= hardware.node.gpus else "leaf"
@@ -167,6 +165,22 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
         tokens_per_s=sequences / (overlapped + fixed),
         why=_why(hardware, math_s, memory_s, comms, 0.0, held),
     )
+
+
+def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:
+    """A layer's, from one gather's: four gathers and scatters, or for few tokens two exchanges of whole partial sums.
+
+    The latter move as much as a gather from each rank to every other, in half of the hops.
+    """
+    lowerings = (
+        _with_hops(hardware, gather, _GATHERS_PER_LAYER, _GATHERS_PER_LAYER),
+        _with_hops(hardware, gather, 2 * ways, 2),
+    )
+    return min(lowerings, key=lambda seconds: max(seconds.values(), default=0.0))
+
+
+def _with_hops(hardware: Hardware, seconds: dict[str, float], transfers: int, hops: int) -> dict[str, float]:
+    return {name: s * transfers + hops * _hop_s(hardware, name) for name, s in seconds.items()}
 
 
 def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
