@@ -210,12 +210,13 @@ def test_cost_is_price_times_time() -> None:
 
 
 def test_the_best_fleet_within_a_latency() -> None:
-    servings = fleet(LLAMA_70B, H100, 64, 2000)
-    free, tight = best(servings), best(servings, 0.008)
-    assert free.tokens_per_s >= tight.tokens_per_s and tight.step_s <= 0.008 < free.step_s
-    assert free.tokens_per_s == max(s.tokens_per_s for s in servings)
-    with pytest.raises(MegakernelError, match="no group makes a token in"):
-        best(servings, 1e-6)
+    free, tight = best(LLAMA_70B, H100, 64, 2000), best(LLAMA_70B, H100, 64, 2000, 0.008)
+    assert free.tokens_per_s == max(s.tokens_per_s for s in fleet(LLAMA_70B, H100, 64, 2000))
+    assert tight.step_s <= 0.008 < serve(LLAMA_70B, H100, 64, tight.tp, tight.batch + 1, 2000).step_s
+    rates = [serve(LLAMA_70B, H100, 64, 8, batch, 2000).tokens_per_s for batch in range(1, 700, 7)]
+    assert rates == sorted(rates)
+    with pytest.raises(MegakernelError, match=r"no group makes a token in 0.001 ms: the fastest takes 5\.\d+ ms"):
+        best(LLAMA_70B, H100, 64, 2000, 1e-6)
     with pytest.raises(MegakernelError, match="fits no node of 8 h100"):
         fleet(LLAMA_70B, H100, 64, 8e6)
 

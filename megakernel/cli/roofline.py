@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -366,8 +367,10 @@ def _fleet(args: argparse.Namespace, hardware: Hardware) -> int:
     context = args.context or _CONTEXT
     gpus = args.gpus or hardware.node.gpus
     servings = fleet(shape, hardware, gpus, context)
-    limit_s = args.token_ms / 1e3 if args.token_ms else None
-    chosen = best(servings, limit_s)
+    limit_s = args.token_ms / 1e3 if args.token_ms else math.inf
+    chosen = best(shape, hardware, gpus, context, limit_s)
+    if chosen not in servings:
+        servings.append(chosen)
     usd = args.usd_per_gpu_hour or hardware.chip.usd_per_hour
     if args.json:
         output.emit(
@@ -394,7 +397,7 @@ def _fleet(args: argparse.Namespace, hardware: Hardware) -> int:
     )
     sizes = sorted({s.tp for s in servings})
     for tp in sizes:
-        for s in (s for s in servings if s.tp == tp):
+        for s in sorted((s for s in servings if s.tp == tp), key=lambda s: s.batch):
             table.add_row(
                 str(s.tp),
                 f"{s.replicas:,}",
@@ -405,7 +408,7 @@ def _fleet(args: argparse.Namespace, hardware: Hardware) -> int:
                 s.bound,
                 f"{s.bytes_per_gpu / 1e9:,.1f}",
                 f"{s.usd_per_million_tokens(usd or 1.0):,.3f}",
-                style="bold" if s is chosen else None,
+                style="bold" if s == chosen else None,
             )
     output.stdout.print(table)
     return 0

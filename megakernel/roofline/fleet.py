@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from math import inf
 
 from ..errors import MegakernelError
 from ..machine import Hardware
@@ -69,27 +71,45 @@ def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, cont
 
 
 def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
-    """Every group size that holds the model within a node, at batches by powers of four up to what memory holds."""
+    """Every group size that holds the model, at batches by powers of four up to what memory holds."""
     out: list[Serving] = []
+    for tp, most in _groups(shape, hardware, gpus, context):
+        batches = {1 << i for i in range(0, most.bit_length(), 2)} | {most}
+        out += [serve(shape, hardware, gpus, tp, batch, context) for batch in sorted(batches)]
+    return out
+
+
+def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
+    """The most tokens per second with steps of at most `step_s`.
+
+    A larger batch takes longer and makes no fewer tokens per second, so of each group size the largest that is quick
+    enough counts. Raises MegakernelError where none is.
+    """
+    found: list[Serving] = []
+    groups = _groups(shape, hardware, gpus, context)
+    for tp, most in groups:
+        # How many of the batches 1, 2 .. most are quick enough.
+        quick = bisect_right(
+            range(1, most + 1), step_s, key=lambda batch: serve(shape, hardware, gpus, tp, batch, context).step_s
+        )
+        if quick:
+            found.append(serve(shape, hardware, gpus, tp, quick, context))
+    if not found:
+        fastest = min(serve(shape, hardware, gpus, tp, 1, context).step_s for tp, _ in groups)
+        raise MegakernelError(
+            f"no group makes a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
+        )
+    return max(found, key=lambda s: s.tokens_per_s)
+
+
+def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int]]:
+    """(tensor-parallel ways, largest batch) of the groups inside a node that hold the model and a sequence."""
     sizes = [tp for tp in range(1, min(gpus, hardware.node.gpus) + 1) if shape.heads % tp == 0]
-    for tp in sizes:
-        most = largest_batch(shape, hardware, tp, context)
-        batches = [1 << i for i in range(0, most.bit_length(), 2)]
-        if most and batches[-1] < most:
-            batches.append(most)
-        out += [serve(shape, hardware, gpus, tp, batch, context) for batch in batches]
-    if not out:
+    batches = ((tp, largest_batch(shape, hardware, tp, context)) for tp in sizes)
+    groups = [(tp, most) for tp, most in batches if most]
+    if not groups:
         raise MegakernelError(
             f"{shape.name} with {context:,.0f} tokens of context fits no node of {hardware.node.gpus} {hardware.name}:"
             f" shorten --context or take another --machine"
         )
-    return out
-
-
-def best(servings: list[Serving], step_s: float | None = None) -> Serving:
-    """The most tokens per second, of those whose step takes at most `step_s`. Raises MegakernelError if none does."""
-    quick = [s for s in servings if step_s is None or s.step_s <= step_s]
-    if not quick:
-        fastest = min(s.step_s for s in servings)
-        raise MegakernelError(f"no group makes a token in {step_s} s: the fastest takes {fastest:.4f} s")
-    return max(quick, key=lambda s: s.tokens_per_s)
+    return groups
