@@ -94,7 +94,14 @@ def test_paper_and_program_agree(capsys: pytest.CaptureFixture[str]) -> None:
     needed = figures["memory"]["weight_bytes"] + figures["memory"]["kv_bytes"]
     table = LLAMA_70B.embedding_parameters * 2 * 7 / 8  # on paper sharded too; here every rank has all of it
     assert needed - table == pytest.approx(paper.bytes_per_gpu, rel=2e-3)
-    assert figures["t_comms_measured_s"] > figures["t_comms_s"] - figures["t_latency_s"]
+    norm = costs(figures)["mlp_norm"]
+    assert norm["message_bytes"] == 2 * 1024 * 8192 * 7 / 8
+    curve = H100.curve("all_reduce", 8)
+    assert curve and norm["comms_measured_s"] == pytest.approx(norm["sent_bytes"] / curve.at(2 * 1024 * 8192))
+    total = sum(c["comms_measured_s"] for c in figures["instructions"])
+    assert figures["t_comms_measured_s"] == pytest.approx(total) and total > figures["t_comms_s"]
+    elsewhere = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "b200", *flags)
+    assert elsewhere["t_comms_measured_s"] is None
 
 
 def test_what_binds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from .options import AddVerb, add_setting, positive
 if TYPE_CHECKING:
     from ..machine import Hardware
     from ..model import LlamaConfig
-    from ..roofline import LayoutTime, Part, Point, Serving, Shape, StepRoofline
+    from ..roofline import InstructionCost, LayoutTime, Part, Point, Serving, Shape, StepRoofline
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _SHOWN = 12  # layouts in a table
@@ -169,7 +169,7 @@ def _step(args: argparse.Namespace, hardware: Hardware) -> int:
         "flops_per_byte": step.flops_per_byte,
         "critical_rows": critical_rows(hardware, RATE[dtype]),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
-        "instructions": [asdict(c) | {"family": c.family.name.lower(), "bound": c.bound} for c in step.instructions],
+        "instructions": [_cost_json(c) for c in step.instructions],
     }
     if args.plot:
         from ..roofline import render_plot
@@ -186,6 +186,11 @@ def _step(args: argparse.Namespace, hardware: Hardware) -> int:
     else:
         _show_step(facts, step)
     return 0
+
+
+def _cost_json(cost: InstructionCost) -> dict[str, Any]:
+    more = {"family": cost.family.name.lower(), "message_bytes": cost.message_bytes, "bound": cost.bound}
+    return asdict(cost) | more
 
 
 def _parts(args: argparse.Namespace, config: LlamaConfig, machine: Any, dtype: Any, context: int) -> list[Part]:
@@ -279,10 +284,12 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
             f" {memory['activation_bytes'] / gb:,.2f}; at most {memory['sequences_at_most']:,} such sequences",
         ),
     )
-    table = _table("instruction", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link", "bound by")
+    columns = ["instruction", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link"]
+    table = _table(*columns, *(["measured"] if measured else []), "bound by")
     for c in step.instructions:
         work = (c.matrix_flops + c.vector_flops) / 1e9, c.memory_bytes / 1e6, c.sent_bytes / 1e6
-        times = (max(c.math_s, c.vector_s), c.memory_s, c.comms_s)
+        times = [max(c.math_s, c.vector_s), c.memory_s, c.comms_s]
+        times += [c.comms_measured_s or 0.0] if measured else []
         cells = [f"{w:,.2f}" if w else "" for w in work] + [_us(t) for t in times]
         table.add_row(c.instruction, c.family.name.lower(), *cells, c.bound if any(times) else "")
     output.stdout.print(table)

@@ -29,7 +29,9 @@ class Part:
 class InstructionCost:
     """Work of one kind of instruction in a whole step, on the rank that has most of it, and its least times.
 
-    `sent_bytes` go to other ranks. `hops`: times that it sends and something has to wait.
+    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for.
+    `comms_measured_s`: at the bandwidth that collectives of such a size were measured to have; None where nobody
+    measured.
     """
 
     instruction: str
@@ -43,6 +45,11 @@ class InstructionCost:
     vector_s: float
     memory_s: float
     comms_s: float
+    comms_measured_s: float | None
+
+    @property
+    def message_bytes(self) -> float:
+        return self.sent_bytes / self.hops if self.hops else 0.0
 
     @property
     def bound(self) -> str:
@@ -121,18 +128,20 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
             comms_s=latency_s(hops, hop_s, sent / egress),
+            comms_measured_s=measured_s(sent, hops, hardware, dims.tp),
         )
 
     costs = tuple(cost(name) for name in dict.fromkeys(part.instruction.name for part in parts))
     totals = [_most(work, i) for i in range(1, 5)]
     hops = sum(c.hops for c in costs)
+    measured = [c.comms_measured_s for c in costs]
     return StepRoofline(
         t_math_s=totals[0] / peak,
         t_vector_s=totals[1] / hardware.rates.fp32,
         t_memory_s=totals[2] / hardware.chip.hbm_bytes_per_s,
         t_comms_s=latency_s(hops, hop_s, totals[3] / egress),
         t_latency_s=hops * hop_s,
-        t_comms_measured_s=_measured(costs, hardware, dims.tp),
+        t_comms_measured_s=None if None in measured else sum(filter(None, measured)),
         flops=totals[0],
         memory_bytes=totals[2],
         sent_bytes=totals[3],
@@ -162,14 +171,12 @@ def _most(work: Iterable[tuple[Part, float, float, float, float]], index: int) -
     return max(sums.values())
 
 
-def _measured(costs: Iterable[InstructionCost], hardware: Hardware, tp: int) -> float | None:
-    """Each message with the bandwidth that collectives of its size were measured to have."""
-    curve = hardware.curve("all_reduce", tp)
-    if curve is None or tp < 2:
-        return None
-    total = 0.0
-    for c in costs:
-        if c.sent_bytes:
-            sent = c.sent_bytes / c.hops
-            total += c.hops * sent / curve.at(sent * tp / (tp - 1))
-    return total
+def measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
+    """Seconds of so many equal messages at the bandwidth that the machine's collectives were measured to have.
+
+    A rank's share of a collective's array is (N - 1) / N of it; the curve is by the size of the array.
+    """
+    if not messages:
+        return 0.0
+    curve = hardware.curve("all_reduce", ranks)
+    return curve and sent_bytes / curve.at(sent_bytes / messages * ranks / (ranks - 1))
