@@ -218,7 +218,11 @@ def test_cost_is_price_times_time() -> None:
 
 def test_the_best_fleet_within_a_latency() -> None:
     free, tight = best(LLAMA_70B, H100, 64, 2000), best(LLAMA_70B, H100, 64, 2000, 0.008)
-    assert free.tokens_per_s == max(s.tokens_per_s for s in fleet(LLAMA_70B, H100, 64, 2000))
+    assert free.tokens_per_s == pytest.approx(max(s.tokens_per_s for s in fleet(LLAMA_70B, H100, 64, 2000)))
+    short = best(LLAMA_70B, H100, 64, 500)  # bound by arithmetic: the smallest batch and most ranks that make as much
+    assert (short.tp, short.bound) == (8, "math") and short.batch < largest_batch(LLAMA_70B, H100, 8, 500)
+    fewer = serve(LLAMA_70B, H100, 64, 8, short.batch - 1, 500)
+    assert fewer.tokens_per_s < short.tokens_per_s * (1 - 1e-6)
     assert tight.step_s <= 0.008 < serve(LLAMA_70B, H100, 64, tight.tp, tight.batch + 1, 2000).step_s
     rates = [serve(LLAMA_70B, H100, 64, 8, batch, 2000).tokens_per_s for batch in range(1, 700, 7)]
     assert rates == sorted(rates)

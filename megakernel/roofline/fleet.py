@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from ..errors import MegakernelError
@@ -14,6 +15,7 @@ from .shapes import Shape
 
 SECONDS_PER_HOUR = 3600.0
 TOKENS_PRICED = 1e6
+_EQUAL = 1e-6  # throughputs that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -80,26 +82,30 @@ def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[S
 
 
 def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
-    """The most tokens per second with steps of at most `step_s`.
+    """The most tokens per second with steps of at most `step_s`; of equals the quickest step.
 
-    A larger batch takes longer and makes no fewer tokens per second, so of each group size the largest that is quick
-    enough counts. Raises MegakernelError where none is.
+    A larger batch takes longer and makes no fewer tokens per second. So of each group size the largest batch that is
+    quick enough says what it can make, and the smallest that makes as much is taken. Raises MegakernelError where none
+    is quick enough.
     """
     found: list[Serving] = []
     groups = _groups(shape, hardware, gpus, context)
     for tp, most in groups:
-        # How many of the batches 1, 2 .. most are quick enough.
-        quick = bisect_right(
-            range(1, most + 1), step_s, key=lambda batch: serve(shape, hardware, gpus, tp, batch, context).step_s
-        )
+        at = partial(serve, shape, hardware, gpus, tp, context=context)
+        batches = range(1, most + 1)
+        quick = bisect_right(batches, step_s, key=lambda batch: at(batch=batch).step_s)
         if quick:
-            found.append(serve(shape, hardware, gpus, tp, quick, context))
+            enough = at(batch=quick).tokens_per_s * (1 - _EQUAL)
+            found.append(
+                at(batch=batches[bisect_left(batches[:quick], enough, key=lambda b: at(batch=b).tokens_per_s)])
+            )
     if not found:
         fastest = min(serve(shape, hardware, gpus, tp, 1, context).step_s for tp, _ in groups)
         raise MegakernelError(
             f"no group makes a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
         )
-    return max(found, key=lambda s: s.tokens_per_s)
+    enough = max(s.tokens_per_s for s in found) * (1 - _EQUAL)
+    return min((s for s in found if s.tokens_per_s >= enough), key=lambda s: s.step_s)
 
 
 def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int]]:
