@@ -15,6 +15,7 @@ from rich.console import Console
 from synthetic import record
 
 from megakernel import machine
+from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa import BY_NAME
 from megakernel.isa.record import ALL_RANKS, counter_word
@@ -419,6 +420,27 @@ def test_terminal_table() -> None:
         "critical path",
     ):
         assert wanted in text
+
+
+def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p, t = chain_trace()
+    files = {name: tmp_path / name for name in ("a.program", "a.trace", "b.trace", "c.program", "both.html")}
+    p.save(files["a.program"])
+    t.save(files["a.trace"])
+    synthetic.trace(p, stretched(2), tick_s=SECOND).save(files["b.trace"])
+    replace(p, machine="h100").save(files["c.program"])
+    start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
+    assert main([*start, str(files["b.trace"]), "-o", str(files["both.html"]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["ratio"] == 2 and files["both.html"].stat().st_size > 0
+    assert main([*start, str(files["b.trace"])]) == 0
+    assert "× 2" in capsys.readouterr().out
+    for wrong, message in (
+        ([files["c.program"], files["b.trace"]], "the trace is of program"),
+        ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),
+        ([files["a.program"]], "not a trace file"),
+    ):
+        assert main([*start, *map(str, wrong)]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_unwritable_paths_are_named(tmp_path: Path) -> None:
