@@ -11,7 +11,7 @@ import pytest
 from test_cli import fails, run, run_json
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype
+from megakernel.isa import Dtype, Family
 from megakernel.machine import hardware
 from megakernel.model import load_config
 from megakernel.model.checkpoint import weight_dims
@@ -19,6 +19,7 @@ from megakernel.roofline import (
     SHAPES,
     Ceilings,
     Layout,
+    Mark,
     Point,
     best,
     decode_step,
@@ -248,27 +249,31 @@ def test_a_fleet_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def points() -> list[Point]:
     return [
-        Point("a & b", 1.0, 3e12, "#0072B2"),
-        Point("c", 1.02, 3.05e12, "#0072B2"),
-        Point("far", 500.0, 9e14, "#D55E00"),
-        Point("seen", 400.0, 2e14, achieved=True),
+        Point("a & b", 1.0, 3e12, family=Family.MATMUL),
+        Point("c", 1.02, 3.05e12, family=Family.MATMUL),
+        Point("far", 500.0, 9e14, family=Family.ATTENTION),
+        Point("all", 1.0, 3e12, Mark.STEP),
+        Point("seen", 400.0, 2e14, Mark.ACHIEVED),
     ]
+
+
+def marks(root: ElementTree.Element) -> list[list[float]]:
+    """Where the figure's markers are, those of the legend left out."""
+    found = [e.attrib["transform"] for e in root.iter("{http://www.w3.org/2000/svg}path") if len(e)]
+    return [[float(v) for v in text.removeprefix("translate(").rstrip(")").split()] for text in found]
 
 
 def test_the_figure_is_one_file_with_roof_and_points() -> None:
     svg = render_plot(H100, points(), "a < b")
     root = ElementTree.fromstring(svg)
     texts = ["".join(t.itertext()) for t in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "a < b" in texts and "a & b, c" in texts and "far" in texts
+    assert {"a < b", "a & b, c", "far", "all", "seen", "matmul", "attention", "achieved"} <= set(texts)
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
-    circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
-    assert len(circles) == 3  # two of the four share one
-    assert [float(v) for v in circles[0].attrib["r"].split()] and "seen" in circles[2].attrib["class"]
+    assert len(marks(root)) == 4  # two of the five share one
     line = next(root.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
     corner = [float(v) for v in line[1].split(",")]
     roofed = render_plot(H100, [Point("ridge", H100.intensity(), 9.9e14)], "x")
-    ridge = next(ElementTree.fromstring(roofed).iter("{http://www.w3.org/2000/svg}circle"))
-    assert [float(ridge.attrib["cx"]), float(ridge.attrib["cy"])] == pytest.approx(corner, abs=0.2)
+    assert marks(ElementTree.fromstring(roofed)) == [pytest.approx(corner, abs=0.2)]
 
 
 def test_labels_do_not_cover_each_other() -> None:
@@ -276,7 +281,7 @@ def test_labels_do_not_cover_each_other() -> None:
     root = ElementTree.fromstring(render_plot(H100, crowd, "crowd"))
     boxes = []
     for text in root.iter("{http://www.w3.org/2000/svg}text"):
-        if (text.text or "").startswith("label"):
+        if (text.text or "").startswith("label "):
             width = 6.6 * len(text.text or "")
             left = float(text.attrib["x"]) - (width if text.attrib["text-anchor"] == "end" else 0)
             boxes.append((left, float(text.attrib["y"]) - 11, left + width, float(text.attrib["y"]) + 4))

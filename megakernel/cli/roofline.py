@@ -174,11 +174,11 @@ def _step(args: argparse.Namespace, hardware: Hardware) -> int:
     if args.plot:
         from ..roofline import render_plot
 
-        rows = f"{args.tokens} token{'s' if args.tokens > 1 else ''}"
-        title = f"{args.model}, {rows} with a context of {context}, tp {args.tp}"
+        title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tp}"
         points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
         svg = render_plot(hardware, points, title, RATE[dtype])
-        page = f"<!doctype html><meta charset=utf-8><title>Roofline</title><body style='margin:0'>{svg}"
+        style = "<style>body{margin:0}svg{display:block;width:100vw;height:100vh}</style>"
+        page = f"<!doctype html><meta charset=utf-8><title>Roofline</title>{style}{svg}"
         args.plot.write_text(svg if args.plot.suffix == ".svg" else page)
         output.stderr.print(f"wrote {args.plot}")
     if args.json:
@@ -220,20 +220,20 @@ def _parts(args: argparse.Namespace, config: LlamaConfig, machine: Any, dtype: A
 
 def _points(step: StepRoofline) -> list[Point]:
     """What each instruction that reads memory and multiplies may reach, and the whole step."""
-    from ..roofline import Point
+    from ..roofline import Mark, Point
 
     out = []
     for c in step.instructions:
         if c.matrix_flops and c.memory_bytes:
             seconds = max(c.math_s, c.vector_s, c.memory_s, c.comms_s)
-            colour = c.family.value
-            out.append(Point(c.instruction, c.matrix_flops / c.memory_bytes, c.matrix_flops / seconds, colour))
-    return [*out, Point("whole step", step.flops_per_byte, step.flops / step.step_s, "#000000")]
+            figures = c.matrix_flops / c.memory_bytes, c.matrix_flops / seconds
+            out.append(Point(c.instruction, *figures, family=c.family))
+    return [*out, Point("whole step", step.flops_per_byte, step.flops / step.step_s, Mark.STEP)]
 
 
 def _achieved(path: Path) -> list[Point]:
     """Decode and prefill of a benchmark's JSON."""
-    from ..roofline import Point
+    from ..roofline import Mark, Point
 
     try:
         measured = json.loads(path.read_text())
@@ -250,7 +250,7 @@ def _achieved(path: Path) -> list[Point]:
             flops, read = float(figures["gflops"]), float(figures["read_GBps"])
         except (KeyError, TypeError, ValueError):
             continue
-        out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, achieved=True))
+        out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, Mark.ACHIEVED))
     if not out:
         raise MegakernelError(f"{path} has no gflops and read_GBps: take what `megakernel bench latency --json` prints")
     return out
@@ -262,7 +262,7 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
     comms = f"{_ms(facts['t_comms_s'])}, {output.bytes_text(facts['sent_bytes'])} sent"
     if facts["t_latency_s"]:
         comms += f"; {_ms(facts['t_latency_s'])} of it hops"
-    if measured is not None:
+    if measured:
         comms += f"; {_ms(measured)} at the bandwidth measured for such messages"
     lowering = facts["lowering"]
     how = f", O {lowering['o']}, residual {lowering['residual']}" if lowering else ""
@@ -270,7 +270,7 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
     output.rows(
         ("model", f"{facts['model']}, {facts['dtype']}"),
         ("machine", f"{facts['machine']}, tp {facts['tp']}{how}"),
-        ("step", f"{facts['tokens']:,} rows with {facts['context']:,} KV tokens each"),
+        ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
         ("at least", f"{_ms(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}"),
         ("  arithmetic", f"{_ms(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
         ("  memory", f"{_ms(facts['t_memory_s'])}, {output.bytes_text(facts['memory_bytes'])} per rank"),
@@ -438,6 +438,10 @@ def _table(*names: str) -> Table:
         text = name in ("instruction", "family", "layout", "why", "bound by")
         table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=i == 0)
     return table
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _ms(seconds: float) -> str:

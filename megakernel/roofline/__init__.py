@@ -9,7 +9,7 @@ from .fit import Fit, memory_fit
 from .fleet import Serving, best, fleet, largest_batch, serve
 from .layout import Layout, LayoutTime, decode_step, train_step
 from .plan import Plan, Refusal, plan
-from .plot import Point, render_plot
+from .plot import Mark, Point, render_plot
 from .program_step import InstructionCost, Part, StepRoofline, step_roofline
 from .shapes import SHAPES, Shape, shape_of
 from .work import Achieved, Work, achieved, bound, fraction_error, step_work
@@ -22,6 +22,7 @@ __all__ = [
     "InstructionCost",
     "Layout",
     "LayoutTime",
+    "Mark",
     "Part",
     "Plan",
     "Point",

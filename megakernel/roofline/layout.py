@@ -35,12 +35,9 @@ class Layout:
         return self.tp * self.ep * self.pp * self.dp
 
     def __str__(self) -> str:
-        named = (
-            (f"DP {self.dp}" if self.zero == 0 else f"ZeRO-{self.zero} {self.dp * self.ep}"),
-            self.dp * self.ep > 1,
-        )
-        axes = ((f"TP {self.tp}", self.tp > 1), (f"EP {self.ep}", self.ep > 1), (f"PP {self.pp}", self.pp > 1), named)
-        return " x ".join(text for text, used in axes if used) or "1 GPU"
+        axes = (("TP", self.tp), ("EP", self.ep), ("PP", self.pp), ("DP", self.dp))
+        cut = " x ".join(f"{name} {ways}" for name, ways in axes if ways > 1) or "1 GPU"
+        return f"{cut}, ZeRO-{self.zero}" if self.zero else cut
 
 
 @dataclass(frozen=True)

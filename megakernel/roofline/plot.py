@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from html import escape
 from math import ceil, floor, log10
 
 from ..errors import MegakernelError
+from ..isa import Family
 from ..machine import Hardware
 
 _WIDTH, _HEIGHT = 960, 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 64, 60
+_TITLE, _LEGEND = 24, 47  # baselines
 _CHARACTER, _LINE = 6.6, 15.0  # of a label, in pixels
 _NEAR = 9.0  # pixels within which points share a marker
 _NAMES = 3  # most that a shared marker's label spells out
@@ -22,21 +25,35 @@ svg { font: 12px system-ui, sans-serif; background: #fff; color: #222; }
 text { fill: currentColor; } .dim { opacity: .65; } .title { font-size: 16px; font-weight: 600; }
 .grid { stroke: currentColor; opacity: .12; } .axis { stroke: currentColor; }
 .roof { stroke: currentColor; stroke-width: 2; fill: none; } .other { stroke-width: 1; stroke-dasharray: 5 4; }
-.mark { stroke: currentColor; stroke-width: 1; } .seen { fill: none; stroke-width: 2.5; }
+.mark { stroke: currentColor; stroke-width: 1; } .hollow { fill: none; stroke-width: 2; }
 .lead { stroke: currentColor; opacity: .35; }
-@media (prefers-color-scheme: dark) { svg { background: #16181c; color: #e6e6e6; } }
+.label { paint-order: stroke; stroke: #fff; stroke-width: 4px; stroke-linejoin: round; }
+@media (prefers-color-scheme: dark) {
+  svg { background: #16181c; color: #e6e6e6; } .label { stroke: #16181c; }
+}
 """
+
+
+class Mark(Enum):
+    """What a point stands for, and its shape: a dot, a diamond, a ring."""
+
+    INSTRUCTION = "instruction"
+    STEP = "whole step"
+    ACHIEVED = "achieved"
 
 
 @dataclass(frozen=True)
 class Point:
-    """`flops_per_s`: what the machine allows, or what was achieved. `flops_per_byte` counts bytes of main memory."""
+    """`flops_per_s`: what the machine allows, or what was achieved. `flops_per_byte` counts bytes of main memory.
+
+    An instruction has the colour of its `family`.
+    """
 
     label: str
     flops_per_byte: float
     flops_per_s: float
-    colour: str = "#999999"
-    achieved: bool = False
+    mark: Mark = Mark.INSTRUCTION
+    family: Family = Family.CONTROL
 
 
 @dataclass(frozen=True)
@@ -69,11 +86,12 @@ def render_plot(hardware: Hardware, points: Sequence[Point], title: str, roof: s
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<text class="title" x="{_LEFT}" y="28">{escape(title)}</text>',
-        f'<text class="dim" x="{_LEFT}" y="47">{escape(_subtitle(hardware, roof))}</text>',
+        f'<text class="title" x="{_LEFT}" y="{_TITLE}">{escape(title)}</text>',
+        f'<text class="dim" x="{_LEFT}" y="{_LEGEND}">{escape(_subtitle(hardware, roof))}</text>',
         *_axes(frame),
         *_roofs(hardware, frame, roof),
         *_marks(points, frame),
+        *_legend(points),
         "</svg>",
     ]
     return "\n".join(out) + "\n"
@@ -154,14 +172,9 @@ def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
     groups = list(_near(points, frame))
     taken: list[Box] = []
     for x, y, members in groups:
-        taken.append((x - 7, y - 7, x + 7, y + 7))
-        where = f'cx="{x:.1f}" cy="{y:.1f}"'
+        taken.append((x - 8, y - 8, x + 8, y + 8))
         tip = escape("\n".join(_tip(p) for p in members))
-        if members[0].achieved:
-            shape = f'<circle class="mark seen" {where} r="7"'
-        else:
-            shape = f'<circle class="mark" {where} r="5" fill="{members[0].colour}"'
-        out.append(f"{shape}><title>{tip}</title></circle>")
+        out.append(f"{_shape(members[0], x, y)}<title>{tip}</title></path>")
     for x, y, members in groups:
         text = _label(members)
         box, anchor = _place(x, y, text, taken)
@@ -170,7 +183,30 @@ def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
         baseline = box[3] - 4
         if abs(baseline - y) > 2 * _LINE:
             out.append(f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{at:.1f}" y2="{baseline - 4:.1f}"/>')
-        out.append(f'<text text-anchor="{anchor}" x="{at:.1f}" y="{baseline:.1f}">{escape(text)}</text>')
+        out.append(f'<text class="label" text-anchor="{anchor}" x="{at:.1f}" y="{baseline:.1f}">{escape(text)}</text>')
+    return out
+
+
+def _shape(point: Point, x: float, y: float) -> str:
+    """The opening tag of a marker."""
+    at = f'transform="translate({x:.1f} {y:.1f})"'
+    if point.mark is Mark.STEP:
+        return f'<path class="mark hollow" {at} d="M0-11L11 0L0 11L-11 0Z">'
+    if point.mark is Mark.ACHIEVED:
+        return f'<path class="mark hollow" {at} d="M-7 0a7 7 0 1 0 14 0a7 7 0 1 0-14 0">'
+    return f'<path class="mark" {at} fill="{point.family.value}" d="M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0">'
+
+
+def _legend(points: Sequence[Point]) -> list[str]:
+    """A marker for each family and each other kind that the figure has, in a row under the title, from the right."""
+    kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else Family.CONTROL) for p in points)
+    out, x = [], float(_WIDTH - _RIGHT)
+    for mark, family in reversed(kinds):
+        text = family.name.lower() if mark is Mark.INSTRUCTION else mark.value
+        x -= len(text) * _CHARACTER
+        out.append(f'<text x="{x:.1f}" y="{_LEGEND}">{text}</text>')
+        out.append(f"{_shape(Point('', 1, 1, mark, family), x - 16, _LEGEND - 4)}</path>")
+        x -= 44
     return out
 
 
@@ -180,7 +216,9 @@ def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float
     for point in points:
         x, y = frame.x(point.flops_per_byte), frame.y(point.flops_per_s)
         for gx, gy, members in groups:
-            if members[0].achieved == point.achieved and abs(gx - x) < _NEAR and abs(gy - y) < _NEAR:
+            first = members[0]
+            same = (first.mark, first.family) == (point.mark, point.family)
+            if same and abs(gx - x) < _NEAR and abs(gy - y) < _NEAR:
                 members.append(point)
                 break
         else:
@@ -195,8 +233,8 @@ def _label(members: list[Point]) -> str:
 
 
 def _tip(point: Point) -> str:
-    kind = "achieved" if point.achieved else "at most"
-    return f"{point.label}: {kind} {_si(point.flops_per_s, 'FLOP/s')} at {point.flops_per_byte:.3g} FLOPs per byte"
+    how = "achieved" if point.mark is Mark.ACHIEVED else "at most"
+    return f"{point.label}: {how} {_si(point.flops_per_s, 'FLOP/s')} at {point.flops_per_byte:.3g} FLOPs per byte"
 
 
 def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, str]:
@@ -205,12 +243,12 @@ def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, st
     for step in range(40):
         shift = (step + 1) // 2 * _LINE * (1 if step % 2 else -1)
         top = y - _LINE / 2 + shift
-        for anchor, left in (("start", x + 10), ("end", x - 10 - width)):
+        for anchor, left in (("start", x + 14), ("end", x - 14 - width)):
             box = (left, top, left + width, top + _LINE)
             inside = box[0] > _LEFT and box[2] < _WIDTH - 2 and box[1] > _TOP and box[3] < _HEIGHT - _BOTTOM
             if inside and not any(_overlap(box, other) for other in taken):
                 return box, anchor
-    return (x + 10, y - _LINE / 2, x + 10 + width, y + _LINE / 2), "start"
+    return (x + 14, y - _LINE / 2, x + 14 + width, y + _LINE / 2), "start"
 
 
 def _overlap(a: Box, b: Box) -> bool:
