@@ -2,10 +2,10 @@
 
     python benchmarks/viewer.py --json benchmarks/results/viewer.json
 
-Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page and
-opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open, searched;
-from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the time inside
-the page's draw function, without the browser's own compositing. --program and --trace take a saved pair instead.
+Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
+and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
+searched; from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the
+time inside the page's draw function, without the browser's own compositing. --program and --trace take a saved pair.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ def main() -> None:
         started = time.perf_counter()
         page.open(path, "window.timeline")
         opened_s = time.perf_counter() - started
-        print(
-            f"{len(trace.intervals):,} intervals: {size / 1e6:.1f} MB, written in {written_s:.1f} s, open in {opened_s:.1f} s"
-        )
+        print(f"{len(trace.intervals):,} intervals, {size / 1e6:.1f} MB: written in {written_s:.1f} s, ", end="")
+        print(f"open in {opened_s:.1f} s")
         total_s = float(page.run("return timeline.visibleRange()[1]"))
         first = page.run("return timeline.rows()[0].key")
         rows = look(page, "as it opens", total_s)

@@ -343,7 +343,7 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
 
     matrix_of, *_ = resources(r, replace(machine.load("h100"), workers=1, matrix_flops=float(flops)))
     assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
-    assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2)
+    assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
     assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "link out", "link in"]
 
 
@@ -464,6 +464,8 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
     open_at: dict[int, tuple[int, pb.TrackEvent]] = {}
     for packet in (k for k in proto.packet if k.HasField("track_event")):
         event = packet.track_event
+        if event.type == pb.TrackEvent.TYPE_COUNTER:
+            continue
         if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
             assert event.track_uuid not in open_at  # slices of a track do not overlap
             open_at[event.track_uuid] = (packet.timestamp, event)
@@ -533,7 +535,8 @@ def test_roles_and_resources_in_perfetto(tmp_path: Path) -> None:
             if k.track_event.track_uuid == matrix
         ]
         work = sum(value * (b - a) * 1e-9 for (a, value), (b, _) in pairwise(samples))
-        assert work == pytest.approx(expected[rank, 0].sum(), rel=1e-3) and abs(samples[-1][0] - end) <= 1
+        assert work == pytest.approx(expected[rank, 0].sum(), rel=1e-3)
+        assert samples[-1][1] == 0 and samples[-1][0] <= end
 
 
 def test_page_is_one_file_without_references(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
     changes = []
     for op in np.unique(one.opcode[mine]).tolist():
         here = one.opcode[mine] == op
-        means = [float(e.seconds[i[here]].mean()) for e, i in ((one, mine), (two, theirs))]
-        changes.append(InstructionChange(BY_OPCODE[op].name, int(here.sum()), *means, _ratio(*means)))
+        before, after = (float(e.seconds[i[here]].mean()) for e, i in ((one, mine), (two, theirs)))
+        name, count = BY_OPCODE[op].name, int(here.sum())
+        changes.append(InstructionChange(name, count, before, after, _ratio(before, after)))
     steps = (_step_s(a), _step_s(b))
     return Comparison(
         first=first[1].header.source,
@@ -129,6 +130,7 @@ def _executed(resolved: Resolved) -> _Executed:
     tick = resolved.trace.header.tick_s
     begin = np.full(len(instances), np.inf)
     end = np.zeros(len(instances))
+    ticks = np.bincount(at, (resolved.end - resolved.begin)[chosen])
     np.minimum.at(begin, at, resolved.begin[chosen])
     np.maximum.at(end, at, resolved.end[chosen])
     origin = resolved.launch_spans()[0][resolved.launch[rows]]
@@ -136,9 +138,9 @@ def _executed(resolved: Resolved) -> _Executed:
         key=identity(resolved, rows),
         opcode=resolved.opcode[rows],
         layer=np.where(resolved.segment[rows] == 1, resolved.rows["layer"][rows].astype(np.int64), -1),
-        seconds=np.bincount(at, (resolved.end - resolved.begin)[chosen]) * tick,
-        begin=(begin - origin) * tick,
-        end=(end - origin) * tick,
+        seconds=(ticks * tick).astype(np.float64),
+        begin=((begin - origin) * tick).astype(np.float64),
+        end=((end - origin) * tick).astype(np.float64),
         launch=resolved.launch[rows],
     )
 

@@ -39,7 +39,7 @@ _LAYOUT = {
     "prologue": PROLOGUE,
     "epilogue": EPILOGUE,
 }
-_CURVE_ONE = 16384  # a curve's 16 bits: this is the peak
+_CURVE_MOST = 2**16 - 1  # stands for a curve's highest moment: see `tops`
 _MIN_BINS, _MAX_BINS = 512, 8192
 
 Columns = dict[str, NDArray[Any]]
@@ -47,19 +47,23 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page says about it."""
+    """A trace and everything that the page says about it. `curves`: shares of the peaks, [ranks, RESOURCES, bins]."""
 
     resolved: Resolved
     cause: Causes
     releaser: NDArray[np.int64]
     summary: Summary
+    curves: NDArray[np.float64]
 
     @staticmethod
     def of(program: Program, trace: Trace) -> _Source:
         resolved, cause = resolve(program, trace), causes(program)
         finish = finishes(resolved)
         releaser = releasers(resolved, finish)
-        return _Source(resolved, cause, releaser, summarise_resolved(resolved, cause, finish, releaser))
+        bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
+        peak = np.array(peaks(machine_of(program), program.workers)) * bin_s
+        shares = curves(resolved, _bins(resolved)) / peak[:, None]
+        return _Source(resolved, cause, releaser, summarise_resolved(resolved, cause, finish, releaser), shares)
 
 
 def write_html(program: Program, trace: Trace, path: Path, other: tuple[Program, Trace] | None = None) -> None:
@@ -113,7 +117,7 @@ def _meta(sources: list[_Source], unit_s: float) -> dict[str, Any]:
         "kinds": [k.name.lower().replace("_", " ") for k in IntervalKind],
         "roles": [r.name.lower().replace("_", " ") for r in Role],
         "resources": RESOURCES,
-        "curveOne": _CURVE_ONE,
+        "curveMost": _CURVE_MOST,
         "instructions": {
             i.opcode: {
                 "name": i.name,
@@ -146,6 +150,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
         "span": _moments(source, unit_s)[1],
         "bins": _bins(resolved),
         "peaks": peaks(machine_of(program), program.workers),
+        "tops": source.curves.max(axis=(0, 2)).tolist(),
         "summary": source.summary.to_json(),
     }
 
@@ -187,9 +192,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
     begin = np.floor(resolved.begin * factor)
-    curve = curves(resolved, bins := _bins(resolved))
-    peak = np.array(peaks(machine_of(resolved.program), resolved.program.workers))
-    curve /= peak[:, None] * (resolved.period * resolved.trace.header.tick_s / bins)
+    tops = np.maximum(source.curves.max(axis=(0, 2)), np.finfo(float).tiny)
     return {
         "begin": begin.astype(np.uint32),
         "length": (np.floor(resolved.end * factor) - begin).astype(np.uint32),
@@ -203,7 +206,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
         "launch": resolved.launch.astype(np.uint16),
         "causesFirst": np.concatenate([cause.prologue, cause.first, cause.epilogue]).ravel(),
         "causesLater": np.concatenate([cause.prologue, cause.body, cause.epilogue]).ravel(),
-        "curves": np.clip(np.round(curve * _CURVE_ONE), 0, 2**16 - 1).astype(np.uint16).ravel(),
+        "curves": np.round(source.curves / tops[:, None] * _CURVE_MOST).astype(np.uint16).ravel(),
         "kind": rows["kind"].astype(np.uint8),
         "slot": rows["slot"].astype(np.uint8),
         "role": rows["role"].astype(np.uint8),

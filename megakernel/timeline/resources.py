@@ -149,16 +149,16 @@ def _spread(
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
-    rows = resolved.program.ranks
+    rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
     # Within one bin the whole length; else a part of the first, a part of the last and all of those between.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate
     base = row[i] * (bins + 1)
-    total = np.bincount(base + first, head, rows * (bins + 1)) + np.bincount(base + last, tail, rows * (bins + 1))
+    total = np.bincount(base + first, head, size) + np.bincount(base + last, tail, size)
     between = np.where(inside, 0.0, rate * width)
-    step = np.bincount(base + np.where(inside, first, first + 1), between, rows * (bins + 1))
-    step -= np.bincount(base + last, between, rows * (bins + 1))
+    step = np.bincount(base + np.where(inside, first, first + 1), between, size)
+    step = step - np.bincount(base + last, between, size)
     shape = (rows, bins + 1)
-    full: Amounts = total.reshape(shape) + np.maximum(np.cumsum(step.reshape(shape), axis=1), 0.0)
-    return full[:, :bins]
+    full = total.reshape(shape) + np.maximum(np.cumsum(step.reshape(shape), axis=1), 0.0)
+    return full[:, :bins].astype(np.float64)

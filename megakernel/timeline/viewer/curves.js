@@ -9,7 +9,7 @@ for (const s of sources) {
     for (let rank = 0; rank < s.ranks; rank++) {
       const from = s.curve + (rank * RESOURCES + r) * s.bins;
       for (let b = 0; b < s.bins; b++) {
-        const v = data.curves[from + b] / meta.curveOne;
+        const v = (data.curves[from + b] / meta.curveMost) * s.tops[r];
         mean[b] += v / s.ranks;
         if (v < least[b]) least[b] = v;
         if (v > most[b]) most[b] = v;
