@@ -8,7 +8,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-
 THREADS = 384  # of a block; one block per SM
 PAGES = 13  # of shared memory, in the ring that everything passes through
 PAGE_BYTES = 16384
