@@ -254,10 +254,11 @@ def segments(program: Program) -> list[Segment]:
 def describe(program: Program, d: Any) -> str:
     """Who waits for what, of a Diagnosis."""
     records, _ = program.numbered(d.segment)
+    block = (0, d.layer, program.dims.layers)[d.segment]
     name = BY_OPCODE[int(record.opcode(records[d.number]))].name if d.number < len(records) else "unknown"
     return (
         f"rank {d.rank} worker {d.worker} waits in {SEGMENTS[d.segment]} record {d.number} ({name}, layer {d.layer}) "
-        f"for counter {d.counter} of block {d.layer}, wait word {d.slot}: value {d.value}, expected {d.expected}"
+        f"for counter {d.counter} of block {block}, wait word {d.slot}: value {d.value}, expected {d.expected}"
     )
 
 
