@@ -110,22 +110,12 @@ class Gpu:
         check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
 
     def upload(self, address: int, array: NDArray[Any]) -> None:
-        """Copy an array to the device; it may change afterwards. Also takes an array of CuPy."""
-        if not array.nbytes:
-            return
-        if hasattr(array, "__cuda_array_interface__"):
-            import cupy
-
-            whole: Any = cupy.ascontiguousarray(array)
-            cupy.cuda.get_current_stream().synchronize()
-            check("copying", self.driver.cuMemcpyDtoDAsync(address, whole.data.ptr, whole.nbytes, self.stream))
-        else:
-            whole = np.ascontiguousarray(array)
-            check(
-                "copying to the GPU",
-                self.driver.cuMemcpyHtoDAsync(address, whole.ctypes.data, whole.nbytes, self.stream),
-            )
-        self.synchronise()
+        """Copy an array to the device; it may change afterwards."""
+        whole = np.ascontiguousarray(array)
+        if whole.nbytes:
+            source = whole.ctypes.data
+            check("copying to the GPU", self.driver.cuMemcpyHtoDAsync(address, source, whole.nbytes, self.stream))
+            self.synchronise()
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:
         """A copy of device memory."""

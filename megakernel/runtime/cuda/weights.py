@@ -50,7 +50,7 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 
 
 def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
-    """A whole tensor, in the host's memory or (CuPy) in the device's."""
+    """A whole tensor."""
     array = checkpoint.load(buffer, layer, Dtype(dims.dtype))
     spec = BUFFERS[buffer]
     shape, kind = spec.shape(replace(dims, tp=1, rank=0), 0), spec.resolve_dtype(dims).numpy
