@@ -123,7 +123,7 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 70).tolist()
     expected = hf_logits(hf, tokens)
     for o in ("sharded", "replicated"):
-        for residual in ("owners", "replicated"):
+        for residual in ("dealt", "replicated"):
             runner = Runner(checkpoint, tp=tp, options=Options(o=o, residual=residual))
             got = runner.step([(0, 0, tokens)]).logits.copy()
             assert error(got, expected) < 0.1, (o, residual)
