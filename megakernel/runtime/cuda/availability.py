@@ -121,4 +121,11 @@ def machine(ranks: int) -> Machine:
     device = devices[0]
     parts = 1 if ranks <= len(devices) else ranks
     kind = MACHINES["h200" if "H200" in device.name else "h100"]
-    return replace(kind, workers=device.sms // parts, memory_bytes=device.memory_bytes / parts)
+    return replace(
+        kind,
+        workers=device.sms // parts,
+        matrix_flops=kind.matrix_flops / parts,
+        vector_flops=kind.vector_flops / parts,
+        memory_bytes_per_s=kind.memory_bytes_per_s / parts,
+        memory_bytes=device.memory_bytes / parts,
+    )

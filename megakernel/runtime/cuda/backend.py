@@ -205,6 +205,11 @@ class CudaBackend:
         if failed:
             loaded.reset()
 
+    def lose(self) -> None:
+        """The GPU answers no more, and what it holds goes with the process."""
+        self.running = None
+        self._closed = True
+
     def outcome(self, loaded: Loaded, seconds: float, *, traced: bool) -> Output:
         """What the launch that has just ended leaves."""
         tokens, logprobs = loaded.outputs()

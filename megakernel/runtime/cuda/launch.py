@@ -38,10 +38,13 @@ class CudaLaunch:
                 if time.perf_counter() - self._begin > _SPIN_S:
                     time.sleep(_NAP_S)
             seconds = time.perf_counter() - self._begin
-            failure = self._loaded.failure()
+        except MegakernelError:
+            self._backend.lose()  # the driver itself has failed, and answers nothing else from now on
+            raise
         except BaseException:
             self.abort()
             raise
+        failure = self._loaded.failure()
         self._backend.ended(self._loaded, failed=failure is not None)
         if failure is not None:
             raise MegakernelError(f"the launch made no progress and was stopped: {failure}")
