@@ -40,11 +40,12 @@ def _driver(folder: str) -> str:
     return folder
 
 
-def run(tmp_path_factory: pytest.TempPathFactory, module: str, function: str, **env: object) -> str:
-    """Call `function` of a module of tests in a process with the pretended driver: what it printed."""
+def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], **env: object) -> str:
+    """Call a function of a module of tests in a process with the pretended driver: what it printed."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
     folder = _driver(str(tmp_path_factory.getbasetemp()))
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import {module}; {module}.{function}()"
+    module = Path(function.__code__.co_filename).stem
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import {module}; {module}.{function.__name__}()"
     settings = {key: str(value) for key, value in env.items()}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
