@@ -7,11 +7,6 @@
 
 namespace mk {
 
-// CUtensorMap.
-struct alignas(64) TensorMap {
-  uint64_t words[kMapBytes / 8];
-};
-
 MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Steps of 32 ns or so.
@@ -50,16 +45,17 @@ class Device {
     uint64_t state;
   };
 
-  // `traced`: intervals of this block so far, in shared memory.
-  MK_DEVICE Device(const Params& params, [[maybe_unused]] int32_t* traced)
-      : params_(params),
 #if MK_TRACE
-        traced_(traced),
+  // `traced`: intervals of this block so far, in shared memory.
+  MK_DEVICE Device(const Params& params, int32_t* traced) : Device(params) { traced_ = traced; }
 #endif
-        lane_(static_cast<int>(threadIdx.x % kLanes)) {
-  }
+  MK_DEVICE explicit Device(const Params& params)
+      : params_(params),
+        lane_(static_cast<int>(threadIdx.x % kLanes)),
+        warp_(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / kLanes), 0)) {}
 
   MK_DEVICE int lane() const { return lane_; }
+  MK_DEVICE int warp() const { return warp_; }
 
   MK_DEVICE void init(Barrier& b, int arrivals) {
     if (lane_ == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(b)), "r"(arrivals) : "memory");
@@ -154,7 +150,10 @@ class Device {
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
-    for (int i = lane_; i < n && held; i += kLanes) held = wait_counter(need(i), scope, where);
+    for (int i = lane_; i < n && held; i += kLanes) {
+      const Need wanted = need(i);
+      if (wanted.value) held = wait_counter(wanted, scope, where);
+    }
     return __all_sync(0xFFFFFFFFu, held);
   }
   MK_DEVICE void signal(int32_t* to, int count, Scope scope) {
@@ -194,6 +193,9 @@ class Device {
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
 
+  MK_DEVICE void reads(const void*) {}
+  MK_DEVICE void writes(const void*) {}
+
   MK_DEVICE float warp_sum(float v) {
     MK_UNROLL for (int mask = kLanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, mask);
     return v;
@@ -229,6 +231,9 @@ class Device {
     for (const uint64_t begin = wall_ns(); wall_ns() - begin < ns;) {
     }
   }
+#else
+  MK_DEVICE uint64_t now() { return 0; }
+  MK_DEVICE void trace(const Where&, Role, IntervalKind, uint64_t, int = 0) {}
 #endif
 
  private:
@@ -290,9 +295,9 @@ class Device {
 
   const Params& params_;
 #if MK_TRACE
-  int32_t* const traced_;
+  int32_t* traced_ = nullptr;
 #endif
-  const int lane_;
+  const int lane_, warp_;
 };
 
 }  // namespace mk

@@ -42,8 +42,8 @@ MK_FN int pass_over(Pages& pages, int page, int count) {
 
 // Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(block, h, e, to)` puts a
 // pair at an address. Returns the page after the last.
-template <int kElement, int kBlocks, class P, class Accumulators, class Pages, class Write>
-MK_FN int fill_pages(P& p, Pages& pages, int page, int blocks, bool idle, const Accumulators& acc,
+template <int kElement, int kBlocks, class Accumulators, class Pages, class Write>
+MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, const Accumulators& acc,
                      const Write& write) {
   constexpr int kStep = kTileRowBytes / kElement / kBlockCols;
   MK_UNROLL for (int first = 0; first < kBlocks; first += kStep) {
@@ -59,7 +59,6 @@ MK_FN int fill_pages(P& p, Pages& pages, int page, int blocks, bool idle, const 
         }
       }
     }
-    p.fence_async();
     pages.ready(page++);
   }
   return page;
@@ -82,7 +81,7 @@ MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m,
 
 // An instruction on consumer warp c.warp.
 template <class P, class Pages>
-MK_FN void gemm(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
+MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
   const int steps = ceil_div(m.k, kTileInner);
   typename P::Accumulators acc(c.warp);
   const bool idle = acc.first_row() >= m.rows;
@@ -107,7 +106,7 @@ MK_FN void gemm(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& page
       case Opcode::down_proj: {
         const ToResidual to = residual(c, opcode);
         page = fill_pages<4, 2 * kPageBlocks>(
-            p, pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
               *reinterpret_cast<Pair*>(out) =
                   to.value(col + i * kBlockCols + acc.col(e), acc.low(i, h, e), acc.high(i, h, e));
             });
@@ -116,14 +115,14 @@ MK_FN void gemm(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& page
       case Opcode::o_partial:
       case Opcode::down_partial:
         page = fill_pages<2, 2 * kPageBlocks>(
-            p, pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
               store_pair(reinterpret_cast<uint16_t*>(out), acc.low(i, h, e), acc.high(i, h, e));
             });
         break;
       case Opcode::gate_up_silu: {
         const ToActivation to(c);
         page = fill_pages<2, kPageBlocks>(
-            p, pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
               const int at = col + i * kBlockCols + acc.col(e), up = kPageBlocks + i;
               store_pair(reinterpret_cast<uint16_t*>(out), to.value(at, acc.low(i, h, e), acc.low(up, h, e)),
                          to.value(at + 1, acc.high(i, h, e), acc.high(up, h, e)));

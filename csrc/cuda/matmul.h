@@ -13,7 +13,7 @@ MK_FN void matmul(P& p, const Call& c, const int32_t* record, Pages& pages) {
   if (c.dims->dots) {
     dots(p, c, opcode, m, pages);
   } else {
-    gemm(p, c, opcode, m, pages);
+    gemm<P>(c, opcode, m, pages);
   }
 }
 
