@@ -7,10 +7,13 @@ namespace mk {
 
 constexpr int kConsumerWarps = 8;
 
+MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
+
 // Shared memory of the consumer warps of a block. Nothing in it outlives a body.
 struct Scratch {
   uint64_t gathered[2][kConsumerWarps];
-  int32_t last;  // attention: whether this worker merges a split
+  int32_t last;    // attention: whether this worker merges a split
+  int32_t listed;  // sample: logits in the list
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
@@ -51,7 +54,7 @@ MK_FN T reduce_lanes(T value, F combine) {
   return value;
 }
 
-// The consumer warps as one: what each of them gives, all of them get, in the order of the warps.
+// The consumer warps as one: what each of them gives, all of them get.
 template <class P>
 class Team {
  public:
@@ -60,16 +63,21 @@ class Team {
     p_.consumer_sync();
   }
 
-  // `combine(total, value)` over the warps' 8-byte values, ascending. One barrier: the slots of the call before last
-  // have been read by all when they are written again.
-  template <class T, class F>
-  MK_FN T combine(T mine, F combine) {
-    static_assert(sizeof(T) == sizeof(uint64_t), "a slot holds 8 bytes");
-    T* slots = reinterpret_cast<T*>(gathered_[phase_]);
+  // The warps' values, in order. They stay until the call after the next: one barrier a call is enough, since who
+  // writes them again has seen that all came to the call between.
+  MK_FN const uint64_t* gather(uint64_t mine) {
+    uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;
     if (p_.lane() == 0) slots[warp_] = mine;
     p_.consumer_sync();
-    T total = slots[0];
+    return slots;
+  }
+
+  // Over all lanes of all warps; `combine(a, b)` of two values. The same bits for any platform's timing.
+  template <class F>
+  MK_FN uint64_t reduce(uint64_t mine, F combine) {
+    const uint64_t* slots = gather(reduce_lanes<P>(mine, combine));
+    uint64_t total = slots[0];
     MK_UNROLL for (int w = 1; w < kConsumerWarps; ++w) total = combine(total, slots[w]);
     return total;
   }

@@ -3,6 +3,13 @@
 #pragma once
 #include "../arithmetic.h"
 
+// Loops over memory keep several loads in flight.
+#if defined(__CUDACC__)
+#define MK_UNROLL_4 _Pragma("unroll 4")
+#else
+#define MK_UNROLL_4
+#endif
+
 namespace mk {
 
 // 16 bytes: four float32, or eight bf16.
@@ -20,6 +27,15 @@ MK_FN Words load_words(const void* from) {
   memcpy(&out, from, sizeof out);
 #endif
   return out;
+}
+
+// Of what is constant during a launch.
+MK_FN Words read_words(const void* from) {
+#if defined(__CUDA_ARCH__)
+  return *static_cast<const Words*>(from);
+#else
+  return load_words(from);
+#endif
 }
 
 MK_FN uint32_t load_word(const void* from) {
@@ -45,22 +61,27 @@ MK_FN void store_words(void* to, const Words& value) {
 #endif
 }
 
+// Two float32, at a multiple of 8 bytes.
+struct alignas(8) Two {
+  float v[2];
+};
+
 // Eight consecutive elements of a row as float32; their first is a multiple of eight.
 struct Eight {
   float v[8];
 };
 
-MK_FN Eight load_eight(const float* from) {
+MK_FN Eight as_eight(const Words& first, const Words& second) {
   Eight out;
-  MK_UNROLL for (int half = 0; half < 2; ++half) {
-    const Words words = load_words(from + 4 * half);
-    MK_UNROLL for (int i = 0; i < 4; ++i) out.v[4 * half + i] = bits_to_float(words.w[i]);
+  MK_UNROLL for (int i = 0; i < 4; ++i) {
+    out.v[i] = bits_to_float(first.w[i]);
+    out.v[4 + i] = bits_to_float(second.w[i]);
   }
   return out;
 }
 
-MK_FN Eight load_eight(const uint16_t* from) {
-  const Words words = load_words(from);
+// Of bf16.
+MK_FN Eight as_eight(const Words& words) {
   Eight out;
   MK_UNROLL for (int i = 0; i < 4; ++i) {
     out.v[2 * i] = low_half(words.w[i]);
@@ -68,6 +89,11 @@ MK_FN Eight load_eight(const uint16_t* from) {
   }
   return out;
 }
+
+MK_FN Eight load_eight(const float* from) { return as_eight(load_words(from), load_words(from + 4)); }
+MK_FN Eight load_eight(const uint16_t* from) { return as_eight(load_words(from)); }
+MK_FN Eight read_eight(const float* from) { return as_eight(read_words(from), read_words(from + 4)); }
+MK_FN Eight read_eight(const uint16_t* from) { return as_eight(read_words(from)); }
 
 MK_FN void store_eight(float* to, const Eight& value) {
   MK_UNROLL for (int half = 0; half < 2; ++half) {
