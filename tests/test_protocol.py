@@ -24,7 +24,7 @@ from megakernel.scheduler import Options, compile_program
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 48, "ffn": 72},
     "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 320, "ffn": 200, "attention_bias": True},
-    "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 40, "ffn": 40, "mlp_bias": True},
+    "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
 }
 LIMITS = {"max_seqs": 4, "max_context": 512}
 PAGES = 16
