@@ -1,6 +1,7 @@
-// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then head of the
-// group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take eight units at a time through
-// all KV blocks. Pages come in the order of plan.h; a warp frees those of other heads as they come.
+// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then
+// head of the group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take
+// eight units at a time through all KV blocks. Pages come in the order of plan.h; a warp passes those of
+// other heads.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -30,18 +31,18 @@ struct QueryRows {
 template <class P, class Pages, int kHead>
 class AttentionItem {
  public:
-  // `next` is the number of the item's first page in the instruction, and then of the page after its last.
-  MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item, int& next)
-      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item), next_(next) {}
+  MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item)
+      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {}
 
   MK_FN void run() {
     if (s_.item_seq[item_] < 0) {
-      skip(1);
+      pages_.skip(1);
       store_zeros();
     } else {
       const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kUnitRows);
       const int units = s_.item_kv_heads[item_] * tiles;
-      for (int pass = 0; pass < units; pass += kConsumerWarps) run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
+      for (int pass = 0; pass < units; pass += kConsumerWarps)
+        run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
       if (s_.item_split[item_] >= 0) {
         if (!last_of_split()) return;
         merge_split();
@@ -52,9 +53,9 @@ class AttentionItem {
   }
 
  private:
-  static constexpr bool kNarrow = kHead == 64;  // both halves of a KV block's keys share a page, values need one
-  static constexpr int kHalves = kHead / 64;
-  static constexpr int kHalfPage = kPageBytes / 2;
+  static constexpr bool kNarrow =
+      kHead == 64;  // both halves of a KV block's keys share a page, values need one
+  static constexpr int kHalfOfPage = kPageBytes / 2;
 
   // Units [begin, end), one to a warp.
   MK_FN void run_pass(int begin, int end, int tiles) {
@@ -66,24 +67,25 @@ class AttentionItem {
     bool started = false;
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       const auto visible = [&](int i) {
-        return q.has(i) ? visible_tokens(s_.positions[q.first_row + q.row(i)], block) : 0;
+        return q.has(i) ? visible_tokens(d_, s_.positions[q.first_row + q.row(i)], block) : 0;
       };
       for (int head = begin / tiles; head <= (end - 1) / tiles; ++head) {
         if (head != own || !sees(q, block)) {
-          skip(kNarrow ? 2 : 4);
+          pages_.skip(kNarrow ? 2 : 4);
           continue;
         }
-        const unsigned char* keys = pages_.full(next_);
-        if (!started) tile.start([&](int i) { return query(q, i); });  // the item's counters hold when its pages are full
+        const unsigned char* keys = pages_.take();
+        if (!started)
+          tile.start([&](int i) { return query(q, i); });  // the item's counters hold when its pages are full
         started = true;
         tile.template scores<0>(keys);
         if constexpr (kNarrow) {
-          tile.template scores<1>(keys + kHalfPage);
+          tile.template scores<1>(keys + kHalfOfPage);
         } else {
-          pages_.release(next_++);
-          tile.template scores<1>(pages_.full(next_));
+          pages_.release();
+          tile.template scores<1>(pages_.take());
         }
-        pages_.release(next_++);
+        pages_.release();
         tile.softmax(scale, visible);
         if (s_.item_split[item_] < 0) tile.merge(visible);
         take_values<0>(tile, q, own, block);
@@ -92,21 +94,22 @@ class AttentionItem {
     }
     if (own < 0 || s_.item_split[item_] >= 0) return;
     tile.results([&](int i, int element, float a, float b) {
-      if (q.has(i) && element < d_.head_dim) store(q.first_row + q.row(i), q.first_head + q.head(i), element, pack_bf16(a, b));
+      if (q.has(i) && element < d_.head_dim)
+        store(q.first_row + q.row(i), q.first_head + q.head(i), element, pack_bf16(a, b));
     });
   }
 
   // The block's values of elements 64 * kHalf ..: into the sum, or with m and l to PARTIALS.
   template <int kHalf>
   MK_FN void take_values(AttentionTile<P, kHead>& tile, const QueryRows& q, int head, int block) {
-    tile.values(pages_.full(next_), 64 * kHalf);
-    pages_.release(next_++);
+    tile.values(pages_.take(), 64 * kHalf);
+    pages_.release();
     if (s_.item_split[item_] < 0) {
       tile.template merge_values<kHalf>();
       return;
     }
     const auto entry = [&](int i) -> float* {
-      if (!q.has(i) || visible_tokens(s_.positions[q.first_row + q.row(i)], block) == 0) return nullptr;
+      if (!q.has(i) || visible_tokens(d_, s_.positions[q.first_row + q.row(i)], block) == 0) return nullptr;
       return partial(q.row(i), head, q.head(i), block);
     };
     if constexpr (kHalf == 0) {
@@ -176,15 +179,6 @@ class AttentionItem {
     }
   }
 
-  // The next pages of the instruction hold nothing for this warp. It waits for them all the same: barriers tell only
-  // neighbouring phases apart.
-  MK_FN void skip(int pages) {
-    for (; pages > 0; --pages) {
-      pages_.full(next_);
-      pages_.release(next_++);
-    }
-  }
-
   MK_FN QueryRows query_rows(int head, int begin) const {
     const int kv_head = s_.item_kv_head[item_] + head, first = d_.query_head(kv_head);
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
@@ -194,7 +188,7 @@ class AttentionItem {
   MK_FN bool sees(const QueryRows& q, int block) const {
     if (!q.has(0)) return false;
     const int last = lower(q.begin + kUnitRows, q.rows * q.heads) - 1;
-    return visible_tokens(s_.positions[q.first_row + last / q.heads], block) > 0;
+    return visible_tokens(d_, s_.positions[q.first_row + last / q.heads], block) > 0;
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {
@@ -223,17 +217,15 @@ class AttentionItem {
   const StepView& s_;
   Pages& pages_;
   const int item_;
-  int& next_;
 };
 
 template <class P, class Pages>
 MK_FN void attention(P& p, const Call& call, const Attention& op, Pages& pages) {
-  int next = 0;
   for (int item = call.step->slot_items[op.slot]; item < call.step->slot_items[op.slot + 1]; ++item) {
     if (call.dims->head_dim <= 64) {
-      AttentionItem<P, Pages, 64>(p, call, pages, item, next).run();
+      AttentionItem<P, Pages, 64>(p, call, pages, item).run();
     } else {
-      AttentionItem<P, Pages, 128>(p, call, pages, item, next).run();
+      AttentionItem<P, Pages, 128>(p, call, pages, item).run();
     }
   }
 }

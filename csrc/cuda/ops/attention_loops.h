@@ -1,4 +1,5 @@
-// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain loops.
+// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain
+// loops.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -55,7 +56,8 @@ class AttentionTile {
     for (int i = 0; i < rows_; ++i) {
       for (int e = 0; e < 64; ++e) {
         float sum = 0.0f;
-        for (int t = 0; t < kKvBlock && element0 + e < head_dim_; ++t) sum += score_[i][t] * element(values, t, e);
+        for (int t = 0; t < kKvBlock && element0 + e < head_dim_; ++t)
+          sum += score_[i][t] * element(values, t, e);
         block_out_[i][e] = sum;
       }
     }

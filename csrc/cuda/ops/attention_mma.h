@@ -1,5 +1,6 @@
-// Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as [element][token],
-// values as [token][element]: both are B matrices whose columns are contiguous, which ldmatrix.trans reads.
+// Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as
+// [element][token], values as [token][element]: both are B matrices whose columns are contiguous, which
+// ldmatrix.trans reads.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -16,8 +17,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight columns, then of
-// the others.
+// Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight
+// columns, then of the others.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane, int row, int col) {
   const int matrix = ldmatrix_matrix(lane);
   const uint32_t at =
@@ -28,7 +29,8 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane
                : "memory");
 }
 
-// A lane holds parts of two rows: lane / 4 and 8 more. kHead is 64 or 128, head_dim at most that and a multiple of 8.
+// A lane holds parts of two rows: lane / 4 and 8 more. kHead is 64 or 128, head_dim at most that and a
+// multiple of 8.
 template <class P, int kHead>
 class AttentionTile {
  public:
@@ -44,9 +46,7 @@ class AttentionTile {
         query_[k][w] = from && element < head_dim_ ? load_word(from + element) : 0;
       }
     }
-    MK_UNROLL for (int n = 0; n < kHead / 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
-    }
+    MK_UNROLL for (int n = 0; n < kHead / 8; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f; }
     sums_[0] = sums_[1] = Softmax{};
   }
 
@@ -68,7 +68,8 @@ class AttentionTile {
     }
   }
 
-  // Scores become probabilities, rounded to bf16, and the block's m and l; visible(i): tokens that row i sees.
+  // Scores become probabilities, rounded to bf16, and the block's m and l; visible(i): tokens that row i
+  // sees.
   template <class Visible>
   __device__ void softmax(float scale, Visible visible) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
@@ -108,9 +109,7 @@ class AttentionTile {
   // The block's o of 64 elements, [element0, element0 + 64); values: a tile [token][64 elements].
   __device__ void values(const unsigned char* values, int element0) {
     const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(values));
-    MK_UNROLL for (int n = 0; n < 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) block_out_[n][e] = 0.0f;
-    }
+    MK_UNROLL for (int n = 0; n < 8; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) block_out_[n][e] = 0.0f; }
     MK_UNROLL for (int k = 0; k < 8; ++k) {
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         if (element0 + 8 * n >= head_dim_) break;
@@ -122,7 +121,8 @@ class AttentionTile {
     }
   }
 
-  // Adds the block's m and l to those of the blocks before, for rows that see it; then its o, of elements 64 * kHalf ..
+  // Adds the block's m and l to those of the blocks before, for rows that see it; then its o, of elements 64
+  // * kHalf ..
   template <class Visible>
   __device__ void merge(Visible visible) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
@@ -165,7 +165,8 @@ class AttentionTile {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const float l = sums_[half].l;
       MK_UNROLL for (int n = 0; n < kHead / 8; ++n) {
-        f(fragment_row(lane_, half), 8 * n + fragment_col(lane_), out_[n][2 * half] / l, out_[n][2 * half + 1] / l);
+        f(fragment_row(lane_, half), 8 * n + fragment_col(lane_), out_[n][2 * half] / l,
+          out_[n][2 * half + 1] / l);
       }
     }
   }

@@ -1,5 +1,5 @@
-// Global memory, as the bodies of instructions touch it. What this launch has written is read past the first-level
-// cache, which other SMs' stores do not reach.
+// Global memory, as the bodies of instructions touch it. What this launch has written is read past the
+// first-level cache, which other SMs' stores do not reach.
 #pragma once
 #include "../arithmetic.h"
 
