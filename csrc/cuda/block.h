@@ -46,11 +46,27 @@ struct Slot {
   Task task;
 };
 
+// What a loader has filled: its pages up to `page`, and of each slot whether its last page before that was its own.
+struct Filled {
+  uint32_t page = 0, mine = 0;
+
+  MK_FN void pass(int slot, bool own) {
+    mine = own ? mine | 1u << slot : mine & ~(1u << slot);
+    ++page;
+  }
+  // Number of the last page in the slot that it has filled; 0 where none, else one more.
+  MK_FN uint32_t last(int slot) const {
+    return mine >> slot & 1 ? page - (page - 1 - slot) % kPages : 0;
+  }
+};
+
 template <class P>
 struct alignas(1024) Block {
   unsigned char pages[kPages][kPageBytes];
   typename P::Barrier full[kPages], ready[kPages], empty[kPages];
   Slot<P> slots[kSlots];
+  typename P::Barrier parted;  // both loaders have come to their end
+  Filled filled[2];
   Dims dims;
   StepView step;
   Scratch scratch;

@@ -23,6 +23,7 @@ MK_FN Scope wait_scope(const Dims& d) { return d.tp > 1 ? Scope::kSystem : Scope
 // The words that name one counter each; true once they hold, false where the launch was aborted. So are the next two.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& task) {
+  if (!params.synchronise) return true;
   return p.wait_counters(kWaits, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t word = task.record[kWaitWord + i];
     return word == 0 || (word & kIndexed) ? Need{} : need_of(params, d, task.where, i, word_counter(word));
@@ -33,7 +34,7 @@ MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& tas
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task, int32_t item) {
   const int32_t word = task.record[kWaitWord];
-  if (!(word & kIndexed)) return true;
+  if (!params.synchronise || !(word & kIndexed)) return true;
   const Attention& op = operands<Attention>(task.record);
   const int32_t group = s.item_kv_head[item] / op.group_heads;
   const int32_t groups = (s.item_kv_head[item] + s.item_kv_heads[item] - 1) / op.group_heads - group + 1;
@@ -47,7 +48,7 @@ MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& 
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
-  if (!(word & kIndexed)) return true;
+  if (!params.synchronise || !(word & kIndexed)) return true;
   const FinalNorm& op = operands<FinalNorm>(task.record);
   return p.wait_counters(op.rows, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t row = s.logit_rows[op.row + i];
@@ -60,6 +61,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Dims& d, const StepView& 
 template <class P>
 MK_FN void arrive(P& p, const Params& params, const Dims& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
+  if (!params.synchronise) return;
   for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
     p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
              scope_of(d, rank));

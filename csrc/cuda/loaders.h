@@ -25,17 +25,30 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use,
   }
 }
 
+// No block may end with loads under way, as after an abort. Both loaders come here in the end, so that the last fill
+// of each slot is known.
+template <class P>
+MK_FN void settle_loads(P& p, Block<P>& block, int loader, const Filled& filled) {
+  if (p.lane() == 0) block.filled[loader] = filled;
+  p.arrive(block.parted);
+  p.wait_always(block.parted, 0);
+  for (int s = 0; s < kPages; ++s) {
+    const uint32_t a = block.filled[0].last(s), b = block.filled[1].last(s), last = a > b ? a : b;
+    if (last > 0) p.wait_always(block.full[s], page_of(last - 1).parity);
+  }
+}
+
 template <class P>
 MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  uint32_t page = 0;
+  Filled filled;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     p.wait_always(slot.fetched, slot_parity(j));
     if (slot.task.end()) break;
     uint64_t begin = 0;
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
-      const Page at = page_of(page++);
+      const Page at = page_of(filled.page);
       if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
       if (use.fill == Fill::kWeights) {
         if (begin == 0) begin = p.now();
@@ -43,18 +56,19 @@ MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
       } else if (use.fill == Fill::kOutput) {
         p.arrive(block.full[at.slot]);
       }
+      filled.pass(at.slot, use.fill != Fill::kInputs);
       return true;
     });
     if (begin) p.trace(slot.task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.retired);
   }
-  if (!live) p.settle_loads();
+  settle_loads(p, block, 0, filled);
 }
 
 template <class P>
 MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  uint32_t page = 0;
+  Filled filled;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     p.wait_always(slot.fetched, slot_parity(j));
@@ -71,14 +85,15 @@ MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
         if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
         p.fence_async();
       }
-      const Page at = page_of(page++);
+      const Page at = page_of(filled.page);
       if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
       if (use.fill == Fill::kInputs) fill(p, block, params, use, at.slot);
+      filled.pass(at.slot, use.fill == Fill::kInputs);
       return true;
     });
     p.arrive(slot.retired);
   }
-  if (!live) p.settle_loads();
+  settle_loads(p, block, 1, filled);
 }
 
 }  // namespace mk

@@ -19,7 +19,7 @@ class Pages {
   MK_FN const unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity);
-    if (generic_) p_.reads(block_.pages[page.slot]);
+    p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
   // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor cores read

@@ -20,7 +20,6 @@
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
 //                                            asynchronous. A tile is a box of kBoxRows rows of 128 bytes, in the 128-byte
 //                                            swizzle, zero outside the tensor; bytes are a multiple of 16, so are addresses
-//   void settle_loads()                      after an abort: returns when no load of this warp is under way
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group
@@ -38,10 +37,11 @@
 //   void sync_warp()                         what one lane did before, all lanes see
 //   void consumer_sync()                     the consumer warps of the block
 //   bool aborted()                           polls
-//   void reads(const void* page), writes(..) what follows reads, writes the page generically: checked on the host,
-//                                            nothing on the device
+//   void reads(const void* page, bool generic), writes(void* page)
+//                                            what follows reads the page (generically or by tensor cores), writes it
+//                                            generically: the host checks it, nothing on the device
 //
-//   uint64_t now()                           ticks of the trace
+//   uint64_t now()                           ticks of the trace, 0 where kTrace is 0
 //   void trace(const Where&, Role, IntervalKind, uint64_t begin)     an interval that ends now
 //   void stall(uint64_t ns)                  both only where kTrace is not 0
 //
