@@ -15,7 +15,21 @@ import sys
 from pathlib import Path
 
 from . import settings, trace
-from .isa import BUFFERS, DIM_FIELDS, INSTRUCTIONS, SHARD_UNIT, STEP_FIELDS, Buffer, Dtype, Space, launch, record
+from .isa import (
+    BUFFERS,
+    DIM_FIELDS,
+    INSTRUCTIONS,
+    SHARD_UNIT,
+    STEP_FIELDS,
+    Buffer,
+    Dtype,
+    Matmul,
+    Space,
+    Stream,
+    launch,
+    pages,
+    record,
+)
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
@@ -38,6 +52,15 @@ def _constants() -> list[str]:
         "kShardUnit": SHARD_UNIT,
         "kNext": record.NEXT,
         "kIndexed": record.INDEXED,
+        "kTileRows": pages.PAGE_ROWS,
+        "kTileInner": pages.K_STEP,
+        "kBoxRows": pages.BOX_ROWS,
+        "kChunk": pages.CHUNK,
+        "kPiece": pages.DOT_PIECE,
+        "kPieces": pages.PIECES,
+        "kDotInputPages": pages.DOT_INPUT_PAGES,
+        "kConsumerWarps": pages.UNITS,
+        "kQueryTile": pages.QUERY_TILE,
         "kTracePrologue": trace.PROLOGUE,
         "kTraceEpilogue": trace.EPILOGUE,
     }
@@ -79,6 +102,13 @@ _DIM_FUNCTIONS = (
 )
 
 
+def _matmul(m: Matmul) -> str:
+    """Operands of MK_MATMULS."""
+    inner = f"d.{m.inner}" + ("" if m.inner in dict(DIM_FIELDS) else "()")
+    output = -1 if m.output is None else m.output.value
+    return f"{m.weights.name}, {m.inputs.name}, {inner}, {m.width}, {output}"
+
+
 def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.lower().split("_"))
 
@@ -107,6 +137,10 @@ def header() -> str:
         "// name, Name, opcode",
         "#define MK_INSTRUCTIONS(X) \\",
         " \\\n".join(f"  X({i.name}, {_camel(i.name)}, {i.opcode})" for i in INSTRUCTIONS),
+        "",
+        "// name, weights, inputs, inner length of `d`, matrices side by side, buffer that is stored by tiles or -1",
+        "#define MK_MATMULS(X) \\",
+        " \\\n".join(f"  X({i.name}, {_matmul(i.matmul)})" for i in INSTRUCTIONS if i.matmul),
         "",
         "enum class Opcode : int32_t {",
         *(f"  {i.name} = {i.opcode}," for i in INSTRUCTIONS),
@@ -215,6 +249,52 @@ def params() -> str:
     return "\n".join(out)
 
 
+def _pages_reference() -> list[str]:
+    p = pages
+    out = [
+        f"Shared memory of the CUDA interpreter: {launch.PAGES} pages of {launch.PAGE_BYTES} bytes in a ring, each"
+        f" {p.PAGE_ROWS} rows of {p.ROW_BYTES} bytes.",
+        "An instruction takes a run of them; `megakernel/isa/pages.py` has the order and the counts, `verify` proves"
+        " that what it holds at once fits.",
+        "",
+        "| pages of | filled by | released by |",
+        "| --- | --- | --- |",
+        *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in Stream),
+        "",
+        "Per tile of `rows` × `cols` outputs, with K the inner length; ⌈⌉ all divisions.",
+        "",
+        "| matmul | weights | inputs | K | output by tiles | weight pages | input pages | output pages |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for i in INSTRUCTIONS:
+        if i.matmul is None:
+            continue
+        m, wide = i.matmul, f"{i.matmul.width} · cols" if i.matmul.width > 1 else "cols"
+        columns = {Dtype.F32: p.ROW_BYTES // 4, None: p.ROW_BYTES // 2}
+        stored = f"cols / {columns[BUFFERS[m.output].dtype]}" if m.output is not None else "—"
+        name = f"`{m.output.name}`" if m.output is not None else "—"
+        of_weights = f"K / {p.K_STEP} · " + (f"{m.width} · " if m.width > 1 else "") + f"(cols / {p.PAGE_ROWS})"
+        of_inputs = f"K / {p.K_STEP} · ({wide} / {p.CHUNK})"
+        out.append(
+            f"| `{i.name}` | `{m.weights.name}` | `{m.inputs.name}` | {m.inner} | {name} | {of_weights} | {of_inputs} |"
+            f" {stored} |"
+        )
+    laps = f"weight pages / ({launch.PAGES} − X, rounded down to an even number)"
+    out += [
+        "",
+        f"As dots: weight pages 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}); with"
+        f" X = rows · (K / {p.DOT_PIECE}) / {p.PIECES}, at most {p.DOT_INPUT_PAGES}, input pages X · ({laps});"
+        " no output pages.",
+        "",
+        f"`attention`, per pass of {p.UNITS} units ({p.QUERY_TILE} query rows × heads of one KV head), KV block and"
+        f" KV head of the pass: 2 · (head_dim / {p.K_STEP}) input pages; for an item of padding one. Others take none.",
+        "",
+        "Consumers release a k step when the products of the next one are under way, weights of dots when they are used"
+        " and the rows beside them at the end of a lap; the storer releases an output page when it has been read.",
+    ]
+    return out
+
+
 def reference() -> str:
     """Text of docs/instructions.md."""
     out = [
@@ -229,6 +309,7 @@ def reference() -> str:
         operands = ", ".join(i.operands) or "—"
         meaning = i.semantics.replace("|", "\\|")
         out.append(f"| {i.opcode} | `{i.name}` | {i.family.name.lower()} | {operands} | {meaning} | {i.output} |")
+    out += ["", "## Pages", "", *_pages_reference()]
     out += [
         "",
         "## Buffers",

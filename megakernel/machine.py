@@ -30,12 +30,13 @@ class Machine:
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
+    pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
     signal_s: float  # from a signal to a waiting worker's start
     dispatch_s: float  # fetch, decode and set-up of one instruction
 
 
 def _gpu(name: str, sms: int, matrix: float, vector: float, memory: float, capacity: float, link: float) -> Machine:
-    """A GPU with the tiles of the Hopper interpreter. The two synchronisation costs are field measurements."""
+    """A GPU with the Hopper interpreter's tiles and pages, `isa.pages`. Synchronisation costs are measured."""
     return Machine(
         name=name,
         workers=sms,
@@ -46,8 +47,9 @@ def _gpu(name: str, sms: int, matrix: float, vector: float, memory: float, capac
         link_bytes_per_s=link,
         tile_rows=128,
         tile_cols=256,
-        col_unit=16,
-        page=64,
+        col_unit=64,
+        page=128,
+        pages=13,
         signal_s=1.0e-6,
         dispatch_s=0.5e-6,
     )
@@ -99,6 +101,7 @@ def host(workers: int | None = None) -> Machine:
         tile_cols=256,
         col_unit=16,
         page=16,
+        pages=0,
         signal_s=0.3e-6,
         dispatch_s=0.2e-6,
     )
@@ -132,7 +135,7 @@ def _from_toml(path: Path) -> Machine:
         values = {key: types[key](value) for key, value in table.items()}
     except (TypeError, ValueError) as e:
         raise MegakernelError(f"machine file {path}: {e}") from e
-    bad = [key for key, value in values.items() if key not in ("name",) and value <= 0]
+    bad = [key for key, value in values.items() if key not in ("name", "pages") and value <= 0]
     if bad:
         raise MegakernelError(f"machine file {path}: {bad[0]} must be positive")
     return Machine(**values)

@@ -43,6 +43,12 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
         Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting(
+            "matmul",
+            "on GPUs: dots (for few rows), tensor (matrix units), or auto: by a step's tokens",
+            "auto",
+            "--matmul",
+        ),
         Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
         Setting(
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"

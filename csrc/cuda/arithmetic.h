@@ -8,7 +8,7 @@
 #endif
 
 #if defined(__CUDACC__)
-#define MK_FN __host__ __device__ __forceinline__
+#define MK_FN __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
 #else
 #define MK_FN inline

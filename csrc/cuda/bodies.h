@@ -1,6 +1,7 @@
 // The work of each instruction, by opcode.
 #pragma once
 #include "matmul.h"
+#include "ops/attention.h"
 #include "ops/embed.h"
 #include "ops/norm.h"
 #include "ops/reduce.h"

@@ -84,9 +84,10 @@ class Dots {
 // Hands the warp's two outputs of each row to `to.store`.
 template <class P, class To>
 MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
+  const auto column = to.column(m.col + col);
   for (int r = p.lane(); r < m.rows; r += P::kLanes) {
     const Pair t = dots.at(r);
-    to.store(to.row(m.row + r), m.col + col, t.a, t.b);
+    to.store(to.row(m.row + r), column, t.a, t.b);
   }
 }
 

@@ -67,13 +67,17 @@ MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, const Accumu
 // Hands each pair of results that the tile has to `to.store`; `cols` columns from `col` on.
 template <class Accumulators, class To>
 MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
+  typename To::Row rows[Accumulators::kRows]{};
   MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-    if (acc.row(h) >= m.rows) continue;
-    const auto row = to.row(m.row + acc.row(h));
-    MK_UNROLL for (int i = 0; i < 2 * kPageBlocks; ++i) {
-      MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
-        const int at = i * kBlockCols + acc.col(e);
-        if (at < cols) to.store(row, col + at, acc.low(i, h, e), acc.high(i, h, e));
+    if (acc.row(h) < m.rows) rows[h] = to.row(m.row + acc.row(h));
+  }
+  MK_UNROLL for (int i = 0; i < 2 * kPageBlocks; ++i) {
+    if (i * kBlockCols >= cols) break;
+    MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
+      if (i * kBlockCols + acc.col(e) >= cols) continue;
+      const auto column = to.column(col + i * kBlockCols + acc.col(e));
+      MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
+        if (acc.row(h) < m.rows) to.store(rows[h], column, acc.low(i, h, e), acc.high(i, h, e));
       }
     }
   }

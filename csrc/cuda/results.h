@@ -1,6 +1,6 @@
-// What becomes of a matmul's results: one struct per place they go to. `store` takes the results of columns col and
-// col + 1 (even) of the instruction's output and puts them where they belong by ordinary stores; where the tensor path
-// stores through output pages instead, `value` is what the page gets.
+// What becomes of a matmul's results: a class for each place they go to. `store` puts the results of a row and two
+// neighbouring columns where they belong, by ordinary stores; `row` and `column` (even; both counted in the output) are
+// what it needs to know of them. Where the tensor path stores through output pages, `value` is what the page gets.
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -55,22 +55,37 @@ class ToQkv {
     return out;
   }
 
-  MK_FN void store(const Row& row, int col, float a, float b) const {
-    const Pair t = biased(bias_, col, a, b);
-    const int k_col = col - d_.q_cols(), v_col = k_col - d_.kv_cols();
-    if (v_col >= 0) {
-      const int head = v_col / d_.head_dim, element = v_col % d_.head_dim;
-      if (row.v) store_pair(row.v + int64_t{head} * d_.page * d_.head_dim + element, t.a, t.b);
+  // Q, K or V; where in it the column lies, counted from what Row points to; of q and k, its element of the head.
+  struct Column {
+    Buffer to;
+    int element;
+    int64_t at;
+    Pair bias;
+  };
+
+  MK_FN Column column(int col) const {
+    const int k = col - d_.q_cols(), v = k - d_.kv_cols();
+    const Pair bias = bias_ ? *reinterpret_cast<const Pair*>(bias_ + col) : Pair{0, 0};
+    if (k < 0) return {Buffer::Q, col % d_.head_dim, col, bias};
+    // Heads follow each other, elements are a page's tokens apart.
+    if (v < 0) return {Buffer::K_CACHE, k % d_.head_dim, int64_t{k} * d_.page, bias};
+    const int head = v / d_.head_dim, element = v - head * d_.head_dim;
+    return {Buffer::V_CACHE, element, int64_t{head} * d_.page * d_.head_dim + element, bias};
+  }
+
+  MK_FN void store(const Row& row, const Column& column, float a, float b) const {
+    a += column.bias.a, b += column.bias.b;
+    if (column.to == Buffer::V_CACHE) {
+      if (row.v) store_pair(row.v + column.at, a, b);
       return;
     }
-    const Pair angle = load_pair(row.rope + (k_col < 0 ? col : k_col) % d_.head_dim);
-    const float x = t.a * angle.a - t.b * angle.b, y = t.b * angle.a + t.a * angle.b;
-    if (k_col < 0) {
-      store_pair(row.q + col, x, y);
+    const Pair angle = load_pair(row.rope + column.element);
+    const float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
+    if (column.to == Buffer::Q) {
+      store_pair(row.q + column.at, x, y);
     } else if (row.k) {
-      uint16_t* k = row.k + int64_t{k_col} * d_.page;  // heads follow each other, elements are a page's tokens apart
-      k[0] = to_bf16(x);
-      k[d_.page] = to_bf16(y);
+      row.k[column.at] = to_bf16(x);
+      row.k[column.at + d_.page] = to_bf16(y);
     }
   }
 
@@ -88,6 +103,7 @@ class ToResidual {
   MK_FN ToResidual(const Call& c, const float* bias) : c_(c), bias_(bias) {}
 
   MK_FN Row row(int r) const { return c_.at<float>(Buffer::X) + int64_t{r} * c_.dims->hidden; }
+  MK_FN int column(int col) const { return col; }
   MK_FN Pair value(int col, float a, float b) const { return biased(bias_, col, a, b); }
   MK_FN void store(Row row, int col, float a, float b) const {
     const Pair x = load_pair(row + col), t = value(col, a, b);
@@ -118,6 +134,7 @@ class ToPartial {
     const Dims& d = *c_.dims;
     return {residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden};
   }
+  MK_FN int column(int col) const { return col; }
   MK_FN void store(const Row& row, int col, float a, float b) const {
     for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
       store_pair(c_.copy<uint16_t>(Buffer::REDUCE, rank) + row.at + col, a, b);
@@ -127,7 +144,7 @@ class ToPartial {
   const Call& c_;
 };
 
-// ACT = silu(gate) up. Here a pair is gate and up of one column.
+// ACT = silu(gate) up. Here `store` takes gate and up of one column.
 class ToActivation {
  public:
   using Row = uint16_t*;
@@ -136,6 +153,7 @@ class ToActivation {
       : c_(c), bias_(c.dims->mlp_bias ? c.at<float>(Buffer::B_GATE_UP) : nullptr) {}
 
   MK_FN Row row(int r) const { return c_.at<uint16_t>(Buffer::ACT) + int64_t{r} * c_.dims->rank_ffn(); }
+  MK_FN int column(int col) const { return col; }
   MK_FN float value(int col, float gate, float up) const {
     if (bias_) gate += bias_[col], up += bias_[c_.dims->rank_ffn() + col];
     return silu(gate) * up;
@@ -158,6 +176,7 @@ class ToLogits {
     const Dims& d = *c_.dims;
     return c_.copy<float>(Buffer::LOGITS, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
+  MK_FN int column(int col) const { return col; }
   MK_FN void store(Row row, int col, float a, float b) const {
     row[col] = a;
     if (col + 1 < c_.dims->rank_vocab()) row[col + 1] = b;
