@@ -9,12 +9,7 @@
 
 namespace mk {
 
-constexpr int kBoxRows = 32, kBoxBytes = kBoxRows * 128, kHalfPage = kPageBytes / 2;
-constexpr int kTileRows = 128, kTileInner = 64;  // of a page of bf16 tiles
-constexpr int kChunk = 256;                      // weight rows of a tensor-core pass over k: two pages
-constexpr int kPiece = 1024, kPieces = 8, kPieceBytes = kPiece * 2;
-constexpr int kDotInputPages = 4;  // a dot product's activations at most
-constexpr int kQueryTile = 16;     // query rows of a unit of attention
+constexpr int kBoxBytes = kBoxRows * 128, kHalfPage = kPageBytes / 2, kPieceBytes = kPiece * 2;
 
 enum class Fill : int32_t { kWeights, kInputs, kOutput };
 
@@ -51,46 +46,26 @@ struct Matmul {
   bool by_pages;  // its results go through output pages to `output`
   Buffer output;
   int32_t k, halves;  // halves 2: gate and up, whose weights lie one after the other
-  int32_t half_rows;  // weight rows of a half
   int32_t row, rows, col, cols;
 };
 
 // False where the record is no matmul.
 MK_FN bool matmul_of(const Dims& d, const int32_t* record, Matmul& m) {
-  m = {Buffer::H, Buffer::W_QKV, false, Buffer::X, d.hidden, 1, 0, 0, 0, 0, 0};
+  const QkvRope& op = operands<QkvRope>(record);  // as of all matmuls
   switch (static_cast<Opcode>(record_opcode(record))) {
-    case Opcode::qkv_rope:
-      break;
-    case Opcode::o_proj:
-      m.inputs = Buffer::ATTN, m.weights = Buffer::W_O, m.by_pages = true, m.k = d.o_cols();
-      break;
-    case Opcode::o_partial:
-      m.inputs = Buffer::ATTN, m.weights = Buffer::W_O, m.by_pages = true, m.k = d.o_cols();
-      m.output = Buffer::REDUCE;
-      break;
-    case Opcode::gate_up_silu:
-      m.weights = Buffer::W_GATE_UP, m.by_pages = true, m.output = Buffer::ACT;
-      m.halves = 2, m.half_rows = d.rank_ffn();
-      break;
-    case Opcode::down_proj:
-      m.inputs = Buffer::ACT, m.weights = Buffer::W_DOWN, m.by_pages = true, m.k = d.rank_ffn();
-      break;
-    case Opcode::down_partial:
-      m.inputs = Buffer::ACT, m.weights = Buffer::W_DOWN, m.by_pages = true, m.k = d.rank_ffn();
-      m.output = Buffer::REDUCE;
-      break;
-    case Opcode::lm_head:
-      m.inputs = Buffer::Y, m.weights = Buffer::LM_HEAD;
-      break;
+#define MK_MATMUL(name, weights, inputs, inner, halves, output)                                                       \
+  case Opcode::name:                                                                                                  \
+    m = {Buffer::inputs, Buffer::weights, output >= 0, static_cast<Buffer>(output), inner, halves, op.row, op.rows,   \
+         op.col,         op.cols};                                                                                    \
+    return true;
+    MK_MATMULS(MK_MATMUL)
+#undef MK_MATMUL
     default:
       return false;
   }
-  const QkvRope& op = operands<QkvRope>(record);  // as of all matmuls
-  m.row = op.row, m.rows = op.rows, m.col = op.col, m.cols = op.cols;
-  return true;
 }
 
-// Whether this rank has rows of the matmul's weights as layers: LM_HEAD has one copy.
+// Every layer has weights of its own but for the LM head's.
 MK_FN int32_t weight_layer(const Matmul& m, int32_t layer) { return m.weights == Buffer::LM_HEAD ? 0 : layer; }
 
 // Tensor cores: columns in chunks; of each chunk its k, kTileInner at a time, then the results.
@@ -137,14 +112,14 @@ MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(m.rows * ceil_d
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
 
 template <class Each>
-MK_FN bool dot_pages(const Matmul& m, int32_t layer, Each&& each) {
+MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each) {
   const int32_t pieces = ceil_div(m.k, kPiece), units = ceil_div(m.cols, 2 * kPieces / m.halves);
   const int32_t weights = 2 * pieces * units, inputs = dot_input_pages(m), cells = m.rows * pieces;
   for (int32_t page = 0; page < weights;) {
     for (const int32_t end = lower(weights, page + lap_weights(m)); page < end; ++page) {
       const int32_t member = page % 2, piece = page / 2 % pieces, unit = page / 2 / pieces;
       const int32_t first = unit * (2 * kPieces / m.halves);  // column
-      const int32_t y = m.halves == 2 ? member * m.half_rows + m.col + first : m.col + first + member;
+      const int32_t y = m.halves == 2 ? member * d.rank_ffn() + m.col + first : m.col + first + member;
       const int32_t step = 2 / m.halves;
       const int32_t left = m.cols - first - (m.halves == 2 ? 0 : member);
       if (!each(PageUse{Fill::kWeights, true, m.weights, piece * kPiece, y, weight_layer(m, layer), 0,
@@ -209,7 +184,7 @@ MK_FN bool for_pages(const Dims& d, const StepView& s, const Task& task, Each&& 
   }
   Matmul m;
   if (!matmul_of(d, task.record, m)) return true;
-  return d.dots ? dot_pages(m, task.where.layer, each) : tensor_pages(d, m, task.where.layer, each);
+  return d.dots ? dot_pages(d, m, task.where.layer, each) : tensor_pages(d, m, task.where.layer, each);
 }
 
 }  // namespace mk

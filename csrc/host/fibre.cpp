@@ -9,7 +9,7 @@
 namespace mk {
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;  // with a guard page at its lower end
+constexpr size_t kStackBytes = 128 << 10;  // with a guard page at its lower end
 
 }  // namespace
 

@@ -13,6 +13,7 @@ struct HostMap {
   int64_t row_bytes, matrix_bytes;
   int32_t inner, rows, matrices;  // elements of a row, rows, matrices
   int32_t item;                   // bytes of an element: 2, or 4 for float32
+  int32_t shared;                 // 1: its boxes may hold what others store meanwhile, and nobody uses
 };
 static_assert(sizeof(HostMap) <= kMapBytes);
 
