@@ -95,8 +95,9 @@ class Machine:
                 np.testing.assert_array_equal(got, expected, err_msg=f"{buffer.name} of rank {r}")
                 continue
             tolerance = max(rtol, 2**-7) if got.dtype == np.uint16 else rtol
+            wide = atol * 10 if buffer is B.PARTIALS else atol  # not yet divided by l
             np.testing.assert_allclose(
-                to_f32(got), to_f32(expected), rtol=tolerance, atol=atol, err_msg=f"{buffer.name} of rank {r}"
+                to_f32(got), to_f32(expected), rtol=tolerance, atol=wide, err_msg=f"{buffer.name} of rank {r}"
             )
 
 

@@ -15,8 +15,6 @@
 
 namespace mk {
 
-constexpr int kUnitRows = 16;
-
 // A tile of query rows of one KV head of an item.
 struct QueryRows {
   int first_row, rows;    // token rows of the item
@@ -39,7 +37,7 @@ class AttentionItem {
       pages_.skip(1);
       store_zeros();
     } else {
-      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kUnitRows);
+      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile);
       const int units = s_.item_kv_heads[item_] * tiles;
       for (int pass = 0; pass < units; pass += kConsumerWarps)
         run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
@@ -61,7 +59,7 @@ class AttentionItem {
   MK_FN void run_pass(int begin, int end, int tiles) {
     const int unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
-    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kUnitRows);
+    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kQueryTile);
     AttentionTile<P, kHead> tile(p_, d_.head_dim);
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     bool started = false;
@@ -187,7 +185,7 @@ class AttentionItem {
   // Whether a row of the tile sees the block: the last one sees most.
   MK_FN bool sees(const QueryRows& q, int block) const {
     if (!q.has(0)) return false;
-    const int last = lower(q.begin + kUnitRows, q.rows * q.heads) - 1;
+    const int last = lower(q.begin + kQueryTile, q.rows * q.heads) - 1;
     return visible_tokens(d_, s_.positions[q.first_row + last / q.heads], block) > 0;
   }
 

@@ -14,7 +14,7 @@ class AttentionTile {
 
   template <class Row>
   void start(Row row) {
-    for (rows_ = 0; rows_ < kRows && row(rows_); ++rows_) {
+    for (rows_ = 0; rows_ < kQueryTile && row(rows_); ++rows_) {
       for (int e = 0; e < head_dim_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
       for (int e = 0; e < kHead; ++e) out_[rows_][e] = 0.0f;
       sums_[rows_] = Softmax{};
@@ -98,8 +98,6 @@ class AttentionTile {
   }
 
  private:
-  static constexpr int kRows = 16;
-
   static float element(const unsigned char* tile, int row, int col) {
     uint16_t bits;
     memcpy(&bits, tile + tile_offset(row, 2 * col), sizeof bits);
@@ -108,10 +106,10 @@ class AttentionTile {
 
   const int head_dim_;
   int rows_ = 0;  // those that there are come first
-  float query_[kRows][kHead], out_[kRows][kHead];
-  Softmax sums_[kRows];
-  float score_[kRows][kKvBlock], block_out_[kRows][64], block_m_[kRows], block_l_[kRows];
-  bool seen_[kRows];
+  float query_[kQueryTile][kHead], out_[kQueryTile][kHead];
+  Softmax sums_[kQueryTile];
+  float score_[kQueryTile][kKvBlock], block_out_[kQueryTile][64], block_m_[kQueryTile], block_l_[kQueryTile];
+  bool seen_[kQueryTile];
 };
 
 }  // namespace mk

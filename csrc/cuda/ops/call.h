@@ -5,8 +5,6 @@
 
 namespace mk {
 
-constexpr int kConsumerWarps = 8;
-
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
 // Shared memory of the consumer warps of a block. Nothing in it outlives a body.
