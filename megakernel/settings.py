@@ -34,8 +34,14 @@ SETTINGS: dict[str, Setting] = {
             "smollm2-135m",
             "--model",
         ),
-        Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
-        Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
+        Setting(
+            "backend",
+            "auto (cuda where there is a Hopper GPU, else cpu), reference, cpu, cuda or null (no arithmetic; measures "
+            "all the rest)",
+            "auto",
+            "--backend",
+        ),
+        Setting("dtype", "auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
