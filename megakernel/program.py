@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import MegakernelError
-from .isa import Dims
-from .isa.record import WORDS, Records
+from .isa import INSTRUCTIONS, Dims, Family
+from .isa.record import WORDS, Records, opcode
 
 _MAGIC = b"MKPROG\0"
-VERSION = 2
+VERSION = 3
 SEGMENTS = ("prologue", "body", "epilogue")
 
 
@@ -90,6 +90,30 @@ class Program:
         queues = np.arange(len(self.queues.offsets) - 1) // max(self.rank_queues, 1)
         ranks = np.concatenate([ranks, np.repeat(queues, np.diff(self.queues.offsets))])
         return np.concatenate([segment.records, self.queues.records]), ranks
+
+    def phases(self, index: int) -> list[Segment]:
+        """Segment `index` as a list of phases, each all instructions of one kind, on the streams of all ranks.
+
+        One phase after the other, each with a barrier behind it over all ranks, the body's again for each layer, is the
+        sequential meaning of the program: no counter is needed. Joins and drains are gone, a queue's instructions are
+        dealt to the workers of its rank.
+        """
+        records, ranks = self.numbered(index)
+        segment: Segment = getattr(self, SEGMENTS[index])
+        streams = np.repeat(np.arange(self.ranks * self.workers), np.diff(segment.offsets))
+        if len(streams) < len(records):
+            claimed = ranks[len(streams) :]
+            first = np.searchsorted(claimed, claimed)
+            dealt = claimed * self.workers + (np.arange(len(claimed)) - first) % self.workers
+            streams = np.concatenate([streams, dealt])
+        out = []
+        for instruction in (i for i in INSTRUCTIONS if i.family is not Family.CONTROL):
+            rows = np.flatnonzero(opcode(records) == instruction.opcode)
+            rows = rows[np.argsort(streams[rows], kind="stable")]
+            lengths = np.bincount(streams[rows], minlength=self.ranks * self.workers)
+            if len(rows):
+                out.append(Segment(records[rows], np.cumsum([0, *lengths]).astype(np.int32)))
+        return out
 
     @property
     def total_counters(self) -> int:

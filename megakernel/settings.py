@@ -34,8 +34,14 @@ SETTINGS: dict[str, Setting] = {
             "smollm2-135m",
             "--model",
         ),
-        Setting("backend", "auto, reference, cpu or null (no arithmetic; measures all the rest)", "auto", "--backend"),
-        Setting("dtype", "auto (the checkpoint's own), f32 or bf16", "auto", "--dtype"),
+        Setting(
+            "backend",
+            "auto (cuda where there is a Hopper GPU, else cpu), reference, cpu, cuda or null (no arithmetic; measures "
+            "all the rest)",
+            "auto",
+            "--backend",
+        ),
+        Setting("dtype", "auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
@@ -43,6 +49,12 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
         Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting(
+            "matmul",
+            "on GPUs: dots (for few rows), tensor (matrix units), or auto: by a step's tokens",
+            "auto",
+            "--matmul",
+        ),
         Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
         Setting(
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"

@@ -1,15 +1,49 @@
-"""How a model is shared by ranks: what is predicted to be fastest on a machine."""
+"""How a model is shared by ranks and computed: what is predicted to be fastest on a machine."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from ..isa import Dims
+from ..errors import MegakernelError
+from ..isa import Dims, Dtype, pages
 from ..machine import Machine
+from ..model.checkpoint import weight_dims
+from ..model.config import LlamaConfig
 from .cost import balanced_rows, phase_seconds
 from .lower import lower_layer
 from .options import Options
+
+
+def settle(options: Options, config: LlamaConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
+    """`options` with the matmuls of an engine whose largest bucket has `tokens` rows, in place of auto.
+
+    They belong to the numerics class, so all programs of an engine need the same. Dots read weights faster than
+    matrix units can be fed with few rows, but hold all rows of a tile: auto takes them where one tile has the bucket.
+    """
+    if options.matmul != "auto":
+        return options
+    few = machine.pages > 0 and tokens <= _dot_rows(config, tp)
+    return replace(options, matmul="dots" if few else "tensor")
+
+
+def tiles(machine: Machine, config: LlamaConfig, *, tp: int, dots: bool) -> Machine:
+    """`machine` with the tiles of its dots: no more rows than they hold, columns as they read weights."""
+    if not dots:
+        return machine
+    rows = min(machine.tile_rows, _dot_rows(config, tp))
+    if rows < 1:
+        raise MegakernelError(
+            f"cannot compile matmuls as dots: a row of this model takes more than {pages.DOT_INPUT_PAGES} pages of"
+            " shared memory; use --matmul tensor"
+        )
+    return replace(machine, tile_rows=rows, col_unit=pages.DOT_UNIT)
+
+
+def _dot_rows(config: LlamaConfig, tp: int) -> int:
+    """Most rows of a tile of dots in any matmul of a rank, whichever way O is shared."""
+    dims = replace(weight_dims(config, Dtype.BF16), tp=tp, replicated_o=1)
+    return pages.dot_rows(max(dims.hidden, dims.o_cols, dims.rank_ffn))
 
 
 def choose(dims: Dims, machine: Machine, options: Options) -> Dims:
@@ -34,9 +68,14 @@ def choose(dims: Dims, machine: Machine, options: Options) -> Dims:
 
 
 def _shared(dims: Dims, machine: Machine, replicated_o: int, one_hop: int) -> Dims:
-    """Where token rows have owners, blocks are so short that each rank owns one if there are as many rows."""
+    """Where token rows have owners, blocks are so short that each rank owns one if there are as many rows.
+
+    But matrix units store whole boxes of rows: no box may reach into the next block.
+    """
     rows = dims.tokens if one_hop else -(-dims.tokens // dims.tp)
-    return replace(dims, row_block=min(machine.tile_rows, rows), replicated_o=replicated_o, one_hop=one_hop)
+    unit = pages.BOX_ROWS if dims.pages and not dims.dots else 1
+    block = min(machine.tile_rows, -(-rows // unit) * unit, dims.tokens)
+    return replace(dims, row_block=block, replicated_o=replicated_o, one_hop=one_hop)
 
 
 def layer_seconds(dims: Dims, machine: Machine) -> float:

@@ -25,7 +25,7 @@ from ..isa.record import (
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
-from .choose import choose
+from .choose import choose, settle, tiles
 from .derive import BODY, EPILOGUE, derive
 from .lower import Phase, Tasks, lower, program_dims
 from .options import Options
@@ -55,18 +55,22 @@ def compile_program(
     """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits and must agree with the backend that launches
-    the program. The result depends on the arguments only. Raises MegakernelError for arguments out of range.
+    the program, and so must `options.matmul`: an engine settles it first. The result depends on the arguments only.
+    Raises MegakernelError for arguments out of range.
     """
-    _check(config, machine, tokens=tokens, logit_rows=logit_rows, max_seqs=max_seqs, max_context=max_context, tp=tp)
+    sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
+    _check(config, machine, tp=tp, **sizes)
+    options = settle(options, config, machine, tp=tp, tokens=tokens)
+    dots = machine.pages > 0 and options.matmul == "dots"
+    machine = tiles(machine, config, tp=tp, dots=dots)
+    _check_blocks(machine, tp, tokens=tokens, logit_rows=logit_rows)
     dims = program_dims(
         config,
         machine,
         dtype=dtype,
-        tokens=tokens,
-        logit_rows=logit_rows,
-        max_seqs=max_seqs,
-        max_context=max_context,
+        **sizes,
         tp=tp,
+        dots=dots,
         slots=machine.workers * (1 if options.queue == "none" else _CLAIMS_PER_WORKER),
     )
     return build_program(lower(choose(dims, machine, options), machine), machine, options)
@@ -110,16 +114,19 @@ def _check(config: LlamaConfig, machine: Machine, *, tp: int, **sizes: int) -> N
     for name, value in sizes.items():
         if value < 1:
             raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
-    for name in ("tokens", "logit_rows"):
-        most = _MAX_BLOCKS // tp * machine.tile_rows
-        if sizes[name] > most:
-            raise MegakernelError(f"cannot compile {sizes[name]} {name} for machine {machine.name}: at most {most}")
     if config.layers > LAYER_MASK:
         raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {LAYER_MASK}")
     if machine.col_unit % 2:
         raise MegakernelError(
             f"machine {machine.name}: col_unit is {machine.col_unit}, but tiles must not cut a RoPE pair: make it even"
         )
+
+
+def _check_blocks(machine: Machine, tp: int, **rows: int) -> None:
+    most = _MAX_BLOCKS // tp * machine.tile_rows
+    for name, value in rows.items():
+        if value > most:
+            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")
 
 
 def _records(phase: Phase, waits: Words, signals: Words) -> Records:

@@ -49,7 +49,13 @@ def _arithmetic(
 ) -> NDArray[np.float64]:
     cost = instruction.cost(columns, dims)
     share = float(machine.workers)
-    return cost.matrix_flops * (share / machine.matrix_flops) + cost.vector_flops * (share / machine.vector_flops)
+    return cost.matrix_flops * (share / _matmul_flops(dims, machine)) + cost.vector_flops * (
+        share / machine.vector_flops
+    )
+
+
+def _matmul_flops(dims: Dims, machine: Machine) -> float:
+    return machine.vector_flops if dims.dots else machine.matrix_flops
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
@@ -57,7 +63,7 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
     R rows of a matmul take 2 R / F seconds per weight and its b bytes take b / B, so R = b F / 2 B.
     """
-    return itemsize(dims) * machine.matrix_flops / (2 * machine.memory_bytes_per_s)
+    return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine) -> int:

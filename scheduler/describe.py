@@ -36,6 +36,7 @@ def describe(program: Program) -> dict[str, Any]:
     all_to_all_per_layer    counters of a layer that every instruction of a phase signals and every instruction of
                             another waits for, more than one each: a barrier between the two
     waits_per_instruction   {number of wait words: instructions}, body unrolled
+    matmul                  dots or tensor; None for a CPU
     lowering                how the O projection and the residual stream are shared; None for one rank
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store at other ranks
     link_bytes              of one launch, declared stores of all ranks
@@ -63,6 +64,7 @@ def describe(program: Program) -> dict[str, Any]:
         "bytes": len(program.to_bytes()),
         "all_to_all_per_layer": _all_to_all(program),
         "waits_per_instruction": dict(sorted(waits.items())),
+        "matmul": ("dots" if dims.dots else "tensor") if dims.pages else None,
         "lowering": None if dims.tp == 1 else _lowering(dims),
         "link_bytes_per_layer": layer.tolist(),
         "link_bytes": int(layers * layer.sum() + ends.sum()),

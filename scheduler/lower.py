@@ -21,6 +21,8 @@ from .regions import boxes, head_group_columns, nonempty
 # block for balance; rows whose long contexts may be split at once, and the most partials that are kept for them.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
+# Where a worker has matrix units and pages: any slot's share may end inside a row's KV range, so as many rows as slots.
+_MAX_SLOT_PARTIALS = 65536
 # Logit-bias pairs: the OpenAI API allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
 
@@ -73,6 +75,7 @@ def program_dims(
     max_context: int,
     tp: int = 1,
     slots: int | None = None,
+    dots: bool = False,
 ) -> Dims:
     """Sizes of a bucket, with room in its step table that depends on the bucket and the slots only.
 
@@ -82,6 +85,7 @@ def program_dims(
     """
     kv_blocks = -(-max_context // KV_BLOCK)
     slots = slots or machine.workers
+    split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if machine.pages else (_SPLIT_ROWS, _MAX_PARTIALS)
     return replace(
         weight_dims(config, dtype),
         page=machine.page,
@@ -92,9 +96,11 @@ def program_dims(
         max_context=max_context,
         items=tokens + _ITEMS_PER_SLOT * slots,
         attention_slots=slots,
-        partials=min(config.kv_heads * kv_blocks * min(tokens, _SPLIT_ROWS), _MAX_PARTIALS),
+        partials=min(config.kv_heads * kv_blocks * min(tokens, split_rows), partials),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
         tp=tp,
+        pages=machine.pages,
+        dots=int(dots),
     )
 
 

@@ -10,24 +10,27 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "o": ("auto", "sharded", "replicated"),
     "residual": ("auto", "dealt", "replicated"),
     "queue": ("none", "attention", "body"),
+    "matmul": ("auto", "dots", "tensor"),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """`auto` takes what `choose` predicts to be faster. Only `o` is part of the numerics class.
+    """`auto` takes what `choose` predicts to be faster. Only `o` and `matmul` are part of the numerics class.
 
     o              O projection: W_O sharded by head, or all of it on every rank
     residual       token rows dealt to owner ranks, or all on every rank
     queue          what workers claim at run time: nothing, attention, or the whole layer body
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
                    off: phases one after the other
+    matmul         dot products, for few rows, or matrix units; `settle` says what auto is. Nothing to a CPU
     overlap_ranks  off: what comes from another rank is waited for by whole phases, not by row blocks
     """
 
     o: str = "auto"
     residual: str = "auto"
     queue: str = "none"
+    matmul: str = "auto"
     interleave: bool = True
     overlap_ranks: bool = True
 

@@ -4,23 +4,30 @@ Reads the finished program and the instruction table, and shares no code with wh
 all ranks:
 
 form      every record decodes, stays in bounds and names counters of its block; attention slots appear once each;
-          drains claim their queues whole
+          drains claim their queues whole; what an instruction holds at once fits the pages of shared memory
 totals    every counter gets exactly its stored total of arrivals, in the first, the middle and the last block; one
           that gets none there is no obstacle and orders nothing
 order     program order, counters and the ways to claim a queue have no cycle, with every edge that some step table
           may bring
 coverage  what an instruction reads was written exactly once, on the copy that it reads, by the phase whose value it
           needs; every output is written
-data      each read comes after that write; each overwrite after the earlier write and after its readers, with only
-          the edges that every step table and every way to claim a queue bring: a record of a queue comes after what
-          its own waits say, and what follows a drain knows of its records by counters only
+data      each read begins after the end of that write; each overwrite after the end of the earlier write and of its
+          readers, with only the edges that every step table and every way to claim a queue bring: a record of a queue
+          comes after what its own waits say, and what follows a drain knows of its records by counters only
 epochs    with more than one rank, every stream ends after all work of all ranks
 
-Queues. A queue's records are claimed in order, by whichever worker is at a drain that claims so far. No claim can
-block for ever: take the events in an order in which a record follows the one before it in its queue and the begin of
-some drain that claims it, and a drain's end follows all records before its end. The first event of that order that
-has not happened can: if it is a record that nobody has claimed, all before it in the queue are finished, so a worker
-at that drain is free to claim it.
+Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
+first ends. So between two accesses of the same data there is a counter, also on one worker: from the end of an
+instruction one gets to the ends of those behind it in its stream and to the counters that they signal, from a counter
+to the begins of those that wait for it, from a begin to the begins behind it. Overlap brings no deadlock: of all events
+in an order that program order and counters allow, the first that has not ended has all that it waits for.
+
+Queues. A queue's records are claimed in order, by whichever worker is at a drain that claims so far, or will be there
+when it has ended what it has begun. No claim can block for ever: take the events in an order in which a record follows
+the one before it in its queue and the begins of all drains that may claim it, and a drain's end follows all records
+before its end. The first event of that order that has not happened can: if it is a record, all before it in the queue
+are finished, and all before those drains in their streams, so the worker that has claimed it runs it, and if nobody
+has, each worker at those drains is free to.
 
 Three layers prove any number of layers. A run of the body waits on its own block only and signals its own block
 and the next, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the

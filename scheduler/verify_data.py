@@ -4,7 +4,7 @@ What must come first follows from the instruction table alone. Its order (embed,
 sample) times the layers is the sequential meaning of a step; a phase is all instructions of one opcode in one run,
 on all ranks. Copies of a buffer on two ranks are two places. Box by box: no phase writes an element twice; what a
 phase reads, the last phase before it that writes the buffer has written there; a read comes after that write, and
-a write after the earlier write and after all reads since.
+a write after the earlier write and after all reads since. To come after is to begin after the end.
 """
 
 from __future__ import annotations
@@ -271,4 +271,7 @@ def _describe(unrolled: Unrolled, v: np.void) -> str:
     if v["what"] == native.NOT_ONWARD:
         return f"{later} reads {buffer} {box}, which only the prologue wrote, and nothing orders it after {earlier}"
     does, did = {0: ("overwrites", "wrote"), 1: ("reads", "wrote"), 2: ("overwrites", "reads")}[int(v["reads"])]
-    return f"{later} {does} what {earlier} {did} in {buffer}, {box}, and nothing orders them"
+    orders = "nothing"
+    if unrolled.stream(int(v["earlier"])) == unrolled.stream(int(v["later"])) is not None:
+        orders = "only their stream, in which the second may begin before the first ends,"
+    return f"{later} {does} what {earlier} {did} in {buffer}, {box}, and {orders} orders them"

@@ -9,7 +9,19 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Dims, Dtype, Family, Instruction
+from ..isa import (
+    BUFFERS,
+    BY_NAME,
+    BY_OPCODE,
+    INSTRUCTIONS,
+    Dims,
+    Dtype,
+    Family,
+    Instruction,
+    kv_pages,
+    matmul_pages,
+    pages,
+)
 from ..isa import record as bits
 from ..program import SEGMENTS, Program, Segment
 
@@ -164,7 +176,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
-    if d.dtype not in list(Dtype) or {d.attention_bias, d.mlp_bias, d.replicated_o, d.one_hop} - {0, 1}:
+    yes_or_no = {d.attention_bias, d.mlp_bias, d.replicated_o, d.one_hop, d.dots}
+    if d.dtype not in list(Dtype) or yes_or_no - {0, 1} or d.pages < 0:
         yield f"dtype {d.dtype} or a size that says yes or no is out of range"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
@@ -192,6 +205,8 @@ def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
         yield from _headers(part, number)
         yield from _operands(part, dims)
         yield from _counters(part)
+        if program.dims.pages:
+            yield from _pages(part, dims)
     yield from _attention(program, parts[1], dims)
     yield from _drains(program, parts[1])
 
@@ -259,6 +274,38 @@ def _counters(part: Part) -> Iterator[str]:
             yield from _each(part, row[bad], f"a {what} word cannot be indexed there")
             past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
             yield from _each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
+
+
+def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
+    """What an instruction holds at once fits the ring of pages, and its tiles are those that pages can hold."""
+    have = dims[0].pages
+    if kv_pages(dims[0]) > have:
+        what = f"it holds {kv_pages(dims[0])} pages at once, of {have}"
+        yield from _each(part, part.rows(_ATTENTION), what)
+    for instruction in (i for i in INSTRUCTIONS if i.matmul):
+        for rank, d in enumerate(dims):
+            rows = part.rows(instruction.opcode)
+            rows = rows[part.rank[rows] == rank]
+            if len(rows):
+                yield from _tile_pages(part, instruction, rows, d)
+
+
+def _tile_pages(part: Part, instruction: Instruction, rows: Ints, d: Dims) -> Iterator[str]:
+    """`rows`: one rank's matmuls of one kind."""
+    m, c = instruction.matmul, instruction.columns(part.records[rows])
+    assert m is not None
+    taken = matmul_pages(m, c["rows"], c["cols"], d)
+    for at in np.nonzero(taken.held > d.pages)[0]:
+        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, of {d.pages}"
+    most = pages.dot_rows(max(m.length(d), 1)) if d.dots else pages.PAGE_ROWS
+    yield from _each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
+    if d.dots or m.output is None:
+        return
+    # What is stored by boxes must not reach beyond the tile into a neighbour's rows or columns.
+    per_page, width = m.output_columns(d), BUFFERS[m.output].shape(d, 0)[1]
+    bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
+    bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
+    yield from _each(part, rows[bad], f"its tile is not made of boxes of {pages.BOX_ROWS} rows x {per_page} columns")
 
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:

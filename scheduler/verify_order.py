@@ -1,17 +1,17 @@
 """Second stage of the verifier: events, what each waits for, and what is therefore known to have happened.
 
-An event is one run of an instruction, or a virtual event. Two kinds stand for what the step table decides:
+An event is one run of an instruction, or a virtual event. It begins when the counters that it waits for have their
+totals, and signals when it ends. A stream's events begin in order and end in order, no more: the next one may begin
+before the last one ends. Two kinds stand for what the step table decides:
 
 item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot
         has it. It is known to come after the counters that its indexed wait names and after nothing else; its
         arrival at the row block's counter proves only itself. A split's last arriver stands for the whole split.
 read    (final_norm's grid, rank, row block): the read of one logit row, after that row block's counter.
 
-Others say how a queue is claimed, and count only against freedom from deadlock:
+A third says how a queue is claimed, and counts only against freedom from deadlock:
 
 begin   a worker arrives at a drain. The drain's own event is that it moves on, after all records before its end.
-gate    of the records before one end of a queue's drains that no smaller end covers: some worker has arrived at a
-        drain that claims them. One is enough, so a gate opens with the first of the edges that lead to it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ def row_blocks(dims: Dims, rank: int) -> Ints:
     """The row blocks whose residual `rank` has."""
     step = 1 if dims.one_hop else dims.tp
     return np.arange(rank % step, dims.row_blocks, step)
+
+
+def _ended_before(key: Ints, end: Ints) -> Ints:
+    """The largest `end` among the earlier elements with the same key; 0 where there is none."""
+    order = np.argsort(key, kind="stable")
+    key, end = key[order], end[order]
+    step = int(end.max()) + 1
+    largest = np.maximum.accumulate(key * step + end) - key * step
+    out: Ints = np.zeros_like(end)
+    out[order[1:]] = np.where(key[1:] == key[:-1], largest[:-1], 0)
+    return out
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Events:
     `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). `may_wait` and `after`,
     (event, event) pairs, hold for some step tables and for some ways to claim a queue only: they count against
     freedom from deadlock and prove nothing about data. `chain` is every stream's events in program order, stream
-    by stream, and `stream` says whose they are. `gates` happen after any of their edges.
+    by stream, and `stream` says whose they are.
     """
 
     def __init__(self, part: Part) -> None:
@@ -67,7 +78,6 @@ class Events:
         self.items: dict[int, Grid] = {}
         self.reads: list[Reads] = []
         self.begins: Edges = (np.zeros(0, np.int64),) * 2  # drain, its begin
-        self.gates: Ints = np.zeros(0, np.int64)
         counters, waits, signals = part.program.counters, part.waits, part.signals
         self._wait = part.rank[waits.row] * counters + waits.counter
         fixed = ~waits.indexed
@@ -149,17 +159,12 @@ class Events:
         records = np.arange(part.static, len(part.records))
         same = part.queue[records[1:]] == part.queue[records[:-1]]
         self.after.append((records[:-1][same], records[1:][same]))
-        busy = end > 0
-        queue, end, begin, drains = queue[busy], end[busy], begin[busy], drains[busy]
-        tranches, which = np.unique(np.stack([queue, end], axis=1), axis=0, return_inverse=True)
-        which = which.reshape(-1)
-        self.gates = self._new(len(tranches))
-        again = tranches[1:, 0] == tranches[:-1, 0]  # a later tranche of the same queue
-        start = np.where(np.append(False, again), np.append(0, tranches[:-1, 1]), 0)
-        self.after.append((begin, self.gates[which]))
-        self.after.append((self.gates[1:][again], self.gates[:-1][again]))
-        self.after.append((self.gates, first[tranches[:, 0]] + start))
-        self.after.append((first[queue] + end - 1, drains))
+        # A worker may have claimed a record before what it has begun has ended, so a record follows the begins of
+        # all drains that may claim it. A stream's next drain of a queue claims from where the one before ended.
+        done = _ended_before(part.stream[drains] * program.rank_queues + queue, end)
+        busy = done < end
+        self.after.append((begin[busy], (first[queue] + done)[busy]))
+        self.after.append(((first[queue] + end - 1)[busy], drains[busy]))
 
     def _add_reads(self) -> None:
         part, waits = self.part, self.part.waits
@@ -195,7 +200,7 @@ class Events:
         drains, begins = self.begins
         if event in begins:
             return f"{self.part.label(int(drains[np.searchsorted(begins, event)]))} begins"
-        return "a queue, claimed by any drain [body]" if event in self.gates else "attention, any slot [body]"
+        return "attention, any slot [body]"
 
 
 class Unrolled:
@@ -227,9 +232,8 @@ class Unrolled:
             ]
             perhaps += [(block + counter, first + event) for counter, event in e.may_wait]
             perhaps += [(first + earlier, first + later) for earlier, later in e.after]
-        gates = np.concatenate([first + e.gates for e, first in runs])
         self.graph = self._graph(proven)
-        self._any_order, self._gates = self._graph(proven + perhaps), gates
+        self._any_order = self._graph(proven + perhaps)
 
     def _graph(self, edges: list[Edges]) -> Graph:
         source, target = (np.concatenate(side).astype(np.int32) for side in zip(*edges, strict=True))
@@ -239,7 +243,6 @@ class Unrolled:
         """A topological order of all rows under every edge that may hold, and the rows of a cycle if there is one."""
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
-        missing[self._gates] = 1
         order, left = topological_order(graph, missing)
         return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
@@ -276,6 +279,12 @@ class Unrolled:
         alone = work >= 0
         alone[1:] &= work[1:] > last[:-1]  # a stream of one join does no work
         return self._chain[work[alone]], lasts
+
+    def stream(self, row: int) -> int | None:
+        """Whose record a row is; None for virtual events and what a queue holds."""
+        run = int(np.searchsorted(self.first, row, side="right")) - 1
+        event, part = row - int(self.first[run]), self.runs[run].part
+        return int(part.stream[event]) if event < part.static else None
 
     def label(self, row: int) -> str:
         """What a violation calls a row of the graph."""

@@ -157,6 +157,73 @@ def test_slots_get_equal_work(slots: int, shape: str) -> None:
     assert work.max() <= 1.3 * work.mean() + grain
 
 
+# -- workers with matrix units: eight units of 16 query rows x heads side by side
+
+LLAMA = LlamaConfig(vocab=100, hidden=2048, ffn=64, layers=2, heads=32, kv_heads=8, head_dim=64, max_context=8192)
+
+
+def gpu_table(chunks: list[Chunk], tokens: int, **changes: int) -> StepTable:
+    sizes = {"row_block": 128, "max_seqs": 600, "logit_rows": tokens, "items": tokens + 528, "partials": 65536}
+    dims = make_dims(LLAMA, tokens=tokens, attention_slots=132, page=128, pages=13, **sizes | changes)
+    table = build_step(dims, chunks)
+    check_step(table)
+    return table
+
+
+def gpu_decode(lengths: list[int]) -> list[Chunk]:
+    return [Chunk(i, n - 1, [-1], range(i * 64, (i + 1) * 64), [SampleRow(0)]) for i, n in enumerate(lengths)]
+
+
+def units(table: StepTable) -> list[int]:
+    """Units of each live item."""
+    group = table.dims.group_size
+    live = [i for i in live_items(table) if table.item_seq[i] >= 0]
+    return [int(table.item_kv_heads[i]) * -(-int(table.item_rows[i]) * group // 16) for i in live]
+
+
+def slot_times(table: StepTable) -> np.ndarray:
+    """What each slot's items take, in loads of K and V of a head and a block; a pass computes for two of them."""
+    out = np.zeros(table.dims.attention_slots)
+    for slot in range(len(out)):
+        for i in range(*table.slot_items[slot : slot + 2]):
+            passes = -(-int(table.item_kv_heads[i]) * -(-int(table.item_rows[i]) * 4 // 16) // 8)
+            out[slot] += int(table.item_blocks[i]) * max(int(table.item_kv_heads[i]), 2 * passes)
+    return out
+
+
+def test_decode_items_of_a_full_gpu_have_all_kv_heads() -> None:
+    table = gpu_table(gpu_decode([1000] * 264), 264)
+    assert units(table) == [8] * 264
+    assert (np.diff(table.slot_items) == 2).all()
+    ragged = gpu_table(gpu_decode([100 + 13 * i for i in range(300)]), 300)
+    assert np.mean(units(ragged)) > 7.5
+    assert len(naive_cover(ragged)) == 300 * 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "heads"),
+    [(1, 8192, 2), (2, 8192, 2), (1, 4096, 2), (1, 1000, 1), (1, 60, 1), (15, 700, 2), (100, 1000, 4)],
+)
+def test_few_rows_have_as_many_heads_an_item_as_leave_work_for_all(rows: int, length: int, heads: int) -> None:
+    table = gpu_table(gpu_decode([length] * rows), rows)
+    assert {int(table.item_kv_heads[i]) for i in live_items(table)} == {heads}
+    times = slot_times(table)
+    assert times.max() <= max(1.2 * times.mean(), 2)
+
+
+def test_prefill_items_have_the_rows_of_eight_units_of_a_head() -> None:
+    for start, length in ((0, 512), (512, 512), (0, 2048)):
+        table = gpu_table([Chunk(0, start, [1] * length, range(64))], length, logit_rows=1)
+        assert {int(table.item_rows[i]) for i in live_items(table)} == {32}
+        assert slot_times(table).max() <= 1.3 * slot_times(table).mean()
+
+
+def test_prefill_and_decode_share_a_gpu() -> None:
+    prompts = [Chunk(520 + i, 0, [1] * 512, range(100000 + 64 * i, 100064 + 64 * i)) for i in range(4)]
+    table = gpu_table([*gpu_decode([512] * 512), *prompts], 512 + 2048, logit_rows=512)
+    assert slot_times(table).max() <= 1.2 * slot_times(table).mean()
+
+
 def test_scarce_capacities_cut_less() -> None:
     generous = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000)
     chunks = [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 20, range(1000, 1010))]

@@ -276,18 +276,32 @@ def test_a_drain_may_not_lie_in_a_queue(queued: Program) -> None:
     rejects(edit(queued, "queues", 0, 0, BY_NAME["drain"].opcode), "a queue cannot hold a drain")
 
 
-def test_records_of_a_queue_have_no_program_order(queued: Program) -> None:
-    """In a stream of one worker a tile may rely on the norm before it; in a queue it may not."""
+def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
+    """One worker may begin a tile before the norm has stored that is in front of it, in its stream or in its queue."""
     d = small_dims(tokens=4, kv_heads=1, heads=1)
-    stream, queue = handmade(d, workers=1), handmade(d, workers=1, queue="body")
-    for program, name, ok in ((stream, "body", True), (queue, "queues", False)):
+    for name, queue, orders in (("body", "none", "only their stream"), ("queues", "body", "nothing")):
+        program = handmade(d, workers=1, queue=queue)
         for row in rows_of(program, name, "qkv_rope"):
             program = edit(program, name, row, record.WAIT_WORD, 0)
-        assert verify(program).ok == ok
-        if not ok:
-            rejects(
-                program, r"qkv_rope.*queue 0, position 1\] reads what .*attn_norm.*queue 0, position 0\] wrote in H"
-            )
+        found = r"qkv_rope.*position 1\] reads what .*attn_norm.*position 0\] wrote in H, .* and " + orders
+        rejects(program, found)
+
+
+@pytest.mark.parametrize(
+    ("names", "violation"),
+    [
+        (("o_proj", "mlp_norm"), "mlp_norm.* overwrites what .*qkv_rope.* reads in H, .* only their stream"),
+        (("mlp_norm", "gate_up_silu", "down_proj"), "down_proj.* overwrites what .*o_proj.* wrote in X, .* only their"),
+    ],
+)
+def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], violation: str) -> None:
+    """A wait between the two is enough, also of another instruction: ends follow ends, and begins follow begins."""
+    program = handmade(small_dims(tokens=4, layers=1), workers=1)
+    for name in names:
+        assert all("overwrites" not in v for v in verify(program).violations)
+        for row in rows_of(program, "body", name):
+            program = edit(program, "body", row, record.WAIT_WORD, 0)
+    rejects(program, violation)
 
 
 def test_what_follows_a_drain_does_not_know_its_records() -> None:
@@ -316,17 +330,31 @@ def test_a_queue_that_waits_for_what_follows_its_drains() -> None:
     assert any(run_once(bad, seed) == "deadlock" for seed in range(3))
 
 
-def test_one_worker_that_reaches_its_drain_is_enough(queued: Program) -> None:
-    """A drain behind something that the queue provides is safe where another worker claims the queue."""
+def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
+    """A drain behind something that the queue provides: its worker may have claimed just that."""
     program = handmade(small_dims(layers=1), workers=2, queue="attention")
-    drain = rows_of(program, "body", "drain")[1]
     word = int(program.body.records[rows_of(program, "body", "o_proj")[0], record.WAIT_WORD])
-    good = edit(program, "body", drain, record.WAIT_WORD, word)  # after all of a row block's attention
-    assert verify(good).violations == []
-    assert [run_once(good, seed) for seed in range(5)] == [None] * 5
-    both = edit(good, "body", rows_of(program, "body", "drain")[0], record.WAIT_WORD, word)
-    rejects(both, "deadlock")
-    assert run_once(both, 0) == "deadlock"
+    for drains in (1, 2):
+        bad = program
+        for row in rows_of(program, "body", "drain")[:drains]:
+            bad = edit(bad, "body", row, record.WAIT_WORD, word)  # after all of a row block's attention
+        rejects(bad, "deadlock")
+    assert run_once(bad, 0) == "deadlock"
+
+
+def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
+    """What lies between two drains of a queue may wait for the records of the first, not for those of the second."""
+    program = handmade(small_dims(layers=1), workers=1, queue="body")
+    first, second = rows_of(program, "body", "drain")
+    end = int(program.body.records[first, record.OPERAND_WORD + 1])
+    before, after = program.queues.records[0], program.queues.records[end]
+    for words, ok in ((before, True), (after, False)):
+        waits = with_counters(program, [1])
+        counter = waits.counters - 1
+        row = int(np.flatnonzero((program.queues.records == words).all(axis=1))[0])
+        free = next(w for w in range(record.SIGNAL_WORD, record.WORDS) if not words[w])
+        waits = edit(waits, "queues", row, free, record.counter_word(counter))
+        assert verify(insert(waits, "body", 0, second, join([counter], []))).ok == ok
 
 
 def reject_or_equivalent(name: str, mutant: Program, runs: int = 6) -> bool:

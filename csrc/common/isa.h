@@ -83,6 +83,16 @@ constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true,
   X(join, Join, 17) \
   X(drain, Drain, 18)
 
+// name, weights, inputs, inner length of `d`, matrices side by side, buffer that is stored by tiles or -1
+#define MK_MATMULS(X) \
+  X(qkv_rope, W_QKV, H, d.hidden, 1, -1) \
+  X(o_proj, W_O, ATTN, d.o_cols(), 1, 15) \
+  X(o_partial, W_O, ATTN, d.o_cols(), 1, 29) \
+  X(gate_up_silu, W_GATE_UP, H, d.hidden, 2, 19) \
+  X(down_proj, W_DOWN, ACT, d.rank_ffn(), 1, 15) \
+  X(down_partial, W_DOWN, ACT, d.rank_ffn(), 1, 29) \
+  X(lm_head, LM_HEAD, Y, d.hidden, 1, -1)
+
 enum class Opcode : int32_t {
   embed = 1,
   rope = 2,
@@ -152,6 +162,8 @@ struct Dims {
   int32_t rank;
   int32_t replicated_o;
   int32_t one_hop;
+  int32_t pages;
+  int32_t dots;
 #ifdef __CUDACC__
 #define MK_DIMS_FN __host__ __device__
 #else

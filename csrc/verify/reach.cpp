@@ -27,6 +27,7 @@ int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) 
 
 Reach::Reach(const Graph& graph, const int32_t* order)
     : rows_(graph.rows),
+      counters_(graph.first[graph.runs]),
       position_(graph.rows),
       begin_(graph.rows + 1),
       before_(graph.edges),
@@ -41,17 +42,16 @@ Reach::Reach(const Graph& graph, const int32_t* order)
   std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
   std::vector<int64_t> next(begin_.begin(), begin_.end() - 1);
   std::iota(stands_in_.begin(), stands_in_.end(), 0);
-  const int32_t counters = graph.first[graph.runs];
   for (int64_t e = 0; e < graph.edges; e++) {
     const int32_t source = graph.source[e], target = graph.target[e];
     before_[next[position_[target]]++] = position_[source];
-    if (target >= counters && used[target] && stands_in_[source] == source) stands_in_[source] = target;
+    if (target >= counters_ && used[target] && stands_in_[source] == source) stands_in_[source] = target;
   }
 }
 
 // Hundreds of tiles signal one counter, so the question is first asked of the counter. What has no path from
 // there may have another: that is asked of the row itself.
-std::vector<int64_t> Reach::without_path(const std::vector<Pair>& pairs) const {
+std::vector<int64_t> Reach::unordered(const std::vector<Pair>& pairs) const {
   std::vector<int64_t> which(pairs.size());
   std::iota(which.begin(), which.end(), 0);
   std::vector<int32_t> source(pairs.size());
@@ -113,33 +113,45 @@ std::vector<int64_t> Reach::sweep_all(const std::vector<Pair>& pairs, const std:
   return out;
 }
 
-// Carry one bit per source along all edges, from the first source to the last row that is asked about.
+// Carry two bits per source along all edges, from the first source to the last row that is asked about:
+// whether the source has ended, and whether it has only begun, when a row begins. A signal comes when what
+// began has ended.
 void Reach::sweep(const std::vector<int32_t>& sources, const Pair* pairs, const int32_t* bit, int64_t count,
                   uint8_t* missed) const {
   const int32_t start = sources.front();
   int32_t end = start;
   for (int64_t i = 0; i < count; i++) end = std::max(end, position_[pairs[i].later] + 1);
-  std::vector<uint64_t> bits(static_cast<size_t>(end - start) * kWords);
+  constexpr int kEnded = 1, kBegun = 2;
+  std::vector<uint64_t> bits(static_cast<size_t>(end - start) * 2 * kWords);  // ended, begun
   std::vector<uint8_t> any(end - start);
   size_t own = 0;
   for (int32_t p = start; p < end; p++) {
-    uint64_t* mine = &bits[static_cast<size_t>(p - start) * kWords];
+    const bool counter = row_[p] >= counters_;
+    uint64_t* ended = &bits[static_cast<size_t>(p - start) * 2 * kWords];
+    uint64_t* begun = counter ? ended : ended + kWords;
+    const int if_begun = counter ? kEnded : kBegun;
     for (int64_t e = begin_[p]; e < begin_[p + 1]; e++) {
       const int32_t q = before_[e] - start;
       if (q < 0 || !any[q]) continue;
-      const uint64_t* from = &bits[static_cast<size_t>(q) * kWords];
-      for (int w = 0; w < kWords; w++) mine[w] |= from[w];
-      any[p - start] = 1;
+      const uint64_t* from = &bits[static_cast<size_t>(q) * 2 * kWords];
+      if (any[q] & kEnded) {
+        for (int w = 0; w < kWords; w++) ended[w] |= from[w];
+        any[p - start] |= kEnded;
+      }
+      if (any[q] & kBegun) {
+        for (int w = 0; w < kWords; w++) begun[w] |= from[kWords + w];
+        any[p - start] |= if_begun;
+      }
     }
     if (own < sources.size() && sources[own] == p) {
-      mine[own / 64] |= uint64_t{1} << own % 64;
-      any[p - start] = 1;
+      begun[own / 64] |= uint64_t{1} << own % 64;
+      any[p - start] |= if_begun;
       own++;
     }
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t later = int64_t{position_[pairs[i].later]} - start;
-    missed[i] = later < 0 || !(bits[later * kWords + bit[i] / 64] >> bit[i] % 64 & 1);
+    missed[i] = later < 0 || !(bits[later * 2 * kWords + bit[i] / 64] >> bit[i] % 64 & 1);
   }
 }
 

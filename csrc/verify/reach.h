@@ -1,4 +1,7 @@
-// Which pairs of nodes of an acyclic graph have a path between them?
+// Which pairs of events of an acyclic graph are ordered? An event begins and ends. A counter gets its arrival
+// when the event that signals it ends; an event begins after the counters that it waits for. Events that
+// follow one another in a stream begin in that order and end in that order, but the second may begin before
+// the first ends.
 #pragma once
 #include <stdint.h>
 
@@ -8,6 +11,7 @@
 
 namespace mk::verify {
 
+// `later` must begin after `earlier` has ended.
 struct Pair {
   int32_t earlier, later;
 };
@@ -20,8 +24,8 @@ class Reach {
  public:
   Reach(const Graph& graph, const int32_t* order);
 
-  // Indices of the pairs without a path from `earlier` to `later`, ascending.
-  std::vector<int64_t> without_path(const std::vector<Pair>& pairs) const;
+  // Indices of the pairs that nothing orders, ascending.
+  std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const;
 
  private:
   static constexpr int kWords = 8;  // 64-bit words of sources that one sweep follows
@@ -32,7 +36,7 @@ class Reach {
   void sweep(const std::vector<int32_t>& sources, const Pair* pairs, const int32_t* bit, int64_t count,
              uint8_t* missed) const;
 
-  int32_t rows_;
+  int32_t rows_, counters_;         // the first counter's row
   std::vector<int32_t> position_;   // of a row in the order
   std::vector<int64_t> begin_;      // [position]: into before_
   std::vector<int32_t> before_;     // positions of the predecessors

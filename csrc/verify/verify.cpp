@@ -28,8 +28,9 @@ MK_API int64_t mk_verify_data(const Graph* graph, const int32_t* order, const St
     if (walk.found.empty()) {
       const size_t data = walk.pairs.size();
       for (int64_t i = 0; i < n_ends; i++)
-        for (int64_t k = 0; k < n_lasts; k++) walk.pairs.push_back({ends[i], lasts[k]});
-      for (int64_t i : Reach(*graph, order).without_path(walk.pairs)) {
+        for (int64_t k = 0; k < n_lasts; k++)
+          if (ends[i] != lasts[k]) walk.pairs.push_back({ends[i], lasts[k]});
+      for (int64_t i : Reach(*graph, order).unordered(walk.pairs)) {
         const auto [earlier, later] = walk.pairs[i];
         const Found overtakes = {What::overtakes, earlier, later, -1, -1, 0, 0, 0, 0, 0};
         walk.found.push_back(static_cast<size_t>(i) < data ? walk.about[i] : overtakes);

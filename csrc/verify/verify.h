@@ -40,9 +40,9 @@ struct Step {
 enum class What : int32_t {
   twice,       // `earlier` and `later` of one phase write the box
   missing,     // `later` reads the box, which `phase` must have written last; `earlier` did, or nothing (-1)
-  unordered,   // `later` touches the box after `earlier`, and nothing orders them
+  unordered,   // `later` touches the box after `earlier`, but may begin before that ends
   not_onward,  // `later` reads, in every layer, what only the prologue wrote, and does not follow itself
-  overtakes,   // the last event of a stream does not come after `earlier`
+  overtakes,   // the last event of a stream may begin before `earlier` ends
 };
 
 struct Found {

@@ -35,7 +35,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """How a program is compiled where there is a choice."""
-    for name in ("o lowering", "residual", "queue"):
+    for name in ("o lowering", "residual", "queue", "matmul"):
         add_setting(parser, name)
     for name in ("interleave", "rank overlap"):
         setting = SETTINGS[name]
@@ -51,6 +51,7 @@ def lowering(args: argparse.Namespace) -> Options:
         o=args.o_lowering,
         residual=args.residual,
         queue=args.queue,
+        matmul=args.matmul,
         interleave=not args.no_interleave,
         overlap_ranks=not args.no_rank_overlap,
     )

@@ -15,6 +15,7 @@ from .instructions import (
     itemsize,
 )
 from .link import link_bytes
+from .pages import Matmul, Pages, Stream, attention_pages, kv_pages, matmul_pages
 from .step import STEP_FIELDS, StepField, StepTable
 
 __all__ = [
@@ -40,13 +41,19 @@ __all__ = [
     "Index",
     "Instruction",
     "Kind",
+    "Matmul",
+    "Pages",
     "Space",
     "StepField",
     "StepTable",
+    "Stream",
     "attention_cost",
+    "attention_pages",
     "from_f32",
     "item_columns",
     "itemsize",
+    "kv_pages",
     "link_bytes",
+    "matmul_pages",
     "to_f32",
 ]

@@ -14,8 +14,9 @@ class Dims:
     """Sizes of a step as one rank sees them. All are counts unless a unit is given.
 
     The first block comes from the model, the second from the numerics class and the machine, the third from
-    the bucket and the engine's limits, the last says how the model is shared by `tp` ranks and whose view this is.
-    `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
+    the bucket and the engine's limits, the next says how the model is shared by `tp` ranks and whose view this is,
+    the last what a worker computes with. `rms_eps` is the only float. Properties named after the rank are sizes of
+    its shard.
 
     Query heads, FFN columns and vocabulary rows are dealt to the ranks in contiguous shards that differ by at most
     one unit (a head, SHARD_UNIT columns), larger ones first; a shard may be empty. A rank holds the KV heads that
@@ -52,6 +53,9 @@ class Dims:
     rank: int = 0  # whose view this is; a program's own dims are rank 0's
     replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
     one_hop: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
+
+    pages: int = 0  # of shared memory in a worker's ring (see isa/pages.py); 0: a CPU core, which has none
+    dots: int = 0  # 1: matmuls as dot products for few rows, 0: on matrix units; part of the numerics, but on a CPU
 
     @property
     def row_blocks(self) -> int:

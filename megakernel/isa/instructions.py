@@ -8,7 +8,7 @@ that lacks it does not compile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,7 @@ from .access import EVERY, OWN, Access, Column, Index, Kind, item_columns
 from .buffers import Buffer
 from .dims import Dims
 from .dtypes import Dtype
+from .pages import Matmul
 from .record import OPERAND_WORD, OPERANDS, Records
 
 Columns = Mapping[str, Column]
@@ -58,6 +59,8 @@ class Instruction:
     `accesses(columns, dims)` gives the regions of instructions of rank `dims.rank` whose operand columns are
     `columns`; `cost(columns, dims)` their work. `present(dims)`: whether programs of these sizes have it at all.
     `layered`: lies in the layer body. `output` names the storage type and the rounding point of what it writes.
+    `matmul` says what a matmul multiplies, from which the pages follow that it takes; but for attention nothing else
+    takes any.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Instruction:
     output: str
     layered: bool = True
     present: Callable[[Dims], bool] = lambda d: True
+    matmul: Matmul | None = None
 
     def columns(self, records: Records) -> dict[str, Column]:
         """Operand columns of records of this opcode."""
@@ -133,20 +137,18 @@ def _cost(
     return Cost(col(matrix), col(vector), col(memory))
 
 
-def _matmul_cost(
-    k: Callable[[Dims], int], width: int = 1, first_row: Callable[[Dims], int] = lambda d: 0
-) -> Callable[[Columns, Dims], Cost]:
-    """A tile of rows x cols outputs, each a dot of length k; `width` weight matrices (gate and up) side by side.
+def _matmul_cost(m: Matmul, first_row: Callable[[Dims], int] = lambda d: 0) -> Callable[[Columns, Dims], Cost]:
+    """A tile of rows x cols outputs.
 
     `first_row` is the rank's first row: its tiles bring the weights, the others find them in a cache.
     """
 
     def cost(c: Columns, d: Dims) -> Cost:
-        cols = c["cols"].astype(np.float64) * width
+        weights = c["cols"].astype(np.float64) * m.width * m.length(d)
         return _cost(
             c["row"],
-            matrix=2.0 * c["rows"] * cols * k(d),
-            memory=np.where(c["row"] == first_row(d), cols * k(d) * itemsize(d), 0.0),
+            matrix=2.0 * c["rows"] * weights,
+            memory=np.where(c["row"] == first_row(d), weights * itemsize(d), 0.0),
         )
 
     return cost
@@ -204,19 +206,19 @@ def _attention_accesses(c: Columns, d: Dims) -> list[Access]:
     ]
 
 
-def _residual_accesses(source: Buffer, k: Callable[[Dims], int]) -> Callable[[Columns, Dims], list[Access]]:
+def _residual_accesses(m: Matmul) -> Callable[[Columns, Dims], list[Access]]:
     def accesses(c: Columns, d: Dims) -> list[Access]:
-        return [_box(source, Kind.READ, c, (0, k(d))), _box(Buffer.X, Kind.UPDATE, c, _tile(c))]
+        return [_box(m.inputs, Kind.READ, c, (0, m.length(d))), _box(Buffer.X, Kind.UPDATE, c, _tile(c))]
 
     return accesses
 
 
-def _partial_accesses(source: Buffer, k: Callable[[Dims], int]) -> Callable[[Columns, Dims], list[Access]]:
+def _partial_accesses(m: Matmul) -> Callable[[Columns, Dims], list[Access]]:
     def accesses(c: Columns, d: Dims) -> list[Access]:
         row = d.rank * d.own_rows + _reduce_row(c, d)
         col, col_end = _tile(c)
         store = Access(Buffer.REDUCE, Kind.WRITE, row, row + c["rows"], col, col_end, rank=_owner(c, d))
-        return [_box(source, Kind.READ, c, (0, k(d))), store]
+        return [_box(m.inputs, Kind.READ, c, (0, m.length(d))), store]
 
     return accesses
 
@@ -263,6 +265,14 @@ def _sample_accesses(c: Columns, d: Dims) -> list[Access]:
     ]
 
 
+_QKV = Matmul(Buffer.W_QKV, Buffer.H, "hidden")
+_O = Matmul(Buffer.W_O, Buffer.ATTN, "o_cols", output=Buffer.X)
+_O_PARTIAL = replace(_O, output=Buffer.REDUCE)
+_GATE_UP = Matmul(Buffer.W_GATE_UP, Buffer.H, "hidden", 2, Buffer.ACT)
+_DOWN = Matmul(Buffer.W_DOWN, Buffer.ACT, "rank_ffn", output=Buffer.X)
+_DOWN_PARTIAL = replace(_DOWN, output=Buffer.REDUCE)
+_LM_HEAD = Matmul(Buffer.LM_HEAD, Buffer.Y, "hidden")
+
 _ROWS = ("row", "rows")
 _TILE = ("row", "rows", "col", "cols")
 
@@ -305,9 +315,10 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         Family.MATMUL,
         _TILE,
         _qkv_accesses,
-        _matmul_cost(lambda d: d.hidden),
+        _matmul_cost(_QKV),
         "t = H[r] W_QKV^T + B_QKV; q, k columns rotated pairwise by ROPE[r]; q to Q, k and v to their page",
         "Q, K_CACHE, V_CACHE: compute dtype, rounded once after the rotation",
+        matmul=_QKV,
     ),
     Instruction(
         "attention",
@@ -328,23 +339,25 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         6,
         Family.MATMUL,
         _TILE,
-        _residual_accesses(Buffer.ATTN, lambda d: d.o_cols),
-        _matmul_cost(lambda d: d.o_cols, first_row=lambda d: 0 if d.one_hop else d.rank * d.row_block),
+        _residual_accesses(_O),
+        _matmul_cost(_O, first_row=lambda d: 0 if d.one_hop else d.rank * d.row_block),
         "X[r] += ATTN[r] W_O^T + B_O; where this rank has all of ATTN[r] and W_O",
         "X: float32, never rounded",
         present=lambda d: d.tp == 1 or bool(d.replicated_o),
+        matmul=_O,
     ),
     Instruction(
         "o_partial",
         7,
         Family.MATMUL,
         _TILE,
-        _partial_accesses(Buffer.ATTN, lambda d: d.q_cols),
-        _matmul_cost(lambda d: d.q_cols),
+        _partial_accesses(_O_PARTIAL),
+        _matmul_cost(_O_PARTIAL),
         "REDUCE[this rank][r] = ATTN[r] W_O^T over the rank's heads, "
         "at the rank that owns r (at every rank where all do)",
         "REDUCE: compute dtype",
         present=lambda d: d.tp > 1 and not d.replicated_o,
+        matmul=_O_PARTIAL,
     ),
     Instruction(
         "o_reduce",
@@ -373,32 +386,35 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         Family.MATMUL,
         _TILE,
         _gate_up_accesses,
-        _matmul_cost(lambda d: d.hidden, width=2),
+        _matmul_cost(_GATE_UP),
         "ACT[r] = silu(H[r] W_GATE^T + B_GATE) * (H[r] W_UP^T + B_UP)",
         "ACT: compute dtype, rounded once after the product",
+        matmul=_GATE_UP,
     ),
     Instruction(
         "down_proj",
         11,
         Family.MATMUL,
         _TILE,
-        _residual_accesses(Buffer.ACT, lambda d: d.rank_ffn),
-        _matmul_cost(lambda d: d.rank_ffn),
+        _residual_accesses(_DOWN),
+        _matmul_cost(_DOWN),
         "X[r] += ACT[r] W_DOWN^T + B_DOWN; on one rank",
         "X: float32, never rounded",
         present=lambda d: d.tp == 1,
+        matmul=_DOWN,
     ),
     Instruction(
         "down_partial",
         12,
         Family.MATMUL,
         _TILE,
-        _partial_accesses(Buffer.ACT, lambda d: d.rank_ffn),
-        _matmul_cost(lambda d: d.rank_ffn),
+        _partial_accesses(_DOWN_PARTIAL),
+        _matmul_cost(_DOWN_PARTIAL),
         "REDUCE[this rank][r] = ACT[r] W_DOWN^T over the rank's FFN columns, "
         "at the rank that owns r (or at every rank)",
         "REDUCE: compute dtype",
         present=lambda d: d.tp > 1,
+        matmul=_DOWN_PARTIAL,
     ),
     Instruction(
         "down_reduce",
@@ -429,10 +445,11 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         Family.MATMUL,
         _TILE,
         _lm_head_accesses,
-        _matmul_cost(lambda d: d.hidden),
+        _matmul_cost(_LM_HEAD),
         "LOGITS[i] = Y[i] LM_HEAD^T, over the rank's part of the vocabulary, at the rank that samples row i",
         "LOGITS: float32",
         layered=False,
+        matmul=_LM_HEAD,
     ),
     Instruction(
         "sample",

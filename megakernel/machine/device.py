@@ -31,6 +31,7 @@ class Machine:
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
+    pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
     signal_s: float  # from a signal to a waiting worker's start
     dispatch_s: float  # fetch, decode and set-up of one instruction
 
@@ -51,6 +52,7 @@ def _machine(hardware: Hardware) -> Machine:
         tile_cols=hardware.tiles.cols,
         col_unit=hardware.tiles.col_unit,
         page=hardware.tiles.page,
+        pages=hardware.tiles.pages,
         signal_s=hardware.costs.signal_s,
         dispatch_s=hardware.costs.dispatch_s,
     )
@@ -93,6 +95,7 @@ def host(workers: int | None = None) -> Machine:
         tile_cols=256,
         col_unit=16,
         page=16,
+        pages=0,
         signal_s=0.3e-6,
         dispatch_s=0.2e-6,
     )

@@ -153,6 +153,7 @@ class Tiles:
     cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
+    pages: int  # pages of shared memory that a worker streams operands through
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 Each rank has items of its own, for the KV heads that its query heads use.
 
-Rows are first grouped into query tiles. All work then lies on one line: tile after tile, within a tile KV head after
-KV head. Slot s gets the s-th of equal lengths of it. Where a share ends inside a tile the tile is cut: between two
-heads, or inside one head's part, between rows or (a split) between KV blocks. So there are at most three items a
-slot more than tiles.
+Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work then lies on one line: tile
+after tile, within a tile part after part. Slot s gets the s-th of equal lengths of it. Where a share ends inside a tile
+the tile is cut: between two parts, or inside one part, between rows or (a split) between KV blocks. So there are at
+most three items a slot more than tiles.
+
+A CPU core takes one KV head after the other, so a part is one head. An SM computes `pages.UNITS` units of
+`pages.QUERY_TILE` query rows x heads side by side: its tiles are so high that one KV head fills all units, and where a
+tile has fewer rows a part has more heads.
 """
 
 from __future__ import annotations
@@ -17,24 +21,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable
+from ..isa import Dims, StepTable, pages
 
 Ints = NDArray[np.signedinteger]
 
-# Rows of a query tile. Its rows share each read of K and V: from 32 rows on, a loaded element feeds enough
+# Rows of a query tile on a CPU. Its rows share each read of K and V: from 32 rows on, a loaded element feeds enough
 # multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's first-level cache.
 QUERY_TILE = 32
-# KV blocks of the smallest piece of a split: below, its merge and hand-off cost more than it saves.
+# KV blocks of the smallest piece of a split on a CPU: below, its merge and hand-off cost more than it saves. (On a GPU
+# it is one: a block alone keeps a unit busy for longer than the hand-off, and with few rows most SMs are idle.)
 SPLIT_GRAIN = 2
-# A cut this near to a head's border, in shares, moves there: less balance, but no split and fewer items.
+# An SM computes a pass over a KV block in about the time in which its share of the memory brings K and V of so many
+# heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax make 3 us; 64 KiB at 36 GB/s 1.8 us.
+PASS_HEADS = 2
+# A cut this near to a part's border, in shares, moves there: less balance, but no split and fewer items.
 SLACK = 1 / 8
 
 
 class _Cut(Enum):
     """How finely a tile may be cut."""
 
-    INSIDE_HEADS = 0
-    BETWEEN_HEADS = 1
+    INSIDE_PARTS = 0
+    BETWEEN_PARTS = 1
     BETWEEN_TILES = 2
 
 
@@ -72,7 +80,8 @@ def deal_items(table: StepTable, seq: Ints, start: Ints, count: Ints) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """One rank's items by step-table field, and its slot_items."""
-    for tile_rows in (QUERY_TILE, dims.row_block):
+    query_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.group_size) if dims.pages else QUERY_TILE
+    for tile_rows in (query_rows, dims.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
             items, slots = _cut(dims, tiles, cut)
@@ -105,52 +114,87 @@ def _blocks_to(dims: Dims, position: Ints) -> Ints:
     return -(-position // dims.kv_block)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """How tiles are divided into parts; one array element a tile."""
+
+    wide: Ints  # KV heads of a part; they divide the rank's
+    cost: Ints  # of a part
+    by_blocks: NDArray[np.bool_]  # a part is cut between KV blocks, not between rows
+    grain_blocks: int  # KV blocks of the smallest piece
+
+
+def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
+    """Of a CPU core: the cost is that of its multiply-adds, rows x KV tokens."""
+    cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
+    share = dims.rank_kv_heads * int(cost.sum()) / dims.attention_slots
+    return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
+
+
+def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
+    """Of an SM. A part of a block or of a pass takes it as long as all of it, so parts are cut between KV blocks.
+
+    A part has as many KV heads as there are units, if a block of it is so small that cuts between blocks are fair; but
+    if there are blocks enough for all slots, so many that the units do not keep the memory waiting.
+    """
+    heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
+    units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
+    share = heads * int(blocks.sum()) / dims.attention_slots
+    most = np.clip(pages.UNITS // units, 1, max(SLACK * share, min(PASS_HEADS, share / (1 - SLACK)), 1))
+    divisors = np.array([n for n in range(1, heads + 1) if heads % n == 0])
+    wide = divisors[np.searchsorted(divisors, most, side="right") - 1]
+    passes = -(-wide * units // pages.UNITS)
+    return _Parts(wide, blocks * np.maximum(wide, PASS_HEADS * passes), np.ones_like(wide, dtype=bool), 1)
+
+
 def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     """Items by step-table field, and the slot of each, ascending.
 
-    A head's part of a tile is `grains` long on the line: rows, or SPLIT_GRAIN KV blocks (`by_blocks`).
+    A part is `grains` long on the line: rows, or runs of KV blocks (`by_blocks`).
     """
-    heads = dims.rank_kv_heads
-    cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)  # of one head: rows x KV tokens
-    share = heads * int(cost.sum()) / dims.attention_slots
-    by_blocks = (tiles.rows == 1) | (cost > share * tiles.rows)
-    grains = np.where(by_blocks, np.maximum(-(-tiles.blocks // SPLIT_GRAIN), 1), tiles.rows)
-    if cut is not _Cut.INSIDE_HEADS:
+    divided = (_gpu_parts if dims.pages else _core_parts)(dims, tiles)
+    wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
+    parts = dims.rank_kv_heads // wide
+    first_part = np.cumsum(parts) - parts
+    share = int((parts * cost).sum()) / dims.attention_slots
+    grains = np.where(by_blocks, np.maximum(-(-tiles.blocks // grain_blocks), 1), tiles.rows)
+    if cut is not _Cut.INSIDE_PARTS:
         grains = np.ones_like(grains)
-    line = np.append(0, np.cumsum(heads * grains))
+    line = np.append(0, np.cumsum(parts * grains))
 
-    # Where each share ends: which tile, which head of it, how far into the head's part.
-    cost_end = np.cumsum(heads * cost)
+    # Where each share ends: which tile, which part of it, how far into the part.
+    cost_end = np.cumsum(parts * cost)
     at = share * np.arange(1, dims.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
-    progress = (at - (cost_end[tile] - heads * cost[tile])) / cost[tile]
+    progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]
     if cut is _Cut.BETWEEN_TILES:
-        progress = heads * np.rint(progress / heads)
-    head = np.clip(progress, 0, heads - 1).astype(np.int64)
-    rest = progress - head
+        progress = parts[tile] * np.rint(progress / parts[tile])
+    part = np.clip(progress, 0, parts[tile] - 1).astype(np.int64)
+    rest = progress - part
     nearest = np.rint(rest)
     near = np.abs(rest - nearest) * cost[tile] <= SLACK * share
     border = nearest.astype(np.int64) * grains[tile]
     grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
-    # Splits take partials, first come first served; the others' cuts move to the head's border.
-    part = tile * heads + head
+    # Splits take partials, first come first served; the others' cuts move to the part's border.
+    number = first_part[tile] + part
     inside = (grain > 0) & (grain < grains[tile])
-    split = np.unique(part[inside & by_blocks[tile]])
-    too_many = split[np.cumsum((tiles.rows * tiles.blocks)[split // heads]) > dims.partials]
-    unsplit = np.isin(part, too_many)
+    split = np.unique(number[inside & by_blocks[tile]])
+    of_part = np.repeat(tiles.rows * tiles.blocks * wide, parts)
+    too_many = split[np.cumsum(of_part[split]) > dims.partials]
+    unsplit = np.isin(number, too_many)
     grain = np.where(unsplit, border, grain)
     inside &= ~unsplit
 
-    # Items lie between cuts, tile borders, and the borders of a head's part that is cut inside.
-    part_start = line[tile] + head * grains[tile]
+    # Items lie between cuts, tile borders, and the borders of a part that is cut inside.
+    part_start = line[tile] + part * grains[tile]
     ends = part_start + grain
     begin = np.unique(np.concatenate([line[:-1], ends, part_start[inside], (part_start + grains[tile])[inside]]))
     begin = begin[begin < line[-1]]
     slots = np.searchsorted(ends, begin, side="right")
     of = np.searchsorted(line, begin, side="right") - 1
     length = np.append(begin[1:], line[-1]) - begin
-    head, grain = np.divmod(begin - line[of], grains[of])
+    part, grain = np.divmod(begin - line[of], grains[of])
     partly = length % grains[of] != 0
 
     by_rows = partly & ~by_blocks[of]
@@ -160,8 +204,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     position = tiles.position[of] + row - tiles.row[of]
     block_end = np.where(live, _blocks_to(dims, position + rows), 0)
     is_split = partly & by_blocks[of]
-    block = np.where(is_split, grain * SPLIT_GRAIN, 0)
-    block_end = np.where(is_split, np.minimum((grain + length) * SPLIT_GRAIN, block_end), block_end)
+    block = np.where(is_split, grain * grain_blocks, 0)
+    block_end = np.where(is_split, np.minimum((grain + length) * grain_blocks, block_end), block_end)
 
     own = row // dims.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
@@ -172,8 +216,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     items = {
         "item_row": row,
         "item_rows": rows,
-        "item_kv_head": head,
-        "item_kv_heads": np.where(partly, 1, length // grains[of]),
+        "item_kv_head": part * wide[of],
+        "item_kv_heads": np.where(partly, 1, length // grains[of]) * wide[of],
         "item_seq": tiles.seq[of],
         "item_block": block,
         "item_blocks": block_end - block,
@@ -185,10 +229,10 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         "item_span": np.zeros_like(row),
     }
     _, first, index, pieces = np.unique(
-        (of * heads + head)[is_split], return_index=True, return_inverse=True, return_counts=True
+        (first_part[of] + part)[is_split], return_index=True, return_inverse=True, return_counts=True
     )
     span = tiles.blocks[of][is_split][first]
-    partials = rows[is_split][first] * span
+    partials = (rows * wide[of])[is_split][first] * span
     items["item_split"][is_split] = index
     items["item_splits"][is_split] = pieces[index]
     items["item_partial"][is_split] = (np.cumsum(partials) - partials)[index]

@@ -1,0 +1,131 @@
+"""What one launch of the CUDA interpreter is given, and what a block of it is. Declared once: `csrc/cuda/params.h` is
+generated from these tables, and the ctypes structures that a launcher fills are made from them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+THREADS = 384  # of a block; one block per SM
+PAGES = 13  # of shared memory, in the ring that everything passes through
+PAGE_BYTES = 16384
+SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper gives one
+MAP_BYTES = 128  # of an encoded tensor map, which must lie on 64 bytes
+CLOCK_STAMPS = 4  # of a block in a traced launch: (clock64, %globaltimer) at its begin, then at its end
+
+PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
+
+_SCALARS: dict[str, tuple[str, Any]] = {
+    "i4": ("int32_t", ctypes.c_int32),
+    "u4": ("uint32_t", ctypes.c_uint32),
+    "u8": ("uint64_t", ctypes.c_uint64),
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1: an array."""
+
+    name: str
+    kind: str
+    what: str
+    count: int = 1
+
+    @property
+    def c(self) -> str:
+        """Its declaration in C."""
+        kind = _SCALARS[self.kind][0] if self.kind in _SCALARS else self.kind
+        return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
+
+
+# `what` gives the shape of what a pointer points to. Ranks are all tp ranks of the model, blocks those of this grid.
+STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
+    "Delay": (
+        "A stall of one instruction, for tests of the trace; only traced launches have it.",
+        (
+            Field("segment", "i4", ""),
+            Field("layer", "i4", ""),
+            Field("record", "i4", "as in a trace"),
+            Field("ns", "i4", "0: none"),
+        ),
+    ),
+    "Diagnosis": (
+        "The first wait that took too long.",
+        (
+            Field("set", "i4", "0 until one is; who changes it to 1 writes the rest"),
+            Field("rank", "i4", ""),
+            Field("worker", "i4", ""),
+            Field("segment", "i4", ""),
+            Field("layer", "i4", "of the body"),
+            Field("number", "i4", "record, as in a trace"),
+            Field("slot", "i4", "wait word"),
+            Field("counter", "i4", "index in its block; of a grid the member"),
+            Field("value", "i4", ""),
+            Field("expected", "i4", ""),
+        ),
+    ),
+    "Params": (
+        "Arguments of a launch.",
+        (
+            Field("dims", "const Dims*", "[tp], as each rank sees them"),
+            Field("records", "const int32_t*", "prologue, body, epilogue, queues: [n][kWords]", 4),
+            Field("offsets", "const int32_t*", "[tp * workers + 1]; of the queues [tp * queues + 1]", 4),
+            Field(
+                "totals",
+                "const int32_t*",
+                "arrivals per launch in the first, a middle, the last block: [tp][counters]",
+                3,
+            ),
+            Field("counter_values", "int32_t* const*", "[tp] of [layers + 1][counters]"),
+            Field("claims", "int32_t* const*", "[tp] of [layers][queues]"),
+            Field("buffers", "void* const*", "[tp][kBuffers]"),
+            Field(
+                "layer_stride", "const uint64_t*", "[tp][kBuffers] bytes; 0 where a buffer has one copy for all layers"
+            ),
+            Field(
+                "maps", "const TensorMap*", "[tp][kBuffers]; of those buffers that tiles are loaded from or stored to"
+            ),
+            Field("step_words", "const int32_t*", "the step table"),
+            Field("abort", "int32_t*", "not 0: leave"),
+            Field("diagnosis", "Diagnosis*", ""),
+            Field("sample_scratch", "float*", "[blocks][2][vocab]"),
+            Field("trace", "Interval*", "[blocks][trace_capacity]"),
+            Field("trace_counts", "int32_t*", "[blocks] intervals, those that did not fit included"),
+            Field("clocks", "uint64_t*", "[blocks][kClockStamps]"),
+            Field("timeout_ns", "u8", "a wait that lasts longer ends the launch"),
+            Field("delay", "Delay", ""),
+            Field("trace_capacity", "i4", ""),
+            Field("launch", "u4", "this one's number since the counters were zero, from 1"),
+            Field("first_rank", "i4", "of this grid"),
+            Field("ranks", "i4", "of this grid: partitions of `workers` blocks"),
+            Field("workers", "i4", "of a rank"),
+            Field("counters", "i4", "of a block of counters"),
+            Field("queues", "i4", "of a rank"),
+            Field("synchronise", "i4", "0: neither waits nor signals, for launches of one phase each"),
+            Field("pipelined", "i4", "0: an instruction is fetched when the one before has ended"),
+            Field("segments", "i4", "bit s: run segment s"),
+            Field("layer_begin", "i4", "layers of the body to run"),
+            Field("layer_end", "i4", ""),
+        ),
+    ),
+}
+
+
+def _structures() -> dict[str, type[ctypes.Structure]]:
+    made: dict[str, type[ctypes.Structure]] = {}
+    for name, (what, fields) in STRUCTS.items():
+        columns = []
+        for field in fields:
+            if field.kind in _SCALARS:
+                kind = _SCALARS[field.kind][1]
+            else:
+                kind = ctypes.c_void_p if field.kind.endswith("*") else made[field.kind]
+            columns.append((field.name, kind * field.count if field.count > 1 else kind))
+        made[name] = type(name, (ctypes.Structure,), {"_fields_": columns, "__doc__": what})
+    return made
+
+
+# The structs as ctypes knows them.
+STRUCTURES = _structures()

@@ -1,0 +1,139 @@
+"""Pages of shared memory: which ones an instruction takes, who fills them, who releases them.
+
+The CUDA interpreter passes everything that it loads for a matmul or for attention, and the outputs that it stores by
+tiles, through one ring of pages per block. An instruction takes a run of pages, in an order that follows from its
+operands alone; page by page the ring goes on with what comes next, so an instruction can only end if the pages that
+it holds at once fit the ring. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and stored in boxes of
+BOX_ROWS rows.
+
+tensor  `dims.dots` = 0. For each chunk of CHUNK output columns (those of all matrices side by side) and each K_STEP of
+        the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the chunk. A
+        step is released when the next one's products are under way. Then, where the output leaves by tiles, its pages.
+dots    `dims.dots` = 1. Laps of at most `dims.pages` pages: weight pages, then all of the instruction's rows. A weight
+        page has DOT_PIECE elements of PIECES columns; they come in pairs, so that one warp has both columns of a RoPE
+        pair, or gate and up. The rows lie in pieces of DOT_PIECE elements, PIECES a page, and are released at the end
+        of their lap.
+attention  For each item, each pass over UNITS units (query tiles of QUERY_TILE rows x heads, of one KV head each), each
+        KV block and each KV head of the pass: its K pages, then its V pages, each of up to 64 elements a token. An item
+        of padding has one page, with nothing in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .access import Column
+from .buffers import BUFFERS, Buffer
+from .dims import Dims
+from .launch import PAGE_BYTES
+
+ROW_BYTES = 128
+PAGE_ROWS = PAGE_BYTES // ROW_BYTES
+BOX_ROWS = 32
+CHUNK = 256
+K_STEP = ROW_BYTES // 2  # of bfloat16
+STAGES = 2  # k steps held at once
+DOT_PIECE = 1024
+PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # in a page
+DOT_UNIT = 8  # column tiles of dots start on multiples of this
+DOT_INPUT_PAGES = 4  # of an instruction's rows, at most
+UNITS = 8  # of attention side by side
+QUERY_TILE = 16  # query rows x heads of a unit
+
+Ints = NDArray[np.int64]
+
+
+class Stream(Enum):
+    """What a page is for: who fills it, who releases it."""
+
+    WEIGHTS = "weight loader", "consumers"
+    INPUTS = "input loader", "consumers"
+    OUTPUT = "consumers", "storer"
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """out[r, c] = sum over k < `inner` (a size in Dims) of inputs[r, k] * weights[c, k].
+
+    `width` weight matrices lie side by side (gate and up). `output` is the buffer whose tiles leave through pages;
+    None: the consumers store from registers.
+    """
+
+    weights: Buffer
+    inputs: Buffer
+    inner: str
+    width: int = 1
+    output: Buffer | None = None
+
+    def length(self, dims: Dims) -> int:
+        return int(getattr(dims, self.inner))
+
+    def output_columns(self, dims: Dims) -> int:
+        """Output columns of a page; 0 where none leave through pages."""
+        return ROW_BYTES // BUFFERS[self.output].resolve_dtype(dims).itemsize if self.output is not None else 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How many pages each of some instructions takes, by what they are for, and the most that it holds at once."""
+
+    weights: Ints
+    inputs: Ints
+    output: Ints
+    held: Ints
+
+
+def matmul_pages(matmul: Matmul, rows: Column, cols: Column, dims: Dims) -> Pages:
+    """Of matmuls with tiles of `rows` x `cols` outputs."""
+    return (_dots if dims.dots else _tensor)(matmul, rows.astype(np.int64), cols.astype(np.int64), dims)
+
+
+def _tensor(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    steps = _ceil(matmul.length(dims), K_STEP)
+    of_weights = matmul.width * _ceil(cols, PAGE_ROWS)
+    weights = steps * of_weights
+    inputs = steps * _ceil(matmul.width * cols, CHUNK)
+    per_page = matmul.output_columns(dims)
+    output = _ceil(cols, per_page) if per_page else np.zeros_like(cols)
+    step = 1 + np.minimum(of_weights, CHUNK // PAGE_ROWS)
+    return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
+
+
+def _dots(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    pieces = _ceil(matmul.length(dims), DOT_PIECE)
+    weights = 2 * pieces * _ceil(matmul.width * cols, 2 * PIECES)
+    inputs = _ceil(rows * pieces, PIECES)
+    lap = np.maximum(dims.pages - inputs, 2) // 2 * 2  # both pages of a pair in the same
+    return Pages(weights, inputs * _ceil(weights, lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
+
+
+def kv_pages(dims: Dims) -> int:
+    """K and V pages of one KV head and one KV block: what attention holds at once."""
+    return 2 * -(-dims.head_dim // K_STEP)
+
+
+def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
+    """Pages of each attention item, all of them inputs. Those of padding have no blocks."""
+    tiles = _ceil(item_rows.astype(np.int64) * dims.group_size, QUERY_TILE)
+    units = tiles * item_kv_heads
+    # A pass begins with unit 0, 8, 16 ..; a KV head is loaded once for each pass that its units meet.
+    heads = [
+        np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
+        for first in range(0, int(units.max(initial=0)), UNITS)
+    ]
+    taken: Ints = np.sum(heads, axis=0, dtype=np.int64) * item_blocks * kv_pages(dims)
+    return np.where(item_blocks == 0, 1, taken)
+
+
+def dot_rows(inner: int) -> int:
+    """Most rows of an instruction of dots whose inputs are at most `inner` (> 0) long."""
+    return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)
+
+
+def _ceil(n: Ints | int, unit: Ints | int) -> Ints:
+    out: Ints = -(-np.asarray(n, dtype=np.int64) // unit)
+    return out
