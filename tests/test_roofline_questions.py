@@ -402,8 +402,9 @@ def test_expert_limit_is_where_the_times_meet() -> None:
     for ffn, active, members in ((2048, 8, 16), (2048, 8, 32), (32768, 2, 64), (16384, 2, 64), (65536, 1, 16)):
         times = lim.expert_parallel(1e6, 7168, ffn, active, members, PEAK, W_NODE, 8)
         assert times.compute_bound is lim.expert_limit(ffn, active, members, BEYOND, 8)
-    exchange = c.exchange_seconds(2e6 * 7168, H100.levels(64), 4)["leaf"]
-    assert 2 * exchange == pytest.approx(lim.expert_parallel(1e6, 7168, 1, 4, 64, PEAK, W_NODE, 8).comms_s)
+    exchange = c.exchange_seconds(2e6 * 7168, H100.levels(64), 4)
+    assert exchange["node"] == pytest.approx(2e6 * 7168 * 4 * 63 / 64**2 / W)  # each GPU sends to 4 of 64
+    assert 2 * exchange["leaf"] == pytest.approx(lim.expert_parallel(1e6, 7168, 1, 4, 64, PEAK, W_NODE, 8).comms_s)
 
 
 # -- inference
@@ -449,6 +450,13 @@ def test_decode_is_additive_in_weights_and_kv() -> None:
     kv = 2 * LLAMA_70B.layers * LLAMA_70B.kv_width * 1000 / 8
     assert (two.memory_s - one.memory_s) * H100.chip.hbm_bytes_per_s == near(kv, 1e-6)
     assert two.bytes_per_gpu - one.bytes_per_gpu == near(kv, 1e-6)
+
+
+def test_kv_heads_are_copied_beyond_their_number() -> None:
+    kv = 2 * LLAMA_70B.layers * LLAMA_70B.kv_width * 1000
+    for ranks, ways in ((4, 4), (8, 8), (16, 8), (64, 8)):
+        one, two = (decode_step(LLAMA_70B, NVL72, Layout(tp=ranks), n, 1000).bytes_per_gpu for n in (1, 2))
+        assert two - one == pytest.approx(kv / ways)
 
 
 def test_matrix_work_of_llama_70b() -> None:

@@ -310,7 +310,14 @@ def test_the_verb_writes_figures_with_measured_points(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "text, message", [(None, "cannot read"), ("{", "is not JSON"), ("[]", "has no gflops"), ('{"gflops": 1}', "has no")]
+    "text, message",
+    [
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[]", "has no gflops"),
+        ('{"gflops": 1}', "has no"),
+        ('{"gflops": "x", "read_GBps": 1}', "must be numbers"),
+    ],
 )
 def test_bad_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "bad.json"

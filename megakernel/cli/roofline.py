@@ -242,14 +242,14 @@ def _achieved(path: Path) -> list[Point]:
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise MegakernelError(f"{path} is not JSON: {e}") from e
     out = []
-    for name, figures in (
-        ("", measured),
-        (" prefill", measured.get("prefill") if isinstance(measured, dict) else None),
-    ):
+    decode = measured if isinstance(measured, dict) else {}
+    for name, figures in (("", decode), (" prefill", decode.get("prefill"))):
+        if not isinstance(figures, dict) or not {"gflops", "read_GBps"} <= set(figures):
+            continue
         try:
             flops, read = float(figures["gflops"]), float(figures["read_GBps"])
-        except (KeyError, TypeError, ValueError):
-            continue
+        except (TypeError, ValueError) as e:
+            raise MegakernelError(f"{path}: gflops and read_GBps must be numbers") from e
         out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, Mark.ACHIEVED))
     if not out:
         raise MegakernelError(f"{path} has no gflops and read_GBps: take what `megakernel bench latency --json` prints")

@@ -138,4 +138,6 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
     Bus bandwidth counts what each member sends, so an all-reduce is two `passes`, a gather or a reduce-scatter one.
     """
     curve = hardware.curve("all_reduce", members)
-    return curve and passes * array_bytes * (members - 1) / members / curve.at(array_bytes)
+    if curve is None:
+        return None
+    return passes * array_bytes * (members - 1) / members / curve.at(array_bytes)

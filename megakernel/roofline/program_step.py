@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ..isa import Dims, Dtype, Family, Instruction, attention_cost, link_bytes
 from ..isa.instructions import Columns
 from ..machine import Hardware
-from .collectives import latency_s
+from .collectives import latency_s, measured_s
 
 # Rates of the operands that programs compute with.
 RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
+_Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
 
 
@@ -99,7 +100,7 @@ class StepRoofline:
 
 
 def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) -> str:
-    """Which of the four is the longest; of equals the later in BOUNDS, so nothing to do is bound by nothing: math."""
+    """Which of the four is the longest; of equals the first in BOUNDS."""
     times = (math_s, vector_s, memory_s, comms_s)
     return BOUNDS[max(range(4), key=lambda i: times[i])]
 
@@ -110,12 +111,12 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
     peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
     egress = hardware.link.egress_bytes_per_s
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
-    work = [(part, *_work(part, context)) for part in parts]
+    work = [(part, _work(part, context)) for part in parts]
 
     def cost(name: str) -> InstructionCost:
-        mine = [w for w in work if w[0].instruction.name == name]
-        matrix, vector, memory, sent = (_most(mine, i) for i in range(1, 5))
-        hops = max(part.runs for part, *_ in mine) if sent else 0
+        mine = [(part, w) for part, w in work if part.instruction.name == name]
+        matrix, vector, memory, sent = _most(mine)
+        hops = max(part.runs for part, _ in mine) if sent else 0
         return InstructionCost(
             instruction=name,
             family=mine[0][0].instruction.family,
@@ -128,28 +129,28 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
             comms_s=latency_s(hops, hop_s, sent / egress),
-            comms_measured_s=measured_s(sent, hops, hardware, dims.tp),
+            comms_measured_s=_measured_s(sent, hops, hardware, dims.tp),
         )
 
     costs = tuple(cost(name) for name in dict.fromkeys(part.instruction.name for part in parts))
-    totals = [_most(work, i) for i in range(1, 5)]
+    matrix, vector, memory, sent = _most(work)
     hops = sum(c.hops for c in costs)
     measured = [c.comms_measured_s for c in costs]
     return StepRoofline(
-        t_math_s=totals[0] / peak,
-        t_vector_s=totals[1] / hardware.rates.fp32,
-        t_memory_s=totals[2] / hardware.chip.hbm_bytes_per_s,
-        t_comms_s=latency_s(hops, hop_s, totals[3] / egress),
+        t_math_s=matrix / peak,
+        t_vector_s=vector / hardware.rates.fp32,
+        t_memory_s=memory / hardware.chip.hbm_bytes_per_s,
+        t_comms_s=latency_s(hops, hop_s, sent / egress),
         t_latency_s=hops * hop_s,
         t_comms_measured_s=None if None in measured else sum(filter(None, measured)),
-        flops=totals[0],
-        memory_bytes=totals[2],
-        sent_bytes=totals[3],
+        flops=matrix,
+        memory_bytes=memory,
+        sent_bytes=sent,
         instructions=costs,
     )
 
 
-def _work(part: Part, context: float) -> tuple[float, float, float, float]:
+def _work(part: Part, context: float) -> _Work:
     """(matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of all runs."""
     d = part.dims
     cost = part.instruction.cost(part.columns, d)
@@ -162,21 +163,19 @@ def _work(part: Part, context: float) -> tuple[float, float, float, float]:
     return matrix * part.runs, float(cost.vector_flops.sum()) * part.runs, memory * part.runs, sent * part.runs
 
 
-def _most(work: Iterable[tuple[Part, float, float, float, float]], index: int) -> float:
-    """The largest sum over a rank's parts."""
-    sums: dict[int, float] = {}
-    for one in work:
-        rank = one[0].dims.rank
-        sums[rank] = sums.get(rank, 0.0) + float(one[index])  # type: ignore[arg-type]
-    return max(sums.values())
+def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
+    """Each kind of work on the rank that has most of it."""
+    sums: dict[int, _Work] = {}
+    for part, (matrix, vector, memory, sent) in work:
+        a, b, c, d = sums.get(part.dims.rank, (0.0, 0.0, 0.0, 0.0))
+        sums[part.dims.rank] = a + matrix, b + vector, c + memory, d + sent
+    matrix, vector, memory, sent = (max(column) for column in zip(*sums.values(), strict=True))
+    return matrix, vector, memory, sent
 
 
-def measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Seconds of so many equal messages at the bandwidth that the machine's collectives were measured to have.
-
-    A rank's share of a collective's array is (N - 1) / N of it; the curve is by the size of the array.
-    """
+def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
+    """Seconds of so many gathers of equal arrays, of which a rank sends its peers (N - 1) / N."""
     if not messages:
         return 0.0
-    curve = hardware.curve("all_reduce", ranks)
-    return curve and sent_bytes / curve.at(sent_bytes / messages * ranks / (ranks - 1))
+    one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)
+    return None if one is None else one * messages
