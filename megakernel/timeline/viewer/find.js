@@ -4,6 +4,7 @@ let matches = null, matchFlags = null;
 const hidden = new Set(); // shades by number, "wait", "load"
 const partHidden = (p) => hidden.has(p === WAITING ? "wait" : p);
 const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[i] === SHAPE.load ? "load" : shadeOf[i]);
+const filtering = () => matchFlags !== null || showPath;
 function dimmed(i) {
   return (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 }

@@ -101,9 +101,9 @@ window.timeline = {
   rate: (source, name, from, to) => meanRate(sources[source], tracks.find((t) => t.name === name).r, from / meta.unit_s, to / meta.unit_s),
   /** Shares of a row's time between two moments, by part: instruction names and "waiting". */
   shares(key, from, to) {
-    const row = rows.find((r) => r.key === key), found = new Float32Array(PARTS), t0 = from / meta.unit_s, t1 = to / meta.unit_s;
-    rowShare(row, found, 1, t0, 1 / (t1 - t0), false);
-    return Object.fromEntries([...found].map((v, p) => [p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name, v / (row.lane1 - row.lane0)]).filter(([, v]) => v > 0));
+    const row = rows.find((r) => r.key === key), t0 = from / meta.unit_s, t1 = to / meta.unit_s;
+    const { sums } = rowShare(row, new Share(1), t0, 1 / (t1 - t0), false);
+    return Object.fromEntries([...sums].map((v, p) => [p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name, v / (row.lane1 - row.lane0)]).filter(([, v]) => v > 0));
   },
   /** Middle of an interval in CSS pixels of the page. */
   locate(i) {

@@ -35,7 +35,7 @@ function arrowsInSight() {
   const found = [], px = scale();
   for (const row of visibleRows()) {
     if (row.type !== "worker") continue;
-    for (const i of wideIntervals(row.lane0)[SHAPE.wait]) {
+    for (const i of wideIntervals(row.lane0, 2)[SHAPE.wait]) {
       if (length[i] * px >= 6 * size.k && releaser[i] >= 0 && found.push(i) >= ARROWS) return found;
     }
   }
@@ -123,7 +123,7 @@ function drawRowLabels(shown) {
   for (const row of shown) {
     const y = rowY(row) + row.h / 2, x = (8 + row.depth * 9) * k, point = 12 * k;
     if (y - point / 2 < free) continue;
-    free = y + point / 2;
+    free = y + point * 0.7;
     if (row.openable && row.h >= 10 * k) triangle(x, y, row.isOpen);
     const bar = row.h >= 34 * k && row.role < 0;
     ctx.font = `${row.type === "rank" ? "600 " : ""}${Math.round(row.role < 0 ? point : 11 * k)}px ${colours.sans}`;
@@ -165,15 +165,16 @@ function makeOverview() {
   overview.width = columns; overview.height = h;
   const g = overview.getContext("2d");
   sources.forEach((s, n) => {
-    const sums = new Float32Array(columns * PARTS), to = s.lane0 + s.ranks * s.workers, tall = h / sources.length;
+    const sums = new Share(columns), to = s.lane0 + s.ranks * s.workers, tall = h / sources.length;
     for (let p = pieceStart[s.lane0]; p < pieceStart[to]; p++) {
       const part = partOf(pieceOf[p]);
-      if (part !== WAITING && !partHidden(part)) addShare(sums, part, pieceBegin[p] * px, pieceEnd[p] * px, 0, columns);
+      if (part !== WAITING && !partHidden(part)) sums.add(part, pieceBegin[p] * px, pieceEnd[p] * px);
     }
+    const parts = sums.settle().parts();
     for (let x = 0; x < columns; x++) {
       let y = tall * (n + 1);
-      for (let p = 0; p < WAITING; p++) {
-        const part = (sums[x * PARTS + p] / (to - s.lane0)) * (tall - (sources.length > 1 ? size.k : 0));
+      for (const p of parts) {
+        const part = (sums.sums[p * columns + x] / (to - s.lane0)) * (tall - (sources.length > 1 ? size.k : 0));
         if (part) { g.fillStyle = colours.shade[p]; g.fillRect(x, y - part, 1, part); y -= part; }
       }
     }

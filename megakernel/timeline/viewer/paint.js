@@ -46,7 +46,7 @@ function draw() {
   ctx.putImageData(base.image, 0, 0);
   ctx.save();
   ctx.beginPath(); ctx.rect(gutter(), rowsTop(), size.w - gutter(), size.h - rowsTop()); ctx.clip();
-  for (const i of labelled) drawText(i, barBox(i));
+  for (const bar of labelled) drawText(bar.i, bar);
   drawOverlay();
   ctx.restore();
   drawRowLabels(shown);
@@ -57,8 +57,8 @@ function draw() {
   lastFrame = performance.now() - started;
 }
 function visibleRows() {
-  const found = [];
-  for (const row of rows) if (rowY(row) + row.h > rowsTop() && rowY(row) < size.h) found.push(row);
+  const found = [], end = view.scroll + size.h - rowsTop();
+  for (let n = rowAt(view.scroll)?.n ?? rows.length; n < rows.length && rows[n].y < end; n++) found.push(rows[n]);
   return found;
 }
 
@@ -91,40 +91,58 @@ function paintGrid(shown) {
   for (const t of ticks()) fill(toX(t), curvesTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, curvesTop());
 }
 
-let share = new Float32Array(0);
+// Columns of one pixel, and of three for rows that are too thin to show more: there are many of those.
+const THIN = 12, shares = new Map();
+function shareOf(row) {
+  const wide = row.h < THIN * size.k ? 3 : 1, columns = Math.ceil((size.w - Math.ceil(gutter())) / wide);
+  let found = shares.get(wide);
+  if (found?.columns !== columns) {
+    found = Object.assign(new Share(columns), { wide, edges: new Float32Array(columns), units: new Float32Array(columns) });
+    shares.set(wide, found);
+  } else found.clear();
+  return found;
+}
 function paintRow(row, labelled) {
-  const columns = size.w - Math.ceil(gutter()), box = boxes(row), y = Math.round(rowY(row));
-  if (share.length !== columns * PARTS) share = new Float32Array(columns * PARTS);
-  else share.fill(0);
-  touched.fill(0);
-  if (row.type === "role") { paintRole(row, y + box.y, box.h, labelled); return; }
+  const box = boxes(row), y = Math.round(rowY(row)), share = shareOf(row);
+  if (row.type === "role") { paintRole(row, share, y + box.y, box.h, labelled); return; }
   const single = row.type === "worker";
-  if (rowShare(row, share, columns, view.t0, scale(), single)) paintColumns(row.lane1 - row.lane0, y + box.y, box.h);
-  if (single && longest[row.lane0] * scale() >= 2) paintBars(row, y, box, labelled);
+  paintColumns(rowShare(row, share, view.t0, scale() / share.wide, single), row.lane1 - row.lane0, y + box.y, box.h);
+  if (single && longest[row.lane0] * scale() >= 2 * share.wide) paintBars(row, share.wide, y, box, labelled);
 }
 /** Columns of shares: of `whole` at the most, from the bottom up. */
-function paintColumns(whole, y0, h) {
-  const left = Math.ceil(gutter()), { pixels } = base, w = size.w, top = Math.ceil(rowsTop()), columns = share.length / PARTS;
-  const parts = [...touched.keys()].filter((p) => touched[p]), drawn = parts.map((p) => !partHidden(p)), many = parts.length;
-  for (let c = 0, at = 0; c < columns; c++, at += PARTS) {
-    let sum = 0;
-    for (let n = 0; n < many; n++) sum += share[at + parts[n]];
-    if (sum < 1e-6) continue;
-    const unit = h / Math.max(whole, sum);
-    let filled = 0, y = Math.min(y0 + h, size.h);
-    for (let n = 0; n < many; n++) {
-      const part = share[at + parts[n]];
-      if (!part || !drawn[n]) continue;
-      filled += part * unit;
-      const stop = Math.max(y0 + h - Math.round(filled), top), colour = colours.part32[parts[n]];
-      while (y > stop) pixels[--y * w + left + c] = colour;
+function paintColumns(share, whole, y0, h) {
+  const { sums, columns, wide, units, edges } = share, { pixels } = base, { w, h: height } = size, found = share.parts();
+  if (!found.length) return;
+  const left = Math.ceil(gutter()), top = Math.ceil(rowsTop()), bottom = y0 + h;
+  units.fill(0); edges.fill(0);
+  for (const p of found) for (let c = 0, at = p * columns; c < columns; c++) units[c] += sums[at + c];
+  for (let c = 0; c < columns; c++) units[c] = h / (units[c] > whole ? units[c] : whole);
+  for (const p of found) {
+    if (partHidden(p)) continue;
+    const colour = colours.part32[p];
+    for (let c = 0, at = p * columns; c < columns; c++) {
+      const part = sums[at + c];
+      if (part < 1e-6) continue;
+      let y = bottom - ((edges[c] + 0.5) | 0);
+      edges[c] += part * units[c];
+      let stop = bottom - ((edges[c] + 0.5) | 0);
+      if (y > height) y = height;
+      if (stop < top) stop = top;
+      const x = left + c * wide, end = x + wide < w ? x + wide : w;
+      while (y > stop) { y--; for (let at32 = y * w + x; at32 < y * w + end; at32++) pixels[at32] = colour; }
     }
   }
 }
-/** Intervals of a worker that are two pixels or wider: waits, then strips, then work, so that work is never covered. */
-function paintBars(row, y, box, labelled) {
-  const wide = wideIntervals(row.lane0);
-  for (const shape of [SHAPE.wait, SHAPE.load, SHAPE.store, SHAPE.work]) {
+/** Intervals of a worker that are two columns of `wide` pixels or wider: waits, then strips, then work, so that work is never covered. */
+function paintBars(row, columns, y, box, labelled) {
+  const least = 2 * columns, wide = wideIntervals(row.lane0, least), l = row.lane0, px = scale();
+  // Of waits only what neither work nor stores cover. Where all are in columns already (see `wideIntervals`), none.
+  if (!wide.few) wide[SHAPE.wait] = [];
+  else for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], view.t0); n < pieceStart[l + 1] && pieceBegin[n] <= view.t1; n++) {
+    const i = pieceOf[n];
+    if (shapeOf[i] === SHAPE.wait && length[i] * px >= least) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
+  }
+  for (const shape of [SHAPE.load, SHAPE.store, SHAPE.work]) {
     for (const i of wide[shape]) {
       const strip = shape === SHAPE.load ? box.loadY : shape === SHAPE.store ? box.storeY : -1;
       if (strip < 0) paintBar(i, y + box.y, box.h, labelled);
@@ -132,8 +150,8 @@ function paintBars(row, y, box, labelled) {
     }
   }
 }
-/** By shape. Where many are in sight, most are narrow, and the list that begins with the longest is the shorter way. */
-function wideIntervals(l) {
+/** Of `least` pixels at least, by shape. Where many are in sight (not `few`), most are narrow, and the list of the longest is the shorter way. */
+function wideIntervals(l, least) {
   const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
   const ranges = [];
   let many = 0;
@@ -144,9 +162,10 @@ function wideIntervals(l) {
     ranges.push([from, low]);
     many += low - from;
   }
-  if (many > 4 * size.w) {
+  found.few = many <= 4 * size.w;
+  if (!found.few) {
     for (const i of longestFirst(l)) {
-      if (length[i] * px < 2) break;
+      if (length[i] * px < least) break;
       if (begin[i] <= t1 && endOf(i) >= t0) found[shapeOf[i]].push(i);
     }
     return found;
@@ -154,34 +173,34 @@ function wideIntervals(l) {
   for (const [from, to] of ranges) {
     for (let n = from; n < to; n++) {
       const i = order[n];
-      if (length[i] * px >= 2 && endOf(i) >= t0) found[shapeOf[i]].push(i);
+      if (length[i] * px >= least && endOf(i) >= t0) found[shapeOf[i]].push(i);
     }
   }
   return found;
 }
-function paintRole(row, y, h, labelled) {
-  const g = row.lane0 * ROLES + row.role, px = scale(), columns = size.w - Math.ceil(gutter()), wide = [];
-  let any = false;
+function paintRole(row, share, y, h, labelled) {
+  const g = row.lane0 * ROLES + row.role, px = scale(), wide = [], column = px / share.wide;
   for (let n = firstReaching(reach, groupStart[g], groupStart[g + 1], view.t0); n < groupStart[g + 1]; n++) {
     const i = order[n];
     if (begin[i] > view.t1) break;
-    if (length[i] * px >= 2) wide.push(i);
-    else if (!dimmed(i)) { addShare(share, partOf(i), (begin[i] - view.t0) * px, (endOf(i) - view.t0) * px, 0, columns); any = true; }
+    if (length[i] * column >= 2) wide.push(i);
+    else if (!dimmed(i)) share.add(partOf(i), (begin[i] - view.t0) * column, (endOf(i) - view.t0) * column);
   }
-  if (any) paintColumns(1, y, h);
+  paintColumns(share.settle(), 1, y, h);
   for (const i of wide) paintBar(i, y, h, labelled);
 }
-function paintBar(i, y, h, labelled) {
+/** Interval i, or the part of it from t0 to t1. */
+function paintBar(i, y, h, labelled, t0 = begin[i], t1 = endOf(i)) {
   if (hiddenAt(i)) return;
-  const k = size.k, x0 = Math.round(toX(begin[i]));
-  let x1 = Math.max(Math.round(toX(endOf(i))), x0 + 1);
+  const k = size.k, x0 = Math.round(toX(t0));
+  let x1 = Math.max(Math.round(toX(t1)), x0 + 1);
   if (x1 - x0 > 4 * k) x1 -= Math.round(k);
   const faint = dimmed(i);
   if (shapeOf[i] === SHAPE.wait) {
     hatch(x0, y, x1, y + h, faint);
     if (x1 - x0 > 6 * k && h > 4 * k) frame(x0, y, x1, y + h, faint ? colours.dimmed32[WAITING] : colours.wait32);
   } else fill(x0, y, x1, y + h, faint ? colours.dimmed32[shadeOf[i]] : colours.part32[shadeOf[i]]);
-  if (labelled && !faint && x1 - Math.max(x0, gutter()) > 26 * k && h >= 11 * k) labelled.push(i);
+  if (labelled && !faint && x1 - Math.max(x0, gutter()) > 26 * k && h >= 11 * k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
 function frame(x0, y0, x1, y1, colour) {
   const n = Math.max(1, Math.round(size.k));

@@ -35,6 +35,7 @@ function summaryOf(source) {
   return `
     ${source.letter ? `<h2 class="trace">${source.letter} · ${escape(source.source)} on ${escape(source.machine)}</h2>` : ""}
     ${s.dropped ? `<p class="warning">${s.dropped.toLocaleString("en")} intervals were dropped: the buffer was full. What is shown is incomplete.</p>` : ""}
+    ${s.resources.some((x) => x.fraction > 1) ? '<p class="warning">A resource did more than its peak: the machine\'s description or the clock is wrong.</p>' : ""}
     <h2>Step</h2><div class="numbers">
     ${number(seconds(s.step_s), "per step", "last end − first begin, mean over launches")}
     ${number(percent(s.busy), "workers busy", "COMPUTE, STORE or LOAD outside a wait; mean over workers")}
@@ -148,10 +149,10 @@ function aboutInterval(i) {
 }
 /** What a row's workers do in one column of pixels. */
 function aboutColumn(row, x) {
-  const found = new Float32Array(PARTS), workers = row.lane1 - row.lane0;
+  const workers = row.lane1 - row.lane0;
   if (x < gutter() || row.type !== "rank") return "";
-  rowShare(row, found, 1, toTime(x), scale(), false);
-  const parts = [...found].map((v, p) => [v / workers, p]).filter(([v]) => v > 0.005).sort((a, b) => b[0] - a[0]).slice(0, 6);
+  const { sums } = rowShare(row, new Share(1), toTime(x), scale(), false);
+  const parts = [...sums].map((v, p) => [v / workers, p]).filter(([v]) => v > 0.005).sort((a, b) => b[0] - a[0]).slice(0, 6);
   const name = (p) => (p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name);
   return `<b>${row.text}</b> at ${time(toTime(x), 6)}${parts.map(([v, p]) => `<small>${percent(v)} ${name(p)}</small>`).join("")}`;
 }
