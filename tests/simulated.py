@@ -134,17 +134,14 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
     """Consumers that begin to compute before all that the program makes them wait for is stored, and counters whose
     arrivals are not their totals. Shares nothing with the simulator but the trace."""
     rows = trace.intervals
-    compute, end = defaultdict(list), defaultdict(list)
+    begin, end, stored = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in rows[np.argsort(rows["end"], kind="stable")]:
         key = (int(row["layer"]), int(row["instruction"]))
         if row["kind"] == IntervalKind.COMPUTE:
-            compute[key].append(int(row["begin"]))
+            begin[key].append(int(row["begin"]))
             end[key].append(int(row["end"]))
         elif row["kind"] == IntervalKind.STORE:
-            # The storer takes tasks in order: this is the first of the instruction that has not been stored.
-            stored = next(i for i, at in enumerate(end[key]) if at <= int(row["begin"]))
-            end[key][stored] = int(row["end"])
-            end[key].append(end[key].pop(stored))
+            stored[key].append(int(row["end"]))
     arrived: dict[tuple[int, int, int], int] = defaultdict(int)
     latest: dict[tuple[int, int, int], int] = defaultdict(int)
     waits: list[tuple[tuple[int, int, int], int, str]] = []
@@ -152,18 +149,19 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
         records, ranks = program.numbered(segment)
         for number, (words, rank) in enumerate(zip(records.tolist(), ranks.tolist(), strict=True)):
             key = (layer, number)
-            if not compute[key]:
-                return [f"record {number} of layer {layer} never ran"]
-            begins, ends = compute[key], sorted(end[key])
-            for task, (items, arrivals) in enumerate(_tasks(program, table, words, rank)):
+            tasks = _tasks(program, table, words, rank)
+            # Items are computed and stored in order; what stores nothing ends with its arithmetic.
+            begins, ends = begin[key], stored[key] or end[key]
+            if len(begins) != len(tasks) or len(ends) != len(tasks):
+                return [f"record {number} of layer {layer} ran {len(begins)} of {len(tasks)} tasks"]
+            for task, (items, arrivals) in enumerate(tasks):
                 for counter in items:
                     waits.append(((block, rank, counter), begins[task], f"layer {layer} record {number}"))
                 for to, ahead, counter, count in arrivals:
                     at = (block + ahead, to, counter)
                     arrived[at] += count
-                    # Of a split only the last part to end signals.
-                    latest[at] = max(latest[at], ends[-1] if task < 0 else ends[task])
-    wrong = [name for at, begin, name in waits if latest[at] > begin]
+                    latest[at] = max(latest[at], ends[task])
+    wrong = [name for at, begins_at, name in waits if latest[at] > begins_at]
     totals = program.totals()
     got = np.zeros_like(totals)
     for (block, rank, counter), count in arrived.items():
