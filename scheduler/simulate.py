@@ -136,7 +136,7 @@ def _ratio(pair: ctypes.Array[ctypes.c_double]) -> float | None:
 
 def _launched(program: Program, work: Work) -> int:
     """Tasks of one launch."""
-    per_record = np.diff(work.first_task)
+    per_record = work.records["end_task"] - work.records["first_task"]
     counts = [
         int(per_record[offsets[0] : offsets[-1]].sum())
         for offsets in (work.prologue, work.body, work.epilogue, work.queue_records)
@@ -153,10 +153,11 @@ def _check(program: Program, work: Work, result: Result) -> None:
     if result.stuck_stream < 0:
         return
     rank, worker = divmod(result.stuck_stream, program.workers)
-    name = BY_OPCODE[int(work.opcode[result.stuck_record])].name
+    record = work.records[result.stuck_record]
+    name = BY_OPCODE[int(record["opcode"])].name
     raise MegakernelError(
         f"the program never ends: rank {rank} worker {worker} waits at record"
-        f" {int(work.number[result.stuck_record])} ({name}, layer {result.stuck_layer}); verify it"
+        f" {record['number']} ({name}, layer {result.stuck_layer}); verify it"
     )
 
 

@@ -19,6 +19,16 @@ Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # mk::simulate::Wait
+RECORD = np.dtype([(name, np.int32) for name in (
+    "number", "opcode", "first_task", "end_task", "queue", "claims_end",
+)])  # mk::simulate::Record  # fmt: skip
+TASK = np.dtype([
+    *((name, np.float64) for name in ("weight_bytes", "read_bytes", "compute_s", "tail_s")),
+    *((name, np.int32) for name in (
+        "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
+        "unused",
+    )),
+])  # mk::simulate::Task  # fmt: skip
 SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
 EVERY_RANK = -1
 
@@ -42,22 +52,8 @@ class Work:
     totals_first: Int32s
     totals_middle: Int32s
     totals_last: Int32s
-    number: Int32s
-    opcode: Int32s
-    first_task: Int32s
-    queue: Int32s
-    claims_end: Int32s
-    first_wait: Int32s
-    first_signal: Int32s
-    split: Int32s
-    parts: Int32s
-    weight_key: Int32s
-    read_key: Int32s
-    write_key: Int32s
-    weight_bytes: Floats
-    read_bytes: Floats
-    compute_s: Floats
-    tail_s: Floats
+    records: NDArray[np.void]
+    tasks: NDArray[np.void]
     stores: Floats  # [tasks, ranks]
     waits: NDArray[np.void]
     signals: NDArray[np.void]

@@ -9,7 +9,7 @@ activation buffer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,37 +34,39 @@ from ..isa import record as rec
 from ..isa.record import Records
 from ..program import SEGMENTS, Program
 from .simulate_costs import Costs
-from .simulate_native import EVERY_RANK, SIGNAL, WAIT, Floats, Int32s, Work
+from .simulate_native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
 _ATTENTION, _DRAIN, _FINAL_NORM = BY_NAME["attention"], BY_NAME["drain"], BY_NAME["final_norm"]
 _LISTS = (*SEGMENTS, "queues")
 
 
-@dataclass
 class _Tasks:
-    """Columns of all tasks, filled group by group. `wait` and `signal` collect rows that begin with the task."""
+    """All tasks, filled group by group. `waits` and `signals` collect rows that begin with the task."""
 
-    count: int
-    ranks: int
-    wait: list[Ints] = field(default_factory=list)  # [n, 3]: task, counter, slot
-    signal: list[Ints] = field(default_factory=list)  # [n, 5]: task, rank, counter, next, arrivals
-    column: dict[str, Floats] = field(default_factory=dict)
+    def __init__(self, count: int, ranks: int) -> None:
+        self.waits: list[Ints] = []  # [n, 3]: task, counter, slot
+        self.signals: list[Ints] = []  # [n, 5]: task, rank, counter, next, arrivals
+        self.table = np.zeros(count, dtype=TASK)
+        for name in ("weight_key", "read_key", "write_key", "split"):
+            self.table[name] = -1
+        self.stores = np.zeros((count, ranks))
 
-    def __post_init__(self) -> None:
-        for name in ("weight_bytes", "read_bytes", "compute_s", "tail_s"):
-            self.column[name] = np.zeros(self.count)
-        for name in ("split", "weight_key", "read_key", "write_key"):
-            self.column[name] = np.full(self.count, -1.0)
-        self.column["parts"] = np.ones(self.count)
-        self.stores = np.zeros((self.count, self.ranks))
-
-    def set(self, tasks: Ints, **columns: NDArray[np.number] | float) -> None:
+    def set(self, tasks: Ints, **columns: NDArray[np.number[Any]] | float) -> None:
         for name, values in columns.items():
-            self.column[name][tasks] = values
+            self.table[name][tasks] = values
 
-    def ints(self, name: str) -> Int32s:
-        return self.column[name].astype(np.int32)
+    def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+        """The rows in the order of their tasks, which then know theirs."""
+        names = dtype.names or ()
+        table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        ends = np.cumsum(np.bincount(table[:, 0], minlength=len(self.table)))
+        self.table[f"end_{what}"], self.table[f"first_{what}"] = ends, np.append(0, ends[:-1])
+        out = np.zeros(len(table), dtype=dtype)
+        for i, name in enumerate(names):
+            out[name] = table[:, i + 1]
+        return out
 
 
 def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: Collection[int]) -> Work:
@@ -91,9 +93,13 @@ def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: C
                 _plain(tasks, keys, instruction, records[chosen], first_task[chosen], dims, costs)
     _words(tasks, program, records, opcodes, ranks, first_task, views)
     drain = opcodes == _DRAIN.opcode
-    operand = {name: records[:, rec.OPERAND_WORD + i] for i, name in enumerate(_DRAIN.operands)}
-    first_wait, waits = _sorted(tasks.wait, tasks.count, WAIT)
-    first_signal, signals = _sorted(tasks.signal, tasks.count, SIGNAL)
+    table_of_records = np.zeros(len(records), dtype=RECORD)
+    table_of_records["number"], table_of_records["opcode"] = number, opcodes
+    table_of_records["first_task"], table_of_records["end_task"] = first_task[:-1], first_task[1:]
+    for name, operand in (("queue", "queue"), ("claims_end", "end")):
+        table_of_records[name] = np.where(drain, records[:, rec.OPERAND_WORD + _DRAIN.operands.index(operand)], -1)
+    waits = tasks.words(tasks.waits, "wait", WAIT)
+    signals = tasks.words(tasks.signals, "signal", SIGNAL)
     bound = np.full(max(BY_OPCODE) + 1, 2, dtype=np.uint8)  # 2: neither
     for opcode, instruction in BY_OPCODE.items():
         if instruction.family is not Family.CONTROL:
@@ -114,15 +120,8 @@ def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: C
         totals_first=np.ascontiguousarray(program.totals_first, np.int32),
         totals_middle=np.ascontiguousarray(program.totals_middle, np.int32),
         totals_last=np.ascontiguousarray(program.totals_last, np.int32),
-        number=number,
-        opcode=opcodes.astype(np.int32),
-        first_task=first_task.astype(np.int32),
-        queue=np.where(drain, operand["queue"], -1).astype(np.int32),
-        claims_end=np.where(drain, operand["end"], 0).astype(np.int32),
-        first_wait=first_wait,
-        first_signal=first_signal,
-        **{name: tasks.ints(name) for name in ("split", "parts", "weight_key", "read_key", "write_key")},
-        **{name: tasks.column[name] for name in ("weight_bytes", "read_bytes", "compute_s", "tail_s")},
+        records=table_of_records,
+        tasks=tasks.table,
         stores=tasks.stores,
         waits=waits,
         signals=signals,
@@ -144,18 +143,6 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
         offsets.append((segment.offsets + start).astype(np.int32))
         start += len(segment.records)
     return np.concatenate(every), np.concatenate(ranks), np.concatenate(number).astype(np.int32), offsets
-
-
-def _sorted(rows: list[Ints], count: int, dtype: np.dtype[np.void]) -> tuple[Int32s, NDArray[np.void]]:
-    """Rows in the order of their first column, without it, and where each task's begin."""
-    names = dtype.names or ()
-    table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    first = np.concatenate([[0], np.cumsum(np.bincount(table[:, 0], minlength=count))]).astype(np.int32)
-    out = np.zeros(len(table), dtype=dtype)
-    for i, name in enumerate(names):
-        out[name] = table[:, i + 1]
-    return first, out
 
 
 class _Keys:
@@ -318,7 +305,7 @@ def _words(
     of = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
     task = first_task[record[plain]][of] + nth
-    tasks.wait.append(np.stack([task, rec.word_counter(word[plain])[of], slot[plain][of]], axis=1))
+    tasks.waits.append(np.stack([task, rec.word_counter(word[plain])[of], slot[plain][of]], axis=1))
 
     signals = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
     record, slot = np.nonzero(signals)
@@ -334,7 +321,7 @@ def _words(
         (word & rec.NEXT != 0).astype(np.int64),
         one,
     ]
-    tasks.signal.append(np.stack(columns, axis=1))
+    tasks.signals.append(np.stack(columns, axis=1))
     for rank, view in enumerate(views):
         chosen = np.flatnonzero((opcodes == _ATTENTION.opcode) & (ranks == rank))
         if len(chosen):
@@ -360,7 +347,7 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
     block = view.item_wait_block[item][of] + nth // wide[of]
     counter = rec.word_counter(wait)[of] + block * groups[of] + group[of] + nth % wide[of]
     indexed = (wait & rec.INDEXED != 0)[of]
-    tasks.wait.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed])
+    tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed])
 
     own = view.item_row[item] // dims.row_block
     to = rec.word_rank(signal)
@@ -373,7 +360,7 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
         (signal & rec.NEXT != 0).astype(np.int64),
         view.item_rows[item].astype(np.int64) * heads,
     ]
-    tasks.signal.append(np.stack(rows, axis=1)[signal & rec.INDEXED != 0])
+    tasks.signals.append(np.stack(rows, axis=1)[signal & rec.INDEXED != 0])
 
 
 def _logit_waits(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:
@@ -388,4 +375,6 @@ def _logit_waits(tasks: _Tasks, records: Records, first: Ints, view: StepTable) 
             block = block[block % dims.tp == dims.rank]
         for slot in np.flatnonzero(words & rec.INDEXED):
             counter = rec.word_counter(words[slot]) + block
-            tasks.wait.append(np.stack([np.full_like(counter, first[i]), counter, np.full_like(counter, slot)], axis=1))
+            tasks.waits.append(
+                np.stack([np.full_like(counter, first[i]), counter, np.full_like(counter, slot)], axis=1)
+            )

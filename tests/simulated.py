@@ -12,7 +12,7 @@ from megakernel.isa import BY_NAME, StepTable
 from megakernel.isa import record as rec
 from megakernel.program import Program
 from megakernel.scheduler.simulate_costs import Costs
-from megakernel.scheduler.simulate_native import EVERY_RANK, SIGNAL, WAIT, Result, Work, run
+from megakernel.scheduler.simulate_native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Result, Work, run
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 # Everything free, and as fast as can be.
@@ -73,12 +73,22 @@ def hand_work(
     def ints(values: Sequence[int]) -> np.ndarray:
         return np.array(values, np.int32)
 
-    def flat(lists: Sequence[Sequence[tuple[int, ...]]], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        return ints(np.cumsum([0, *map(len, lists)])), np.array([x for some in lists for x in some], dtype)
-
-    first_wait, waits = flat([[(c, i) for i, c in enumerate(t.waits)] for t in tasks], WAIT)
-    first_signal, signals = flat([[(to, c, 0, 1) for to, c in t.signals] for t in tasks], SIGNAL)
-    none = np.zeros(len(tasks), np.int32)
+    waits = np.array([(c, i) for t in tasks for i, c in enumerate(t.waits)], WAIT)
+    signals = np.array([(to, c, 0, 1) for t in tasks for to, c in t.signals], SIGNAL)
+    table = np.zeros(len(tasks), TASK)
+    for name, attribute in (("weight_bytes", "weights"), ("read_bytes", "reads"), ("compute_s", "compute")):
+        table[name] = [getattr(t, attribute) for t in tasks]
+    table["weight_key"] = [t.weight_key for t in tasks]
+    table["read_key"] = table["write_key"] = table["split"] = -1
+    for name in ("wait", "signal"):
+        ends = np.cumsum([len(getattr(t, f"{name}s")) for t in tasks])
+        table[f"end_{name}"], table[f"first_{name}"] = ends, np.append(0, ends[:-1])
+    records = np.zeros(len(tasks), RECORD)
+    records["opcode"] = BY_NAME["qkv_rope"].opcode
+    records["number"] = records["first_task"] = np.arange(len(tasks))
+    records["end_task"] = records["first_task"] + 1
+    records["queue"] = [0 if t.drain else -1 for t in tasks]
+    records["claims_end"] = [t.drain for t in tasks]
     empty = np.full(len(streams) + 1, len(tasks), np.int32)
     return Work(
         ranks=ranks,
@@ -96,22 +106,8 @@ def hand_work(
         totals_first=totals,
         totals_middle=totals,
         totals_last=np.zeros_like(totals),
-        number=np.arange(len(tasks), dtype=np.int32),
-        opcode=none + BY_NAME["qkv_rope"].opcode,
-        first_task=np.arange(len(tasks) + 1, dtype=np.int32),
-        queue=ints([0 if t.drain else -1 for t in tasks]),
-        claims_end=ints([t.drain for t in tasks]),
-        first_wait=first_wait,
-        first_signal=first_signal,
-        split=none - 1,
-        parts=none + 1,
-        weight_key=ints([t.weight_key for t in tasks]),
-        read_key=none - 1,
-        write_key=none - 1,
-        weight_bytes=np.array([t.weights for t in tasks], np.float64),
-        read_bytes=np.array([t.reads for t in tasks], np.float64),
-        compute_s=np.array([t.compute for t in tasks], np.float64),
-        tail_s=np.zeros(len(tasks)),
+        records=records,
+        tasks=table,
         stores=np.array([[t.stores.get(r, 0.0) for r in range(ranks)] for t in tasks], np.float64).reshape(-1, ranks),
         waits=waits,
         signals=signals,

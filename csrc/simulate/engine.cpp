@@ -27,6 +27,7 @@ Engine::Engine(const Program& program, const Costs& costs, const Stall& stall, I
     const int64_t size = static_cast<int64_t>(program.ranks) * program.counters;
     for (int64_t i = 0; i < size; ++i) counters_[block * size + i].left = totals[i];
   }
+  stored_.assign(program.ranks, 0.0);
   for (int32_t r = 0; r < program.ranks; ++r) {
     memory_.emplace_back(costs.memory_bytes_per_s, costs.worker_bytes_per_s);
     cache_rate_.emplace_back(costs.cache_bytes_per_s, costs.worker_bytes_per_s);
@@ -68,14 +69,10 @@ Result Engine::run() {
       std::pop_heap(events_.begin(), events_.end());
       events_.pop_back();
       switch (e.what) {
-        case What::fetched: {
-          Worker& w = workers_[e.worker];
-          w.fetching = false;
-          ++w.fetched;
+        case What::fetch:
+          workers_[e.worker].fetching = false;
           fetch(e.worker);
-          load(e.worker);
           break;
-        }
         case What::head:
           begin_head(e.worker);
           break;
@@ -128,14 +125,14 @@ bool Engine::advance(Worker& w) {
       continue;
     }
     w.current = w.record;
-    if (p_.queue[w.record] >= 0) {
-      const int32_t queue = w.rank * p_.queues + p_.queue[w.record];
+    if (p_.records[w.record].queue >= 0) {
+      const int32_t queue = w.rank * p_.queues + p_.records[w.record].queue;
       int32_t& claimed = claims_[static_cast<int64_t>(w.layer) * p_.ranks * p_.queues + queue];
-      if (claimed < p_.claims_end[w.record]) w.current = p_.offsets[kQueues][queue] + claimed++;
+      if (claimed < p_.records[w.record].claims_end) w.current = p_.offsets[kQueues][queue] + claimed++;
     }
     if (w.current == w.record) ++w.record;
-    w.task = p_.first_task[w.current];
-    w.task_end = p_.first_task[w.current + 1];
+    w.task = p_.records[w.current].first_task;
+    w.task_end = p_.records[w.current].end_task;
   }
   Run& run = w.run(w.fetched);
   run = Run{};
@@ -151,17 +148,22 @@ bool Engine::advance(Worker& w) {
 void Engine::fetch(int32_t i) {
   Worker& w = workers_[i];
   if (w.ended || w.fetching || w.fetched - w.stored >= c_.in_flight) return;
+  if (w.fetch_free > now_) {
+    w.fetching = true;
+    schedule(w.fetch_free, What::fetch, i);
+    return;
+  }
   if (!advance(w)) {
     w.ended = true;
     return;
   }
-  w.fetching = true;
-  Run& run = w.run(w.fetched);
+  Run& run = w.run(w.fetched++);
   const bool claimed = run.segment == kBody && run.record >= p_.offsets[kQueues][0] &&
                        run.record < p_.offsets[kQueues][static_cast<int64_t>(p_.ranks) * p_.queues];
-  const double ready = now_ + c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
-  record(i, run, Role::CONTROLLER, IntervalKind::FETCH, now_, ready);
-  schedule(ready, What::fetched, i);
+  run.fetched = w.fetch_free = now_ + c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
+  record(i, run, Role::CONTROLLER, IntervalKind::FETCH, now_, run.fetched);
+  load(i);
+  fetch(i);
 }
 
 // -- loader
@@ -171,17 +173,18 @@ void Engine::fetch(int32_t i) {
 void Engine::load(int32_t i) {
   Worker& w = workers_[i];
   if (w.loading || w.head_due || w.loaded == w.fetched) return;
-  double from = now_;
+  const double asked = std::max(now_, w.run(w.loaded).fetched);
+  double from = asked;
   if (w.loaded > w.computed) {
     const Run& before = w.run(w.loaded - 1);
     if (before.end == kNever) return;
-    const double bytes = p_.weight_bytes[before.task] + p_.read_bytes[before.task];
+    const double bytes = p_.tasks[before.task].weight_bytes + p_.tasks[before.task].read_bytes;
     const double left = bytes > c_.ring_bytes ? c_.ring_bytes / bytes : 1.0;
     from = std::max(from, before.end - left * (before.end - before.begin));
   }
   if (from > now_) {
     w.head_due = true;
-    record(i, w.run(w.loaded), Role::LOADER, IntervalKind::PAGE_WAIT, now_, from);
+    record(i, w.run(w.loaded), Role::LOADER, IntervalKind::PAGE_WAIT, asked, from);
     schedule(from, What::head, i);
   } else {
     begin_head(i);
@@ -212,13 +215,13 @@ void Engine::begin_head(int32_t i) {
   Run& run = w.run(w.loaded);
   run.head_begin = run.head_end = run.ready = now_;
   run.from = w.rank;
-  run.rest = run.rest_missing = p_.weight_bytes[run.task];
-  if (const int32_t key = p_.weight_key[run.task]; key >= 0) {
-    run.rest_missing = caches_[w.rank].read(key, run.layer, run.rest);
+  run.rest = run.rest_missing = p_.tasks[run.task].weight_bytes;
+  if (const int32_t key = p_.tasks[run.task].weight_key; key >= 0) {
+    run.rest_missing = caches_[w.rank].read(key, run.layer, run.rest, filled(w.rank));
     write_back(w.rank);
   }
   const int64_t number = w.loaded;
-  w.wait = p_.first_wait[run.task];
+  w.wait = p_.tasks[run.task].first_wait;
   wait_on(i);
   if (w.loaded > number || run.body_begin != kNever || run.rest <= 0) return;
   const double head = std::min(run.rest, c_.ring_bytes), missing = run.rest_missing * (head / run.rest);
@@ -232,7 +235,7 @@ void Engine::begin_head(int32_t i) {
 void Engine::wait_on(int32_t i) {
   Worker& w = workers_[i];
   Run& run = w.run(w.loaded);
-  for (; w.wait < p_.first_wait[run.task + 1]; ++w.wait) {
+  for (; w.wait < p_.tasks[run.task].end_wait; ++w.wait) {
     Counter& counter = this->counter(w.rank, block(run), p_.waits[w.wait].counter);
     if (counter.left > 0) {
       w.next_waiter = counter.waiter;
@@ -260,14 +263,14 @@ void Engine::begin_body(int32_t i) {
   if (!w.loading) return;
   Run& run = w.run(w.loaded);
   if (w.wait >= 0 || run.ready > now_ || run.body_begin != kNever) return;
-  const double read = p_.read_bytes[run.task];
-  if (p_.weight_bytes[run.task] + read > c_.ring_bytes && w.computed < w.loaded) return;
+  const double read = p_.tasks[run.task].read_bytes;
+  if (p_.tasks[run.task].weight_bytes + read > c_.ring_bytes && w.computed < w.loaded) return;
   run.body_begin = now_;
   double missing = run.rest_missing;
   const double bytes = run.rest + read;
   if (read > 0) {
-    const int32_t key = p_.read_key[run.task];
-    missing += key >= 0 ? caches_[w.rank].read(key, run.layer, read) : read;
+    const int32_t key = p_.tasks[run.task].read_key;
+    missing += key >= 0 ? caches_[w.rank].read(key, run.layer, read, filled(w.rank)) : read;
     write_back(w.rank);
   }
   if (bytes > 0)
@@ -308,8 +311,8 @@ void Engine::begin_compute(int32_t i) {
   const bool has_load = w.loaded > w.computed || (w.loading && w.loaded == w.computed);
   if (!has_load || run.body_begin == kNever || run.begin != kNever) return;
   double begin = now_;
-  if (p_.weight_bytes[run.task] > 0) begin = std::max(begin, run.head_begin + c_.latency_s);
-  if (p_.read_bytes[run.task] > 0) begin = std::max(begin, run.body_begin + c_.latency_s);
+  if (p_.tasks[run.task].weight_bytes > 0) begin = std::max(begin, run.head_begin + c_.latency_s);
+  if (p_.tasks[run.task].read_bytes > 0) begin = std::max(begin, run.body_begin + c_.latency_s);
   run.begin = begin;
   if (begin > now_)
     schedule(begin, What::begin, i);
@@ -347,12 +350,12 @@ double Engine::hidden(const Worker& w, const Run& run, double begin, double end)
 void Engine::decide_end(int32_t i) {
   Worker& w = workers_[i];
   Run& run = w.run(w.computed);
-  double end = run.begin + p_.compute_s[run.task];
-  if (p_.weight_bytes[run.task] + p_.read_bytes[run.task] > 0) {
+  double end = run.begin + p_.tasks[run.task].compute_s;
+  if (p_.tasks[run.task].weight_bytes + p_.tasks[run.task].read_bytes > 0) {
     const double last = run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
-    end = std::max(end, last + c_.latency_s + p_.tail_s[run.task]);
+    end = std::max(end, last + c_.latency_s + p_.tasks[run.task].tail_s);
   }
-  if (run.segment == stall_.segment && p_.number[run.record] == stall_.number &&
+  if (run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
       (run.segment != kBody || run.layer == stall_.layer))
     end += stall_.seconds;
   run.end = end;
@@ -385,14 +388,15 @@ void Engine::store(int32_t i) {
   Run& run = w.run(w.stored);
   run.store_begin = now_;
   const double* bytes = p_.stores + static_cast<int64_t>(run.task) * p_.ranks;
-  const int32_t key = p_.write_key[run.task];
+  const int32_t key = p_.tasks[run.task].write_key;
   double most = 0.0;
   w.store_flows = 1;
   for (int32_t r = 0; r < p_.ranks; ++r) {
     if (bytes[r] <= 0) continue;
     most = std::max(most, bytes[r]);
     if (key >= 0) {
-      caches_[r].write(key, bytes[r]);
+      caches_[r].write(key, bytes[r], filled(r));
+      stored_[r] += bytes[r];
       write_back(r);
     }
     if (r == w.rank) continue;
@@ -415,11 +419,11 @@ void Engine::done(int32_t i) {
   Run& run = w.run(w.stored);
   record(i, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
   w.storing = false;
-  const int32_t split = p_.split[run.task];
+  const int32_t split = p_.tasks[run.task].split;
   bool final = true;
   if (split >= 0) {
     int32_t& arrived = splits_[static_cast<int64_t>(w.rank) * p_.splits + split];
-    final = ++arrived == p_.parts[run.task];
+    final = ++arrived == p_.tasks[run.task].parts;
     if (final) arrived = 0;
   }
   const Run finished = run;  // its place may be taken when a signal lets this worker go on
@@ -430,7 +434,7 @@ void Engine::done(int32_t i) {
 }
 
 void Engine::signal(const Run& run, int32_t rank) {
-  for (int32_t s = p_.first_signal[run.task]; s < p_.first_signal[run.task + 1]; ++s) {
+  for (int32_t s = p_.tasks[run.task].first_signal; s < p_.tasks[run.task].end_signal; ++s) {
     const Signal& signal = p_.signals[s];
     const int32_t to = block(run) + signal.next;
     if (signal.rank >= 0) {
@@ -469,7 +473,7 @@ void Engine::record(int32_t i, const Run& run, Role role, IntervalKind kind, dou
     out = {};
     out.begin = static_cast<uint64_t>(begin * 1e9);
     out.end = static_cast<uint64_t>(end * 1e9);
-    out.instruction = static_cast<uint32_t>(p_.number[run.record]);
+    out.instruction = static_cast<uint32_t>(p_.records[run.record].number);
     out.launch = 1;
     out.worker = static_cast<uint16_t>(i % p_.workers);
     out.layer = static_cast<uint16_t>(run.segment == kPrologue   ? kTracePrologue
@@ -500,7 +504,7 @@ void Engine::count_overlaps() {
 // A worker begins (by = 1) or ends (-1) computing.
 void Engine::change(const Worker& w, const Run& run, int by) {
   count_overlaps();
-  const int32_t opcode = p_.opcode[run.record];
+  const int32_t opcode = p_.records[run.record].opcode;
   computing_ += by;
   if (p_.compute_bound[opcode] == 1) compute_bound_ += by;
   if (p_.compute_bound[opcode] == 0) memory_bound_ += by;

@@ -30,6 +30,7 @@ class Engine {
   // One run of a task on its way through a worker. Times that are still unknown are kNever.
   struct Run {
     int32_t record = 0, task = 0, layer = 0, segment = 0;
+    double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
     double begin = kNever, end = kNever;
@@ -44,6 +45,7 @@ class Engine {
     // Tasks taken so far by each role; what is between two of them is under way.
     int64_t fetched = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, loading = false, ended = false;
+    double fetch_free = 0.0;
     bool head_due = false, storing = false;
     int flows[2] = {0, 0}, store_flows = 0;  // of the load's head and body, of the store under way
     // where the stream is
@@ -62,7 +64,7 @@ class Engine {
     int32_t from = 0;  // the rank of that arrival
   };
 
-  enum class What : int32_t { fetched, head, ready, begin, end, stored };
+  enum class What : int32_t { fetch, head, ready, begin, end, stored };
 
   struct Event {
     double time;
@@ -92,6 +94,7 @@ class Engine {
   void arrive(int32_t rank, int32_t block, const Signal& signal, int32_t from);
   void flow(int32_t w, int part, double bytes, double missing);
   void write_back(int32_t rank);
+  double filled(int32_t rank) const { return memory_[rank].delivered(now_) + stored_[rank]; }
   void record(int32_t w, const Run& run, Role role, IntervalKind kind, double begin, double end,
               int32_t slot = 0);
   void count_overlaps();
@@ -119,6 +122,7 @@ class Engine {
   std::vector<int32_t> splits_;  // [ranks][splits]
   std::vector<Shared> memory_, cache_rate_;
   std::vector<Cache> caches_;
+  std::vector<double> stored_;  // bytes, by rank
   Links links_;
 
   // for the overlaps

@@ -5,6 +5,7 @@
 namespace mk::simulate {
 
 void Flows::advance(double now) {
+  delivered_ = delivered(now);
   v_ += (now - at_) * speed_;
   at_ = now;
 }
@@ -23,9 +24,11 @@ void Flows::add(double now, double bytes, int32_t who) {
   advance(now);
   heap_.push_back({v_ + bytes, who});
   std::push_heap(heap_.begin(), heap_.end());
+  look_ahead();
 }
 
 int32_t Flows::pop(double now) {
+  delivered_ = delivered(now);
   v_ = heap_.front().end;
   at_ = now;
   const int32_t who = heap_.front().who;
@@ -74,45 +77,45 @@ double Links::next() {
 // speed, the others go on.
 void Links::share() {
   constexpr int kMost = 2 * 16 + 1;
-  double room[kMost];
-  int64_t open[kMost] = {};
   const int ports = 2 * ranks_;
+  double room[kMost], flows[kMost] = {};
   std::fill_n(room, ports, port_);
   room[ports] = total_;
-  std::vector<int> rising = used_;
-  for (int pair : rising) {
-    const int64_t n = pairs_[pair].count();
-    open[pair / ranks_] += n;
-    open[ranks_ + pair % ranks_] += n;
-    open[ports] += n;
+  rising_ = used_;
+  for (int pair : rising_) {
+    const double n = static_cast<double>(pairs_[pair].count());
+    flows[pair / ranks_] += n;
+    flows[ranks_ + pair % ranks_] += n;
+    flows[ports] += n;
   }
   double speed = 0.0;
-  while (!rising.empty()) {
-    double step = cap_ - speed;
+  while (!rising_.empty()) {
+    const double to_cap = cap_ - speed;
+    double step = to_cap;
     for (int r = 0; r <= ports; ++r)
-      if (open[r]) step = std::min(step, room[r] / static_cast<double>(open[r]));
-    speed += step;
-    for (int r = 0; r <= ports; ++r) room[r] -= step * static_cast<double>(open[r]);
-    const auto full = [&](int r) { return open[r] && room[r] <= port_ * 1e-12; };
-    const bool all = speed >= cap_ || full(ports);
+      if (flows[r] > 0) step = std::min(step, room[r] / flows[r]);
+    const bool capped = step == to_cap;
+    speed = capped ? cap_ : speed + step;
+    bool full[kMost];
+    for (int r = 0; r <= ports; ++r) {
+      full[r] = flows[r] > 0 && room[r] / flows[r] <= step * (1 + 1e-9);
+      room[r] -= step * flows[r];
+    }
+    const bool all = capped || full[ports];
     size_t kept = 0;
-    bool any = false;
-    bool fixed[kMost];
-    for (int r = 0; r < ports; ++r) fixed[r] = full(r);
-    for (int pair : rising) {
-      if (!all && !fixed[pair / ranks_] && !fixed[ranks_ + pair % ranks_]) {
-        rising[kept++] = pair;
+    for (int pair : rising_) {
+      const int from = pair / ranks_, to = ranks_ + pair % ranks_;
+      if (!all && !full[from] && !full[to]) {
+        rising_[kept++] = pair;
         continue;
       }
-      any = true;
-      const int64_t n = pairs_[pair].count();
-      open[pair / ranks_] -= n;
-      open[ranks_ + pair % ranks_] -= n;
-      open[ports] -= n;
-      pairs_[pair].set_speed(now_, speed);
+      const double n = static_cast<double>(pairs_[pair].count());
+      flows[from] -= n;
+      flows[to] -= n;
+      flows[ports] -= n;
+      if (pairs_[pair].speed() != speed) pairs_[pair].set_speed(now_, speed);
     }
-    rising.resize(kept);
-    if (!any) break;
+    rising_.resize(kept);
   }
 }
 

@@ -21,6 +21,11 @@ class Flows {
   void add(double now, double bytes, int32_t who);
   int32_t pop(double now);  // the flow that ends at `now`
   void set_speed(double now, double speed);
+  double speed() const { return speed_; }
+  // Bytes that have come to all flows by `now`.
+  double delivered(double now) const {
+    return delivered_ + (now - at_) * speed_ * static_cast<double>(heap_.size());
+  }
 
  private:
   struct Flow {
@@ -32,7 +37,7 @@ class Flows {
   void look_ahead();
 
   std::vector<Flow> heap_;
-  double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever;
+  double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
 };
 
 // One rate for all, of which no flow takes more than `cap`.
@@ -50,6 +55,8 @@ class Shared {
     share(now);
     return who;
   }
+
+  double delivered(double now) const { return flows_.delivered(now); }
 
   double carried = 0.0;
 
@@ -83,8 +90,8 @@ class Links {
   double now_ = 0.0, next_ = kNever;
   int next_pair_ = -1;
   bool stale_ = false;
-  std::vector<Flows> pairs_;  // [from][to]
-  std::vector<int> used_;     // pairs with flows
+  std::vector<Flows> pairs_;        // [from][to]
+  std::vector<int> used_, rising_;  // pairs with flows; those that are not yet as fast as they can be
 };
 
 }  // namespace mk::simulate

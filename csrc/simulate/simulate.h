@@ -21,6 +21,26 @@ struct Signal {
   int32_t arrivals;
 };
 
+struct Record {
+  int32_t number;  // as in a trace
+  int32_t opcode;
+  int32_t first_task, end_task;
+  int32_t queue;  // of a drain: which queue, else -1
+  int32_t claims_end;
+};
+
+struct Task {
+  double weight_bytes;  // may be loaded before the waits
+  double read_bytes;    // only after them
+  double compute_s;
+  double tail_s;                            // computing what arrives last
+  int32_t weight_key, read_key, write_key;  // pieces of the cache; -1: never there
+  int32_t split, parts;                     // only the last of a split's parts signals; -1: no split
+  int32_t first_wait, end_wait;
+  int32_t first_signal, end_signal;
+  int32_t unused;
+};
+
 struct Program {
   int32_t ranks, workers, layers, counters;
   int32_t queues;                  // of each rank
@@ -29,32 +49,14 @@ struct Program {
   int32_t layered_keys;            // keys below are another piece in each layer
   const int32_t* offsets[kLists];  // records of each stream (of each queue), as ranges of one list of records
   const int32_t* totals[3];        // arrivals at the counters of the first, a middle and the last block
-
-  // of a record
-  const int32_t* number;  // as in a trace
-  const int32_t* opcode;
-  const int32_t* first_task;  // [records + 1]
-  const int32_t* queue;       // of a drain: which queue, else -1
-  const int32_t* claims_end;  // of a drain
-
-  // of a task
-  const int32_t* first_wait;    // [tasks + 1]
-  const int32_t* first_signal;  // [tasks + 1]
-  const int32_t* split;         // -1: signals by itself; else only the last of the split's parts does
-  const int32_t* parts;
-  const int32_t* weight_key;  // -1: never in the cache
-  const int32_t* read_key;
-  const int32_t* write_key;
-  const double* weight_bytes;  // may be loaded before the waits
-  const double* read_bytes;    // only after them
-  const double* compute_s;
-  const double* tail_s;  // computing what arrives last
+  const Record* records;
+  const Task* tasks;
   const double* stores;  // [tasks][ranks] bytes to each rank
-
   const Wait* waits;
   const Signal* signals;
-  const double* key_bytes;       // [ranks][keys]
-  const uint8_t* compute_bound;  // [kOpcodes], for the overlap across workers
+  const double* key_bytes;  // [ranks][keys]
+  const uint8_t*
+      compute_bound;  // [kOpcodes] for the overlap across workers: 1, 0 (memory-bound), 2 (neither)
 };
 
 // Rates are of a rank's whole device but for those of a worker.
