@@ -1,9 +1,9 @@
 """What the simulator runs: of each task of a program its waits and signals, what it loads, computes and stores.
 
-A task is an instruction, or an attention work item of a step. All of it follows from the instruction table: loads and
-stores from the declared accesses, arithmetic from the declared costs, attention's from the step table. What a rank's
-last shared cache may hold is named in pieces: a weight tile or a sequence's KV head of one layer, and a row block of an
-activation buffer.
+A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one task.
+All of it follows from the instruction table: loads and stores from the declared accesses, arithmetic from the declared
+costs, attention's from the step table. What a rank's last shared cache may hold is named in pieces: a weight tile or a
+sequence's KV head of one layer, and a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: C
     slot = records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("slot")]
     for rank, view in enumerate(views):
         here = (opcodes == _ATTENTION.opcode) & (ranks == rank)
-        per_record[here] = np.maximum(1, np.diff(view.slot_items)[slot[here]])
+        started = np.concatenate([[0], np.cumsum(_starts_task(view))])
+        per_record[here] = np.maximum(1, np.diff(started[view.slot_items])[slot[here]])
     first_task = np.concatenate([[0], np.cumsum(per_record)])
     tasks = _Tasks(int(first_task[-1]), program.ranks)
     keys = _Keys(program, views, records, opcodes)
@@ -232,12 +233,13 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 
 
 def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: StepTable, costs: Costs) -> None:
-    """One rank's attention: a task for each item; K and V of earlier steps come from memory, once for a sequence
+    """One rank's attention. K and V of earlier steps come from memory, once for a sequence
     whose rows several items share."""
     dims = view.dims
     task, item, _ = _items(records, first, view)
     if not len(item):
         return
+    items_of = np.bincount(task - task[0])[task - task[0]]
     row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
     live = sequence >= 0
@@ -255,26 +257,25 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
     size = rows * heads * dims.group_size * dims.head_dim * float(itemsize(dims))  # of q, and of the output
     whole = live & (view.item_split[item] < 0)
-    key = np.where(whole, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
-    keys.at_least(dims.rank, key[whole], kv_bytes[whole])
-    read = kv_bytes + size * live
+    shared = whole & (items_of == 1)
+    key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
+    keys.at_least(dims.rank, key[shared], kv_bytes[shared])
     access = next(a for a in _ATTENTION.accesses(_ATTENTION.columns(records[:1]), dims) if a.kind is Kind.WRITE)
     owner = access.rank if access.rank is not None else (row // dims.row_block % dims.tp).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
     for to, part in _targets(owner, size, dims):
-        tasks.stores[task, to] += part
-    for to in range(dims.tp):
-        total = np.bincount(out_key, weights=tasks.stores[task, to], minlength=keys.count)
-        keys.bytes[to] = np.maximum(keys.bytes[to], total)
+        np.add.at(tasks.stores[:, to], task, part)
+        keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
+    for name, part in (("read_bytes", kv_bytes + size * live), ("compute_s", compute_s)):
+        np.add.at(tasks.table[name], task, part)
     tasks.set(
         task,
-        read_bytes=read,
         read_key=key,
         write_key=out_key,
-        compute_s=compute_s,
-        tail_s=compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(read, 1)),
         split=view.item_split[item],
         parts=np.maximum(view.item_splits[item], 1),
+        tail_s=tasks.table["compute_s"][task]
+        * np.minimum(1.0, costs.stage_bytes / np.maximum(tasks.table["read_bytes"][task], 1)),
     )
 
 
@@ -283,8 +284,22 @@ def _items(records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, 
     slot = _ATTENTION.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record = np.repeat(np.arange(len(records)), count)
-    nth = np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
-    return first[record] + nth, begin[record] + nth, record
+    item = begin[record] + np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
+    started = np.cumsum(_starts_task(view))
+    return first[record] + started[item] - started[begin[record]], item, record
+
+
+def _starts_task(view: StepTable) -> NDArray[np.bool_]:
+    """Of each item, whether it is a task, or joins the one before it in its slot: single rows, whole, of one row block,
+    that wait for the same."""
+    single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
+    same = single[1:] & single[:-1]
+    own = view.item_row // view.dims.row_block
+    for column in (own, view.item_kv_head, view.item_kv_heads, view.item_wait_block, view.item_wait_blocks):
+        same &= column[1:] == column[:-1]
+    starts = np.concatenate([[True], ~same])
+    starts[view.slot_items[:-1][view.slot_items[:-1] < len(starts)]] = True
+    return starts
 
 
 def _words(
@@ -335,6 +350,8 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
     """The grids that attention's first wait and signal word name."""
     dims = view.dims
     task, item, record = _items(records, first, view)
+    if not len(item):
+        return
     columns = _ATTENTION.columns(records)
     wait, signal = records[record, rec.WAIT_WORD], records[record, rec.SIGNAL_WORD]
     groups, group_heads = columns["groups"][record], columns["group_heads"][record]
@@ -347,7 +364,8 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
     block = view.item_wait_block[item][of] + nth // wide[of]
     counter = rec.word_counter(wait)[of] + block * groups[of] + group[of] + nth % wide[of]
     indexed = (wait & rec.INDEXED != 0)[of]
-    tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed])
+    leads = np.append(True, task[1:] != task[:-1])
+    tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed & leads[of]])
 
     own = view.item_row[item] // dims.row_block
     to = rec.word_rank(signal)
@@ -358,9 +376,9 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
         to,
         rec.word_counter(signal) + own,
         (signal & rec.NEXT != 0).astype(np.int64),
-        view.item_rows[item].astype(np.int64) * heads,
+        np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]],
     ]
-    tasks.signals.append(np.stack(rows, axis=1)[signal & rec.INDEXED != 0])
+    tasks.signals.append(np.stack(rows, axis=1)[(signal & rec.INDEXED != 0) & leads])
 
 
 def _logit_waits(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:

@@ -196,6 +196,7 @@ def _tasks(program: Program, table: StepTable, words: list[int], rank: int) -> l
         return [(plain, signals)]
     slot, group_heads, groups = words[rec.OPERAND_WORD : rec.OPERAND_WORD + 3]
     out: list[tuple[list[int], Arrivals]] = []
+    before = None
     grid = (words[rec.WAIT_WORD] & rec.COUNTER_MASK) - 1
     word = words[rec.SIGNAL_WORD]
     for i in range(int(view.slot_items[slot]), int(view.slot_items[slot + 1])):
@@ -206,6 +207,7 @@ def _tasks(program: Program, table: StepTable, words: list[int], rank: int) -> l
             for b in range(block, block + int(view.item_wait_blocks[i]))
             for h in range(first, first + heads)
         }
+        single = view.item_rows[i] == 1 and view.item_split[i] < 0 and view.item_seq[i] >= 0
         own, to = int(view.item_row[i]) // d.row_block, word >> rec.RANK_SHIFT & rec.RANK_MASK
         ranks = (
             range(d.tp)
@@ -216,6 +218,11 @@ def _tasks(program: Program, table: StepTable, words: list[int], rank: int) -> l
         whole = view.item_split[i] < 0 or view.item_block[i] == 0
         count = int(view.item_rows[i]) * heads if whole else 0
         counter = (word & rec.COUNTER_MASK) - 1 + own
+        alike = (own, first, heads, block, int(view.item_wait_blocks[i])) if single else None
+        if alike and alike == before:
+            out[-1][1][:] = [(r, ahead, c, n + count) for r, ahead, c, n in out[-1][1]]
+            continue
+        before = alike
         out.append((plain + sorted(members), [(r, int(word & rec.NEXT != 0), counter, count) for r in ranks]))
     if not out:
         return [(plain, signals)]

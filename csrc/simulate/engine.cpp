@@ -160,7 +160,10 @@ void Engine::fetch(int32_t i) {
   Run& run = w.run(w.fetched++);
   const bool claimed = run.segment == kBody && run.record >= p_.offsets[kQueues][0] &&
                        run.record < p_.offsets[kQueues][static_cast<int64_t>(p_.ranks) * p_.queues];
-  run.fetched = w.fetch_free = now_ + c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
+  run.fetched = now_;
+  if (run.task == p_.records[run.record].first_task)
+    run.fetched += c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
+  w.fetch_free = run.fetched;
   record(i, run, Role::CONTROLLER, IntervalKind::FETCH, now_, run.fetched);
   load(i);
   fetch(i);
