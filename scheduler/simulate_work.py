@@ -1,6 +1,6 @@
 """What the simulator runs: of each task of a program its waits and signals, what it loads, computes and stores.
 
-A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one task.
+A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one.
 All of it follows from the instruction table: loads and stores from the declared accesses, arithmetic from the declared
 costs, attention's from the step table. What a rank's last shared cache may hold is named in pieces: a weight tile or a
 sequence's KV head of one layer, and a row block of an activation buffer.
