@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         pull,
         roofline,
         serve,
+        simulate,
         timeline,
     )
 
@@ -109,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         serve,
         programs,
+        simulate,
         bench,
         bench_throughput,
         bench_serve,
