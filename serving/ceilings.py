@@ -1,11 +1,22 @@
-"""The measured ceilings of this machine's CPU, through the native library's probes."""
+"""The ceilings of what a model runs on: this machine's CPU, measured by the native library's probes, or GPUs."""
 
 from __future__ import annotations
 
-from ..roofline import Ceilings, measure_ceilings
+from dataclasses import replace
+
+from ..machine import Machine
+from ..roofline import Ceilings, machine_ceilings, measure_ceilings
 from ..runtime.native import probe_fma, probe_read
 
 
 def host_ceilings(threads: int) -> Ceilings:
     """Read bandwidth and float32 multiply-add rate of `threads` threads, measured now (about two seconds)."""
     return measure_ceilings(threads, probe_read, probe_fma)
+
+
+def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
+    """The datasheet's rates of `ranks` devices together, each of them `machine`."""
+    one = machine_ceilings(machine)
+    return replace(
+        one, read_bytes_per_s=ranks * one.read_bytes_per_s, flops=ranks * one.flops, threads=ranks * one.threads
+    )

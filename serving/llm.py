@@ -11,8 +11,8 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..runtime import create, join_ranks
-from ..scheduler import compile_program
+from ..runtime import choose_backend, create, join_ranks, rank_machine
+from ..scheduler import Options, compile_program, settle
 from .engine import SCORED_ROWS, Engine, Step, Token
 from .memory import kv_capacity
 from .programs import Programs
@@ -88,8 +88,8 @@ class LLM:
 
     model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
     tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
-    backend      auto, reference, cpu or null
-    dtype        auto (the checkpoint's own), f32 or bf16
+    backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
+    dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16
     threads      CPU threads; None: the cores that this process may use
     max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
     max_seqs     sequences that run at once
@@ -120,23 +120,26 @@ class LLM:
         join_ranks(tp)
         wanted = parse_dtype(dtype)
         checkpoint = open_checkpoint(model) if isinstance(model, str) else model
-        machine = machines.host(threads)
+        backend, wanted = choose_backend(backend, checkpoint.config, wanted)
+        self.machine = rank_machine(backend, threads, tp)
         self.model = checkpoint.name
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
-        self.threads = machine.workers
-        memory = machine.memory_bytes
+        self.threads = machines.host(threads).workers
+        memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
+        options = settle(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         programs = Programs(
             partial(
                 compile_program,
                 self.config,
-                machines.host(max(1, machine.workers // tp)),
+                self.machine,
                 dtype=self.dtype,
                 max_seqs=max_seqs,
                 max_context=context,
                 tp=tp,
+                options=options,
             ),
             step_tokens,
             max(max_seqs, SCORED_ROWS),

@@ -41,7 +41,7 @@ struct Diagnosis {
   int32_t rank;
   int32_t worker;
   int32_t segment;
-  int32_t layer;  // counter block of the wait
+  int32_t layer;  // of the body
   int32_t number;  // record, as in a trace
   int32_t slot;  // wait word
   int32_t counter;  // index in its block; of a grid the member

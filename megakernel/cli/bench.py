@@ -57,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """What this machine can do, measured now, with the engine's threads."""
-    from ..serving.ceilings import host_ceilings
+    """What this machine can do, measured now, with the engine's threads; of GPUs, what their datasheet says."""
+    from ..serving.ceilings import device_ceilings, host_ceilings
 
+    if llm.engine.backend.name == "cuda":
+        return device_ceilings(llm.machine, llm.engine.dims.tp)
     with output.busy("measuring this machine's ceilings"):
         return host_ceilings(llm.threads)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import platform
 import re
@@ -14,10 +13,22 @@ from typing import Any
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS, Setting
-from . import output
+from . import doctor_gpu, output
 from .options import AddVerb
 
-_PACKAGES = ("megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch")
+_PACKAGES = (
+    "megakernel",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "tokenizers",
+    "huggingface_hub",
+    "perfetto",
+    "torch",
+    "cuda-bindings",
+    "cupy-cuda13x",
+)
+_SEEDS, _REPEATS = 3, 20  # of each case: other data, and runs that must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 
@@ -36,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     settings = {s.env: _shown(s) for s in SETTINGS.values() if s.env}
     core = _native_core(findings)
     ceilings = _ceilings(machine.cpu_count()) if core else None
-    gpus, gpu_note = _gpus()
+    gpus = doctor_gpu.report()
+    if gpus["missing"] is None:
+        findings += _instructions()
     cache = cache_folder()
     report = {
         "ok": not findings,
@@ -68,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         rows.append(("ceilings", f"reads {rates}, measured now"))
     rows += [
         ("compilers", ", ".join(compilers.values()) or "none"),
-        ("gpus", gpu_note),
+        ("gpus", doctor_gpu.line(gpus)),
+        *(("", note) for note in gpus["notes"]),
         *((env, value) for env, value in settings.items()),
     ]
     output.rows(*rows)
@@ -111,19 +125,12 @@ def _ceilings(threads: int) -> dict[str, Any]:
         return asdict(host_ceilings(threads))
 
 
-def _gpus() -> tuple[int, str]:
-    """(CUDA devices, a line about them), asked of the driver itself: no CUDA package is needed to be told."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0, "none: no NVIDIA driver (libcuda.so.1)"
-    count = ctypes.c_int()
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status:
-        return 0, f"none usable: the NVIDIA driver answers with error {status}"
-    name = ctypes.create_string_buffer(96)
-    names = []
-    for device in range(count.value):
-        driver.cuDeviceGetName(name, len(name), device)
-        names.append(name.value.decode())
-    return count.value, ", ".join(names) or "none"
+def _instructions() -> list[str]:
+    """Every instruction on the GPU against the reference: what is wrong."""
+    with output.progress("checking every instruction on the GPU") as advance:
+        cases = doctor_gpu.cases()
+        wrong: list[str] = []
+        for done, case in enumerate(cases):
+            wrong += doctor_gpu.check(case, seeds=_SEEDS, repeats=_REPEATS)
+            advance(done + 1, len(cases))
+    return wrong

@@ -8,7 +8,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-
 THREADS = 384  # of a block; one block per SM
 PAGES = 13  # of shared memory, in the ring that everything passes through
 PAGE_BYTES = 16384
@@ -59,7 +58,7 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field("rank", "i4", ""),
             Field("worker", "i4", ""),
             Field("segment", "i4", ""),
-            Field("layer", "i4", "counter block of the wait"),
+            Field("layer", "i4", "of the body"),
             Field("number", "i4", "record, as in a trace"),
             Field("slot", "i4", "wait word"),
             Field("counter", "i4", "index in its block; of a grid the member"),

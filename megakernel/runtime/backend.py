@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,21 @@ from ..program import Program
 from ..trace import Trace
 
 
+class Logits(Protocol):
+    """Rows of logits: an array, or what is copied from a device when it is read."""
+
+    def __getitem__(self, rows: Any, /) -> Any: ...
+
+    def copy(self) -> NDArray[np.float32]: ...
+
+
 @dataclass(frozen=True)
 class Output:
     """What one launch leaves for the host. Arrays are the launch's own until the next one; copy to keep."""
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
-    logits: NDArray[np.float32]  # [logit_rows, vocab], raw
+    logits: Logits  # [logit_rows, vocab], raw
     seconds: float  # wall time of the launch
     trace: Trace | None
 

@@ -22,9 +22,14 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
     """HISTORY[slot, start : start + len(tokens)] = tokens. Raises MegakernelError where there is no such place."""
-    if not (0 <= slot < history.shape[0] and 0 <= start <= history.shape[1] - len(tokens)):
-        raise MegakernelError(f"history of slot {slot} has no room for {len(tokens)} tokens at {start}")
+    check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
+
+
+def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
+    """Raise MegakernelError where a HISTORY of `shape` has no place for `count` tokens."""
+    if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
+        raise MegakernelError(f"history of slot {slot} has no room for {count} tokens at {start}")
 
 
 def check_program(dims: Dims, program: Program) -> None:

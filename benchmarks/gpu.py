@@ -1,0 +1,461 @@
+"""Everything that a Hopper GPU has to show, as one JSON and one trace: `python benchmarks/gpu.py -o FILE -t FILE`.
+
+Runs from a checkout (`PYTHONPATH=.` where the package is not installed) with torch, cuda-python and CuPy, in under
+eight minutes. Each part is a process of its own; one that fails or finds no time left is named, and the others go on.
+`--part NAME` runs one.
+
+probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
+check         every instruction against the reference, one case of each kind
+decode-MODEL  32-token prompt, 127 decode steps of one sequence by wall time, step table and launch included: as it is,
+              by phases (a graph of one launch per phase), without cross-instruction pipelining, with tracing; their
+              tokens and log-probabilities must have the same bits
+torch-MODEL   the same by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
+              ours, torch, torch, ours: `decode` and `torch` run twice each
+mixed-8b      a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each, of measured matmul rate
+partitions    2 and 4 ranks on parts of the GPU: exposed communication
+numerics      KL divergence and NLL against float32 of ours and of torch in bf16; tokens within the reference's margin
+delay         one instruction stalled by 5 ms: the trace shows it, and the step takes as much longer
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+Json = dict[str, Any]
+MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
+PROMPT, STEPS, RUNS = 32, 127, 5
+LIMIT_S = 460.0
+_SEED = 1
+
+
+def prompt(vocab: int, length: int = PROMPT) -> list[int]:
+    """Token ids, the same for everybody."""
+    ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
+    return ids
+
+
+# -- ours
+
+
+class Decode:
+    """One sequence on the backend itself: a prompt, then one token at a time."""
+
+    def __init__(self, model: str) -> None:
+        from megakernel import LLM
+        from megakernel.runtime import Chunk, SampleRow, build_step
+
+        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=64)
+        self.backend: Any = self.llm.engine.backend
+        self.program = self.llm.engine.programs.get(1, 1)
+        self.prefill = self.llm.engine.programs.get(PROMPT, 1)
+        pages = list(range(self.program.dims.pages_per_seq))
+        ids = prompt(self.llm.config.vocab)
+        self._first = build_step(self.prefill.dims, [Chunk(0, 0, ids, pages, [SampleRow(PROMPT - 1)])])
+        self._chunk, self._sample, self._build, self._pages = Chunk, SampleRow, build_step, pages
+
+    def tables(self) -> Iterator[Any]:
+        """Of the decode steps: the token is the one that the step before has sampled."""
+        for i in range(STEPS):
+            yield self._build(self.program.dims, [self._chunk(0, PROMPT + i, [-1], self._pages, [self._sample(0)])])
+
+    def run(self, trace: bool = False) -> tuple[list[float], bytes, Any]:
+        """(seconds of each decode step with its table, tokens and log-probabilities as bits, the last step's trace)."""
+        out = self.backend.launch(self.prefill, self._first)
+        bits = [out.tokens.tobytes() + out.logprobs.tobytes()]
+        seconds = []
+        begin = time.perf_counter()
+        for table in self.tables():
+            out = self.backend.launch(self.program, table, trace=trace)
+            bits.append(out.tokens.tobytes() + out.logprobs.tobytes())
+            end = time.perf_counter()
+            seconds.append(end - begin)
+            begin = end
+        return seconds, b"".join(bits), out.trace
+
+
+def decode(model: str, trace_file: Path | None) -> Json:
+    from dataclasses import asdict
+
+    from megakernel.roofline import step_work
+
+    it = Decode(model)
+    dims, backend = it.program.dims, it.backend
+    work = step_work(dims, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
+    expected = it.run()[1]
+    out: Json = {"work": asdict(work), "steps": STEPS, "prompt": PROMPT}
+
+    def measure(name: str, trace: bool = False) -> None:
+        runs = []
+        for _ in range(RUNS):
+            seconds, bits, _ = it.run(trace)
+            if bits != expected:
+                raise RuntimeError(f"{name} gave other bits than the first run")
+            runs.append(statistics.median(seconds))
+        out[name] = {
+            "step_s": statistics.median(runs),
+            "runs_s": runs,
+            "read_bytes_per_s": work.bytes / statistics.median(runs),
+        }
+
+    measure("megakernel")
+    backend.pipelined = False
+    measure("not_pipelined")
+    backend.pipelined, backend.by_phases = True, True
+    measure("by_phases")
+    backend.by_phases = False
+    measure("traced", trace=True)
+    measure("megakernel_again")
+    out["phases_ratio"] = out["by_phases"]["step_s"] / out["megakernel"]["step_s"]
+    out["traced_ratio"] = out["traced"]["step_s"] / out["megakernel"]["step_s"]
+    trace = it.run(trace=True)[2]
+    out["timeline"] = timeline(it.program, trace)
+    out["engine"] = engine(it)
+    if trace_file:
+        trace.save(trace_file)
+        it.program.save(trace_file.with_suffix(".mkp"))
+    it.llm.close()
+    return out
+
+
+def engine(it: Decode) -> Json:
+    """The same work through the engine, as a request."""
+    from megakernel import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
+    tpot = [it.llm.generate([prompt(it.llm.config.vocab)], params)[0].tpot_s for _ in range(3)]
+    return {"tpot_s": statistics.median(t for t in tpot if t is not None)}
+
+
+def timeline(program: Any, trace: Any) -> Json:
+    """The summary of a traced step, and the share of neighbours on an SM of which the next one's load begins first."""
+    from megakernel.timeline import summarise
+
+    summary = summarise(program, trace).to_json()
+    keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
+    return (
+        {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
+    )
+
+
+def loads_ahead(trace: Any) -> float | None:
+    """Of consecutive instructions of a worker that load and compute: how often the next one's first load begins before
+    the last compute of the one before ends."""
+    from megakernel.trace import IntervalKind
+
+    rows = trace.intervals
+    ahead = pairs = 0
+    for rank, worker in np.unique(rows[["rank", "worker"]]):
+        mine = rows[(rows["rank"] == rank) & (rows["worker"] == worker)]
+        key = mine["layer"].astype(np.int64) << 32 | mine["instruction"]
+        compute, load = mine["kind"] == IntervalKind.COMPUTE, mine["kind"] == IntervalKind.LOAD
+        ends = {int(k): int(mine["end"][compute & (key == k)].max()) for k in np.unique(key[compute])}
+        begins = {int(k): int(mine["begin"][load & (key == k)].min()) for k in np.unique(key[load])}
+        order = sorted(ends, key=lambda k: ends[k])
+        for before, after in pairwise(order):
+            if after in begins:
+                pairs += 1
+                ahead += begins[after] < ends[before]
+    return ahead / pairs if pairs else None
+
+
+def handoffs(program: Any, trace: Any) -> Json:
+    """Seconds from the end of what a wait was released by to the end of the wait: signal to consumer, loaded."""
+    from megakernel.timeline.resolve import WAIT, resolve
+    from megakernel.timeline.waits import finishes, releasers
+
+    resolved = resolve(program, trace)
+    finish = finishes(resolved)
+    releaser = releasers(resolved, finish)
+    waits = np.flatnonzero(np.isin(resolved.rows["kind"], WAIT) & (releaser >= 0))
+    if not len(waits):
+        return {}
+    seconds = (resolved.end[waits] - resolved.end[releaser[waits]]) * trace.header.tick_s
+    seconds = seconds[seconds > 0]
+    return {"hand_off_s": {"median": float(np.median(seconds)), "p90": float(np.quantile(seconds, 0.9))}}
+
+
+# -- torch
+
+
+def torch_decode(model: str) -> Json:
+    import torch
+    from torch_llama import TorchLlama
+
+    it = Decode(model)
+    expected = [int(np.frombuffer(b, np.int32)[0]) for b in _rows(it.run()[1])]
+    llama = TorchLlama(it.backend, 1024, torch.bfloat16)
+    compiled = torch.compile(llama, mode="max-autotune", fullgraph=True)
+    ids = torch.tensor(prompt(it.llm.config.vocab), device="cuda")
+    positions = torch.arange(len(ids), device="cuda")
+
+    def run() -> tuple[list[float], list[int]]:
+        token = llama(ids, positions)[-1:].argmax(-1)
+        found, seconds = [int(token)], []
+        begin = time.perf_counter()
+        for i in range(STEPS):
+            token = compiled(token, positions[:1] + PROMPT + i).argmax(-1).clone()
+            found.append(int(token))  # the host learns each token, as with ours
+            end = time.perf_counter()
+            seconds.append(end - begin)
+            begin = end
+        return seconds, found
+
+    with torch.inference_mode():
+        begin = time.perf_counter()
+        run()
+        run()
+        compile_s = time.perf_counter() - begin
+        runs = []
+        for _ in range(RUNS):
+            seconds, found = run()
+            runs.append(statistics.median(seconds))
+    agree = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), len(found))
+    return {
+        "step_s": statistics.median(runs),
+        "runs_s": runs,
+        "compile_s": compile_s,
+        "torch": torch.__version__,
+        "equal_tokens": agree,
+    }
+
+
+def _rows(bits: bytes) -> list[bytes]:
+    return [bits[i : i + 4] for i in range(0, len(bits), 8)]
+
+
+# -- many rows
+
+
+def mixed(_: Path | None) -> Json:
+    """8,192 rows: prompts and decode together, as a server has them."""
+    from dataclasses import asdict
+
+    from megakernel import LLM
+    from megakernel.roofline import step_work
+    from megakernel.runtime import Chunk, SampleRow, build_step
+
+    prompts, rows, decodes, context = 15, 512, 512, 512
+    llm = LLM(MODELS["8b"], backend="cuda", max_seqs=decodes + prompts, max_context=context, step_tokens=8192)
+    program = llm.engine.programs.get(prompts * rows + decodes, decodes + prompts)
+    rng = np.random.default_rng(_SEED)
+    backend: Any = llm.engine.backend
+    per = program.dims.pages_per_seq
+    chunks = []
+    for i in range(decodes + prompts):
+        pages = list(range(i * per, (i + 1) * per))
+        if i < decodes:
+            chunks.append(Chunk(i, context - 1, rng.integers(0, 1000, 1).tolist(), pages, [SampleRow(0)]))
+        else:
+            chunks.append(Chunk(i, 0, rng.integers(0, 1000, rows).tolist(), pages, [SampleRow(rows - 1)]))
+    table = build_step(program.dims, chunks)
+    work = step_work(
+        program.dims, [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts, decodes + prompts
+    )
+    dense = step_work(
+        program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts
+    )
+    out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
+    first = backend.launch(program, table).tokens.tobytes()
+
+    def measure(name: str) -> None:
+        seconds = []
+        for _ in range(8):
+            launched = backend.launch(program, table)
+            if launched.tokens.tobytes() != first:
+                raise RuntimeError(f"{name} gave other tokens than the first run")
+            seconds.append(launched.seconds)
+        step = statistics.median(seconds)
+        out[name] = {"step_s": step, "runs_s": seconds, "matmul_flops_per_s": dense.flops / step}
+
+    measure("megakernel")
+    backend.pipelined = False
+    measure("not_pipelined")
+    backend.pipelined, backend.by_phases = True, True
+    measure("by_phases")
+    backend.by_phases = False
+    trace = backend.launch(program, table, trace=True).trace
+    out["timeline"] = timeline(program, trace)
+    llm.close()
+    return out
+
+
+def partitions(_: Path | None) -> Json:
+    """Ranks on parts of one GPU: what they wait for each other. There is no link, so this is synchronisation alone."""
+    from megakernel import LLM
+    from megakernel.runtime import Chunk, SampleRow, build_step
+
+    out: Json = {}
+    for tp in (2, 4):
+        for rows in (1, 256):
+            llm = LLM(MODELS["1b"], tp=tp, backend="cuda", max_seqs=max(rows, 1), max_context=512, step_tokens=256)
+            program = llm.engine.programs.get(rows, rows)
+            backend: Any = llm.engine.backend
+            per = program.dims.pages_per_seq
+            chunks = [Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)]) for i in range(rows)]
+            table = build_step(program.dims, chunks)
+            seconds = [backend.launch(program, table).seconds for _ in range(20)]
+            trace = backend.launch(program, table, trace=True).trace
+            out[f"tp{tp}_rows{rows}"] = {"step_s": statistics.median(seconds)} | timeline(program, trace)
+            llm.close()
+    return out
+
+
+# -- right?
+
+
+def check(_: Path | None) -> Json:
+    from megakernel.cli import doctor_gpu
+
+    found = {case.name: doctor_gpu.check(case, seeds=1, repeats=20) for case in doctor_gpu.cases()}
+    return {"cases": list(found), "differences": [line for lines in found.values() for line in lines]}
+
+
+def numerics(_: Path | None) -> Json:
+    """Log-probabilities of 256 positions of the 1B shape."""
+    import torch
+    from torch_llama import TorchLlama
+
+    from megakernel import LLM
+    from megakernel.runtime import Chunk, SampleRow, build_step
+
+    length = 256
+    llm = LLM(MODELS["1b"], backend="cuda", max_seqs=1, max_context=512, step_tokens=length)
+    backend: Any = llm.engine.backend
+    ids = prompt(llm.config.vocab, length)
+    program = llm.engine.programs.get(length, 64)
+    rows = program.dims.logit_rows
+    pages = list(range(program.dims.pages_per_seq))
+    samples = [SampleRow(length - rows + i, store=False) for i in range(rows)]
+    ours = backend.launch(program, build_step(program.dims, [Chunk(0, 0, ids, pages, samples)])).logits.copy()
+    again = backend.launch(program, build_step(program.dims, [Chunk(0, 0, ids, pages, samples)])).logits.copy()
+    tokens, positions = torch.tensor(ids, device="cuda"), torch.arange(length, device="cuda")
+    with torch.inference_mode():
+        truth, theirs = (
+            TorchLlama(backend, length, dtype)(tokens, positions)[-rows:].double().log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        mine = torch.tensor(ours, device="cuda").double().log_softmax(-1)
+        targets = torch.tensor([*ids[length - rows + 1 :], ids[0]], device="cuda")[:, None]
+
+        def against(found: torch.Tensor) -> Json:
+            best, chosen = truth.topk(2, -1).values, truth.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+            return {
+                "kl": float((truth.exp() * (truth - found)).sum(-1).mean()),
+                "nll_error": float((found - truth).gather(-1, targets).abs().mean()),
+                "equal_argmax": float((found.argmax(-1) == truth.argmax(-1)).double().mean()),
+                "worst_margin_lost": float((best[:, 0] - chosen).max()),
+            }
+
+        out = {"ours": against(mine), "torch_bf16": against(theirs), "same_bits": ours.tobytes() == again.tobytes()}
+    llm.close()
+    return out
+
+
+def delay(_: Path | None) -> Json:
+    """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
+    it = Decode("1b")
+    table = next(it.tables())
+    it.backend.launch(it.prefill, it._first)
+    plain = it.backend.launch(it.program, table, trace=True)
+    middle, row = it.program.dims.layers // 2, int(it.program.body.offsets[1]) // 2
+    it.backend.delay(1, row, middle, 5e-3)
+    stalled = it.backend.launch(it.program, table, trace=True)
+    span = [float(o.trace.intervals["end"].max()) * 1e-9 for o in (plain, stalled)]
+    it.llm.close()
+    return {"step_s": span[0], "stalled_s": span[1], "longer_s": span[1] - span[0]}
+
+
+def probe(_: Path | None) -> Json:
+    import probe_gpu
+
+    p = probe_gpu.Probe()
+    return {f.__name__: f(p) for f in (probe_gpu.device, probe_gpu.read, probe_gpu.timer, probe_gpu.hand_off)} | {
+        "matmul": probe_gpu.matmul(p)
+    }
+
+
+PARTS: dict[str, Callable[[Path | None], Json]] = {
+    "probe": probe,
+    "check": check,
+    "decode-1b": lambda t: decode("1b", t),
+    "torch-1b": lambda _: torch_decode("1b"),
+    "numerics": numerics,
+    "decode-8b": lambda _: decode("8b", None),
+    "torch-8b": lambda _: torch_decode("8b"),
+    "mixed-8b": mixed,
+    "partitions": partitions,
+    "delay": delay,
+}
+# The most telling first: what finds no time left is the least.
+PLAN = (
+    *("probe", "check", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "numerics", "decode-8b", "mixed-8b"),
+    *("torch-8b", "partitions", "delay", "torch-8b", "decode-8b"),
+)
+
+
+def run_all(trace: Path | None) -> Json:
+    """Each part in a process of its own."""
+    begin = time.perf_counter()
+    out: Json = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, name in enumerate(PLAN):
+            left = LIMIT_S - (time.perf_counter() - begin)
+            target = Path(scratch) / f"{number}.json"
+            command = [sys.executable, __file__, "--part", name, "-o", str(target)]
+            if name == "decode-1b" and trace and name not in out:
+                command += ["-t", str(trace)]
+            started = time.perf_counter()
+            if left <= 5:
+                result: Json = {"error": "no time left"}
+            else:
+                try:
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+                    lines = done.stderr.strip().splitlines() or ["no word"]
+                    result = json.loads(target.read_text()) if target.exists() else {"error": lines[-1]}
+                except subprocess.TimeoutExpired:
+                    result = {"error": f"not done after {left:.0f} s"}
+            seconds = time.perf_counter() - started
+            print(f"gpu: {name} {seconds:.1f} s {result.get('error', '')}", file=sys.stderr, flush=True)
+            out.setdefault(name, []).append(result | {"took_s": seconds})
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, help="only this, in this process")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the JSON goes (default: printed)")
+    parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="where the trace of a decode step goes")
+    arguments = parser.parse_args()
+    from megakernel.runtime.cuda.availability import missing
+
+    lack = missing()
+    if lack:
+        print(f"gpu: {lack}", file=sys.stderr)
+        return 1
+    result = PARTS[arguments.part](arguments.trace) if arguments.part else run_all(arguments.trace)
+    if not arguments.part:
+        result = {"command": "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]]), "parts": result}
+    text = json.dumps(result, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

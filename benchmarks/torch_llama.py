@@ -1,0 +1,94 @@
+"""A Llama in plain torch over the CUDA backend's own weights: what it is compared with, and checked against.
+
+Weights come as CuPy arrays by DLPack, without a copy in bf16, widened in f32. The decode step is written as
+torch.compile likes it: fixed shapes, a static KV cache in buffers, everything in one graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from megakernel.isa import BUFFERS, Buffer, Dims, Space
+
+_B = Buffer
+
+
+class TorchLlama(torch.nn.Module):
+    """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    places: torch.Tensor
+
+    def __init__(self, backend: Any, capacity: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dims: Dims = replace(backend.dims, tp=1, rank=0)
+        self.dtype = dtype
+        d = self.dims
+        for buffer, spec in BUFFERS.items():
+            if spec.space is Space.WEIGHT:
+                for layer in range(d.layers if spec.layered else 1):
+                    weight = torch.from_dlpack(backend.array(buffer, layer, dims=d))
+                    bits = weight.dtype in (torch.uint16, torch.int16)
+                    weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
+                    self.register_buffer(f"{buffer.name}_{layer}", weight)
+        positions = torch.arange(capacity, device="cuda", dtype=torch.float32)
+        angle = positions[:, None] * self._weight(_B.INV_FREQ)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+        shape = (d.layers, d.kv_heads, capacity, d.head_dim)
+        self.register_buffer("keys", torch.zeros(shape, device="cuda", dtype=dtype))
+        self.register_buffer("values", torch.zeros(shape, device="cuda", dtype=dtype))
+        self.register_buffer("places", torch.arange(capacity, device="cuda"))
+
+    def _weight(self, buffer: Buffer, layer: int = 0) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self, f"{buffer.name}_{layer}")
+        return weight
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits, float32, of every token. tokens and positions are [n]; the tokens before them are in the cache."""
+        d = self.dims
+        x = functional.embedding(tokens, self._weight(_B.EMBED)).float()
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        mask = self.places[None, :] <= positions[:, None]
+        for layer in range(d.layers):
+            h = self._norm(x, _B.ATTN_NORM, layer)
+            qkv = functional.linear(h, self._weight(_B.W_QKV, layer)) + self._weight(_B.B_QKV, layer).to(self.dtype)
+            q, k, v = qkv.split((d.q_cols, d.kv_cols, d.kv_cols), dim=-1)
+            q = self._rotate(q.view(-1, d.heads, d.head_dim), cos, sin)
+            k = self._rotate(k.view(-1, d.kv_heads, d.head_dim), cos, sin)
+            self.keys[layer, :, positions] = k.transpose(0, 1)
+            self.values[layer, :, positions] = v.view(-1, d.kv_heads, d.head_dim).transpose(0, 1)
+            attended = functional.scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                self.keys[layer][None],
+                self.values[layer][None],
+                attn_mask=mask,
+                enable_gqa=d.heads != d.kv_heads,
+            )
+            heads = attended[0].transpose(0, 1).reshape(-1, d.q_cols)
+            x = x + functional.linear(heads, self._weight(_B.W_O, layer)).float() + self._weight(_B.B_O, layer)
+            h = self._norm(x, _B.MLP_NORM, layer)
+            gate, up = (
+                functional.linear(h, self._weight(_B.W_GATE_UP, layer)[i])
+                + self._weight(_B.B_GATE_UP, layer)[i].to(self.dtype)
+                for i in range(2)
+            )
+            down = functional.linear(functional.silu(gate) * up, self._weight(_B.W_DOWN, layer))
+            x = x + down.float() + self._weight(_B.B_DOWN, layer)
+        return functional.linear(self._norm(x, _B.FINAL_NORM, 0), self._weight(_B.LM_HEAD)).float()
+
+    def _norm(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_eps)
+        return (x * scale * self._weight(buffer, layer)).to(self.dtype)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """RoPE pairs are neighbours."""
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(self.dtype)

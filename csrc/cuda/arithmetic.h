@@ -1,0 +1,78 @@
+// Arithmetic that host and device share. bf16 values travel as 16 bits, or as two in a 32-bit word, the first in
+// the low half.
+#pragma once
+#include "../common/isa.h"
+#if !defined(__CUDACC__)
+#include <math.h>
+#include <string.h>
+#endif
+
+#if defined(__CUDACC__)
+#define MK_FN __device__ __forceinline__
+#define MK_UNROLL _Pragma("unroll")
+#else
+#define MK_FN inline
+#define MK_UNROLL
+#endif
+
+namespace mk {
+
+MK_FN constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+MK_FN constexpr int32_t lower(int32_t a, int32_t b) { return a < b ? a : b; }
+
+MK_FN float bits_to_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+MK_FN uint32_t float_to_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+MK_FN float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
+MK_FN float high_half(uint32_t pair) { return bits_to_float(pair & 0xFFFF0000u); }
+MK_FN float from_bf16(uint16_t value) { return bits_to_float(uint32_t{value} << 16); }
+
+// To nearest, ties to even.
+MK_FN uint16_t to_bf16(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  return out;
+#else
+  const uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+#endif
+}
+
+MK_FN uint32_t pack_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#else
+  return to_bf16(low) | uint32_t{to_bf16(high)} << 16;
+#endif
+}
+
+MK_FN float silu(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(x, 1.0f + __expf(-x));
+#else
+  return x / (1.0f + expf(-x));
+#endif
+}
+
+}  // namespace mk

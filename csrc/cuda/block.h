@@ -1,0 +1,74 @@
+// Shared memory of a block.
+//
+// Every page of a launch passes through one ring: page n of a block, counted from 0 over all of its instructions, lies
+// in slot n % kPages, and phase n / kPages of the slot's barriers is the page's:
+//
+//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page. Of an output
+//           page: it may be written
+//   ready   output pages only: the consumer warps have written it
+//   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all of them
+//
+// Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so the roles
+// walk the same pages without a word. Nothing is ever re-initialised. A barrier tells two neighbouring phases apart,
+// no more: so both loaders wait for every page to be free and arrive at it, whoever fills it, and neither is ever
+// more than a lap ahead of the other or of the consumers.
+//
+// Instruction j of a block has slot j % kSlots; its barriers complete one phase per instruction:
+//
+//   fetched  the controller: the slot's task is there
+//   inputs   the input loader: what the instruction reads has been written
+//   outputs  the consumer warps: all their stores have been issued, and fenced
+//   retired  both loaders, the storer and the consumer warps: the slot may be written again
+#pragma once
+#include "../common/record.h"
+#include "ops/call.h"
+#include "platform.h"
+
+namespace mk {
+
+constexpr int kSlots = 4;
+constexpr int kWarps = kThreads / 32;
+constexpr int kConsumerWarp = kWarps - kConsumerWarps;  // the first of them
+enum : int { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp };
+constexpr int kRetiring = 3 + kConsumerWarps;
+
+struct Task {
+  int32_t record[kWords];
+  Where where;
+
+  MK_FN int opcode() const { return record_opcode(record); }
+  MK_FN bool is(Opcode other) const { return opcode() == static_cast<int32_t>(other); }
+  MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
+};
+
+template <class P>
+struct Slot {
+  typename P::Barrier fetched, inputs, outputs, retired;
+  Task task;
+};
+
+template <class P>
+struct alignas(1024) Block {
+  unsigned char pages[kPages][kPageBytes];
+  typename P::Barrier full[kPages], ready[kPages], empty[kPages];
+  Slot<P> slots[kSlots];
+  typename P::Barrier parted;  // both loaders have come to their end
+  uint32_t passed[2];            // pages that they have come by
+  Dims dims;
+  StepView step;
+  Scratch scratch;
+  int32_t rank, worker, index;  // index: of the block in its grid
+};
+
+// Instruction j of a block, as its roles reach it.
+MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
+MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
+
+// Page n of a block.
+struct Page {
+  int slot;
+  uint32_t parity;  // of its phases; of the phase of `empty` before it, the other
+};
+MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
+
+}  // namespace mk

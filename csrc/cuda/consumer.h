@@ -1,0 +1,40 @@
+// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, task, pages)` is the
+// work itself.
+#pragma once
+#include "pages.h"
+
+namespace mk {
+
+template <class P, class Bodies>
+MK_FN void consume(P& p, Block<P>& block, const Params& params) {
+  const int32_t warp = p.warp() - kConsumerWarp;
+  uint32_t page = 0;
+  for (uint32_t j = 0;; ++j) {
+    Slot<P>& slot = block.slots[slot_of(j)];
+    [[maybe_unused]] const uint64_t waiting = p.now();
+    p.wait_always(slot.fetched, slot_parity(j));
+    const Task& task = slot.task;
+    if (task.end()) break;
+    p.wait(slot.inputs, slot_parity(j));
+    [[maybe_unused]] const uint64_t begin = p.now();
+    if constexpr (P::kTrace) {
+      if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COUNTER_WAIT, waiting);
+      const Delay& delay = params.delay;
+      if (delay.ns > 0 && delay.segment == task.where.segment && delay.layer == task.where.layer &&
+          delay.record == task.where.number)
+        p.stall(delay.ns);
+    }
+    const Call call{&params, &block.dims, &block.step, &block.scratch,
+                    params.sample_scratch + static_cast<int64_t>(block.index) * 2 * block.dims.vocab,
+                    task.where.layer, warp};
+    Pages<P> pages(p, block, params, task, page);
+    Bodies::run(p, call, task, pages);
+    page = pages.next();
+    p.fence_async();
+    p.arrive(slot.outputs);
+    if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, begin);
+    p.arrive(slot.retired);
+  }
+}
+
+}  // namespace mk

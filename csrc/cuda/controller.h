@@ -1,0 +1,84 @@
+// The controller: walks the stream of its worker, claims from queues, and publishes one instruction after the other.
+#pragma once
+#include "block.h"
+
+namespace mk {
+
+template <class P>
+class Controller {
+ public:
+  MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {}
+
+  MK_FN void run() {
+    walk();
+    publish(nullptr, {});
+  }
+
+ private:
+  MK_FN bool walk() {
+    for (int32_t segment = kPrologue; segment <= kEpilogue; ++segment) {
+      if (!(params_.segments >> segment & 1)) continue;
+      const bool body = segment == kBody;
+      for (int32_t layer = body ? params_.layer_begin : 0; layer < (body ? params_.layer_end : 1); ++layer) {
+        if (!run_segment({segment, layer, 0, segment == kEpilogue ? block_.dims.layers : layer})) return false;
+      }
+    }
+    return true;
+  }
+
+  MK_FN bool run_segment(Where where) {
+    const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
+    for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
+      const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
+      if (record_opcode(record) == static_cast<int32_t>(Opcode::drain) && !drain(operands<Drain>(record), where))
+        return false;
+      if (p_.aborted()) return false;
+      publish(record, where);
+    }
+    return true;
+  }
+
+  // Claims late, so that work goes to who is free: with no more than the current instruction under way.
+  MK_FN bool drain(const Drain& op, Where where) {
+    const int32_t stream = block_.rank * params_.queues + op.queue;
+    const int32_t first = params_.offsets[kQueues][stream];
+    const uint32_t length = params_.offsets[kQueues][stream + 1] - first;
+    const int32_t body = params_.offsets[kBody][block_.dims.tp * params_.workers];
+    int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
+    while (true) {
+      if (p_.aborted()) return false;
+      wait_for_room(2);
+      const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
+      if (item < 0) return true;
+      where.number = body + first + item;
+      publish(params_.records[kQueues] + static_cast<int64_t>(first + item) * kWords, where);
+    }
+  }
+
+  // Until fewer than n instructions are under way.
+  MK_FN void wait_for_room(uint32_t n) {
+    if (!params_.pipelined) n = 1;
+    if (published_ < n) return;
+    const uint32_t j = published_ - n;
+    p_.wait_always(block_.slots[slot_of(j)].retired, slot_parity(j));
+  }
+
+  // No record: the end.
+  MK_FN void publish(const int32_t* record, const Where& where) {
+    wait_for_room(kSlots);
+    [[maybe_unused]] const uint64_t begin = p_.now();
+    Slot<P>& slot = block_.slots[slot_of(published_)];
+    for (int i = p_.lane(); i < kWords; i += P::kLanes) slot.task.record[i] = record ? record[i] : 0;
+    if (p_.lane() == 0) slot.task.where = where;
+    p_.arrive(slot.fetched);
+    if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
+    ++published_;
+  }
+
+  P& p_;
+  Block<P>& block_;
+  const Params& params_;
+  uint32_t published_ = 0;
+};
+
+}  // namespace mk

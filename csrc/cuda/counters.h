@@ -1,0 +1,94 @@
+// Which counters a record waits for and which it signals. Words: megakernel/isa/record.py; what the step table picks:
+// docs/architecture.md.
+#pragma once
+#include "../common/index.h"
+#include "block.h"
+
+namespace mk {
+
+MK_FN Scope scope_of(const Dims& d, int32_t rank) {
+  return rank == d.rank ? Scope::kGpu : Scope::kSystem;
+}
+
+MK_FN Need need_of(const Params& params, const Dims& d, const Where& where, int32_t slot, int32_t counter) {
+  const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
+  return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
+          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter]), slot,
+          counter};
+}
+
+// Who signals may sit on another device.
+MK_FN Scope wait_scope(const Dims& d) { return d.tp > 1 ? Scope::kSystem : Scope::kGpu; }
+
+// The words that name one counter each; true once they hold, false where the launch was aborted. So are the next two.
+template <class P>
+MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& task) {
+  if (!params.synchronise) return true;
+  return p.wait_counters(kWaits, wait_scope(d), task.where, [&](int32_t i) {
+    const int32_t word = task.record[kWaitWord + i];
+    return word == 0 || (word & kIndexed) ? Need{} : need_of(params, d, task.where, i, word_counter(word));
+  });
+}
+
+// Attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait word 0 names.
+template <class P>
+MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task, int32_t item) {
+  const int32_t word = task.record[kWaitWord];
+  if (!params.synchronise || !(word & kIndexed)) return true;
+  const Attention& op = operands<Attention>(task.record);
+  const int32_t group = s.item_kv_head[item] / op.group_heads;
+  const int32_t groups = (s.item_kv_head[item] + s.item_kv_heads[item] - 1) / op.group_heads - group + 1;
+  const int32_t corner = word_counter(word) + s.item_wait_block[item] * op.groups + group;
+  return p.wait_counters(s.item_wait_blocks[item] * groups, wait_scope(d), task.where, [&](int32_t i) {
+    return need_of(params, d, task.where, 0, corner + i / groups * op.groups + i % groups);
+  });
+}
+
+// final_norm: the row block of each logit row that the rank normalises, in the grid that wait word 0 names.
+template <class P>
+MK_FN bool wait_rows(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task) {
+  const int32_t word = task.record[kWaitWord];
+  if (!params.synchronise || !(word & kIndexed)) return true;
+  const FinalNorm& op = operands<FinalNorm>(task.record);
+  return p.wait_counters(op.rows, wait_scope(d), task.where, [&](int32_t i) {
+    const int32_t row = s.logit_rows[op.row + i];
+    if (row < 0 || !norms_logit_row(d, s, op.row + i)) return Need{};
+    return need_of(params, d, task.where, 0, word_counter(word) + row / d.row_block);
+  });
+}
+
+// Adds to a counter of some ranks. The lanes share them.
+template <class P>
+MK_FN void arrive(P& p, const Params& params, const Dims& d, Ranks ranks, int32_t block, int32_t counter,
+                  int32_t count) {
+  if (!params.synchronise) return;
+  for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
+    p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
+             scope_of(d, rank));
+}
+
+// The words that name one counter each.
+template <class P>
+MK_FN void signal_words(P& p, const Params& params, const Dims& d, const Task& task) {
+  for (int32_t i = 0; i < kSignals; ++i) {
+    const int32_t word = task.record[kSignalWord + i];
+    if (word == 0 || (word & kIndexed)) continue;
+    const int32_t rank = word_rank(word), block = task.where.block + (word & kNext ? 1 : 0);
+    arrive(p, params, d, rank == kAllRanks ? all_ranks(d) : Ranks{rank, rank + 1}, block, word_counter(word), 1);
+  }
+}
+
+// Attention: an item's rows are final, which the grid [row block] of signal word 0 is told.
+template <class P>
+MK_FN void signal_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task,
+                       int32_t item) {
+  const int32_t word = task.record[kSignalWord], rank = word_rank(word), row = s.item_row[item];
+  if (!(word & kIndexed)) return;
+  const Ranks ranks = rank == kAllRanks ? all_ranks(d)
+                      : rank == kOwner  ? residual_ranks(d, row)
+                                        : Ranks{rank, rank + 1};
+  arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block,
+         s.item_rows[item] * s.item_kv_heads[item]);
+}
+
+}  // namespace mk

@@ -1,0 +1,303 @@
+// The platform of platform.h on a Hopper GPU. All that the roles need from the hardware, in PTX; no CUDA header.
+#pragma once
+#include "block.h"
+#include "wgmma.cuh"
+
+#define MK_DEVICE __device__ __forceinline__
+
+namespace mk {
+
+MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Steps of 32 ns or so.
+MK_DEVICE uint64_t wall_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
+
+MK_DEVICE int32_t load_relaxed(const int32_t* at, Scope scope) {
+  int32_t v;
+  if (scope == Scope::kGpu) {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  } else {
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  }
+  return v;
+}
+
+MK_DEVICE void load_acquire(const int32_t* at, Scope scope) {
+  [[maybe_unused]] int32_t v;
+  if (scope == Scope::kGpu) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  } else {
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  }
+}
+
+class Device {
+ public:
+  static constexpr int kLanes = 32;
+  static constexpr int kTrace = MK_TRACE;
+  using Accumulators = mk::Accumulators;
+
+  struct Barrier {
+    uint64_t state;
+  };
+
+#if MK_TRACE
+  // `traced`: intervals of this block so far, in shared memory.
+  MK_DEVICE Device(const Params& params, int32_t* traced) : Device(params) { traced_ = traced; }
+#endif
+  MK_DEVICE explicit Device(const Params& params)
+      : params_(params),
+        lane_(static_cast<int>(threadIdx.x % kLanes)),
+        warp_(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / kLanes), 0)) {}
+
+  MK_DEVICE int lane() const { return lane_; }
+  MK_DEVICE int warp() const { return warp_; }
+
+  MK_DEVICE void init(Barrier& b, int arrivals) {
+    if (lane_ == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(b)), "r"(arrivals) : "memory");
+  }
+  MK_DEVICE void sync_block() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("bar.sync 0;" ::: "memory");
+  }
+
+  MK_DEVICE bool wait(Barrier& b, uint32_t parity) {
+    if (try_wait(b, parity)) return true;
+    const uint64_t begin = wall_ns();
+    while (!try_wait(b, parity)) {
+      if (aborted()) return false;
+      // Counters have their own limit, so this is a defect of the roles.
+      if (wall_ns() - begin > 2 * params_.timeout_ns) give_up({0, 0, -1, 0}, {nullptr, 0, -1, -1}, 0);
+    }
+    return true;
+  }
+  MK_DEVICE void wait_always(Barrier& b, uint32_t parity) {
+    if (try_wait(b, parity)) return;
+    const uint64_t begin = wall_ns();
+    while (!try_wait(b, parity)) {
+      if (wall_ns() - begin > 4 * params_.timeout_ns) asm volatile("trap;");
+    }
+  }
+  MK_DEVICE void arrive(Barrier& b, int count = 1) {
+    __syncwarp();
+    if (lane_ == 0)
+      asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)), "r"(count)
+                   : "memory");
+  }
+  MK_DEVICE void expect(Barrier& b, uint32_t bytes) {
+    if (lane_ == 0)
+      asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)),
+                   "r"(bytes)
+                   : "memory");
+  }
+
+  MK_DEVICE void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& b) {
+    if (lane_ == 0)
+      asm volatile(
+          "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+          " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+          "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b))
+          : "memory");
+  }
+  MK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& b) {
+    if (lane_ == 0)
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+              shared_address(to)),
+          "l"(from), "r"(bytes), "r"(at(b))
+          : "memory");
+  }
+  MK_DEVICE void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    if (lane_ == 0)
+      asm volatile(
+          "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(x),
+          "r"(y), "r"(z), "r"(shared_address(from))
+          : "memory");
+  }
+  MK_DEVICE void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    if (lane_ == 0)
+      asm volatile(
+          "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+              &map),
+          "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
+          : "memory");
+  }
+  MK_DEVICE void commit() {
+    if (lane_ == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+  MK_DEVICE void wait_read(int pending) {
+    if (lane_ == 0) {
+      if (pending == 0) {
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      } else {
+        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      }
+    }
+    __syncwarp();
+  }
+  MK_DEVICE void wait_stores() {
+    if (lane_ == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    fence_async();
+    __syncwarp();
+  }
+  MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+  // Relaxed polls, then one acquiring load of each counter by the lane that has seen it.
+  template <class F>
+  MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
+    bool held = true;
+    for (int i = lane_; i < n && held; i += kLanes) {
+      const Need wanted = need(i);
+      if (wanted.value) held = wait_counter(wanted, scope, where);
+    }
+    return __all_sync(0xFFFFFFFFu, held);
+  }
+  MK_DEVICE void signal(int32_t* to, int count, Scope scope) {
+    if (scope == Scope::kGpu) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
+    } else {
+      asm volatile("red.release.sys.global.add.s32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
+    }
+  }
+  MK_DEVICE int claim(int32_t* from, uint32_t base, int end) {
+    int taken = -1;
+    if (lane_ == 0) {
+      int32_t seen = load_relaxed(from, Scope::kGpu);
+      for (;;) {
+        const int next = static_cast<int32_t>(static_cast<uint32_t>(seen) - base);
+        if (next >= end) break;
+        const int32_t found = atomicCAS(from, seen, seen + 1);
+        if (found == seen) {
+          taken = next;
+          break;
+        }
+        seen = found;
+      }
+    }
+    return __shfl_sync(0xFFFFFFFFu, taken, 0);
+  }
+  MK_DEVICE int arrive_acq_rel(int32_t* to) {
+    int before = 0;
+    if (lane_ == 0)
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
+    return __shfl_sync(0xFFFFFFFFu, before, 0);
+  }
+
+  MK_DEVICE void sync_warp() { __syncwarp(); }
+  MK_DEVICE void consumer_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kConsumerWarps * kLanes) : "memory");
+  }
+  MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
+
+  MK_DEVICE void reads(const void*) {}
+  MK_DEVICE void writes(const void*) {}
+
+  MK_DEVICE float warp_sum(float v) {
+    MK_UNROLL for (int mask = kLanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, mask);
+    return v;
+  }
+
+#if MK_TRACE
+  MK_DEVICE uint64_t now() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+    return t;
+  }
+  MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin, int slot = 0) {
+    const uint64_t end = now();
+    if (lane_ != 0) return;
+    const int32_t i = atomicAdd(traced_, 1);
+    if (i >= params_.trace_capacity) return;
+    const int32_t layer = where.segment == kPrologue ? kTracePrologue
+                          : where.segment == kEpilogue ? kTraceEpilogue
+                                                       : where.layer;
+    Interval& to = params_.trace[static_cast<int64_t>(blockIdx.x) * params_.trace_capacity + i];
+    to.begin = begin;
+    to.end = end;
+    to.instruction = static_cast<uint32_t>(where.number);
+    to.launch = params_.launch;
+    to.worker = static_cast<uint16_t>(blockIdx.x % params_.workers);
+    to.layer = static_cast<uint16_t>(layer);
+    to.rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / params_.workers);
+    to.role = static_cast<uint8_t>(role);
+    to.kind = static_cast<uint8_t>(kind);
+    to.slot = static_cast<uint8_t>(slot);
+  }
+  MK_DEVICE void stall(uint64_t ns) {
+    for (const uint64_t begin = wall_ns(); wall_ns() - begin < ns;) {
+    }
+  }
+#else
+  MK_DEVICE uint64_t now() { return 0; }
+  MK_DEVICE void trace(const Where&, Role, IntervalKind, uint64_t, int = 0) {}
+#endif
+
+ private:
+  // Long, because a wait that it ends costs a poll of the abort word.
+  static constexpr uint32_t kSuspendNs = 1'000'000;
+  static constexpr uint32_t kBackOffNs = 32;
+  static constexpr int kSpins = 16, kPollsPerCheck = 64;
+
+  MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
+
+  MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
+        : "memory");
+    return done != 0;
+  }
+
+  // One lane's.
+  MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
+    uint64_t begin = 0;
+    for (int polls = 1;; ++polls) {
+      const int32_t value = load_relaxed(need.value, scope);
+      if (static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0) break;
+      if (polls > kSpins) __nanosleep(kBackOffNs);
+      if (polls % kPollsPerCheck != 0) continue;
+      if (aborted()) return false;
+      const uint64_t time = wall_ns();
+      if (begin == 0) begin = time;
+      if (time - begin > params_.timeout_ns) {
+        give_up(where, need, value);
+        return false;
+      }
+    }
+    load_acquire(need.value, scope);
+    return true;
+  }
+
+  // Ends the launch; the first to do so says why.
+  MK_DEVICE void give_up(const Where& where, const Need& need, int32_t value) {
+    Diagnosis& d = *params_.diagnosis;
+    if (atomicCAS(&d.set, 0, 1) == 0) {
+      d.rank = params_.first_rank + static_cast<int32_t>(blockIdx.x) / params_.workers;
+      d.worker = static_cast<int32_t>(blockIdx.x) % params_.workers;
+      d.segment = where.segment;
+      d.layer = where.block;
+      d.number = where.number;
+      d.slot = need.slot;
+      d.counter = need.counter;
+      d.value = value;
+      d.expected = static_cast<int32_t>(need.target);
+      __threadfence_system();
+    }
+    atomicExch(params_.abort, 1);
+  }
+
+  const Params& params_;
+#if MK_TRACE
+  int32_t* traced_ = nullptr;
+#endif
+  const int lane_, warp_;
+};
+
+}  // namespace mk

@@ -1,0 +1,154 @@
+// Matmuls of few rows on the CUDA cores: a dot product per output, its weights streamed through pages once.
+//
+// A consumer warp has one piece of each page: so of a unit of columns it gets two outputs, one by member 0 of each
+// pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or gate and up of column w. The activations
+// are held to the end of their lap. Pages: dot_pages (plan.h).
+//
+// The bits of an output depend on K alone: a lane adds its products in ascending k, then the lanes' sums are added in a
+// tree.
+#pragma once
+#include "ops/memory.h"
+#include "plan.h"
+#include "results.h"
+
+namespace mk {
+
+constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where K fits one piece
+static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
+
+// Sums of a warp's two outputs per row, a lane's part until `reduce`.
+template <class P>
+class Dots {
+ public:
+  MK_FN void clear() {
+    MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0;
+  }
+
+  // Adds `n` products of each output. `input(r)` is the piece of row r.
+  template <class Input>
+  MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows, const Input& input) {
+    Eight first[kVectors], second[kVectors];
+    const int lane = p.lane();
+    MK_UNROLL for (int v = 0; v < kVectors; ++v) {
+      first[v] = part(w0, v, lane, n);
+      second[v] = part(w1, v, lane, n);
+    }
+    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+      if (r >= rows) break;
+      const unsigned char* x = input(r);
+      MK_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const Eight in = part(x, v, lane, n);
+        MK_UNROLL for (int i = 0; i < 8; ++i) {
+          sum_[r].a += in.v[i] * first[v].v[i];
+          sum_[r].b += in.v[i] * second[v].v[i];
+        }
+      }
+    }
+  }
+
+  MK_FN void reduce(P& p, int rows) {
+    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+      if (r >= rows) break;
+      sum_[r] = {p.warp_sum(sum_[r].a), p.warp_sum(sum_[r].b)};
+    }
+  }
+
+  // By comparisons: a register has no run-time index.
+  MK_FN Pair at(int row) const {
+    Pair out{0, 0};
+    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+      if (r == row) out = sum_[r];
+    }
+    return out;
+  }
+
+ private:
+  static constexpr int kVectors = kPiece / 8 / P::kLanes;
+
+  // Eight elements of a piece of n; zero beyond its end.
+  MK_FN static Eight part(const unsigned char* piece, int vector, int lane, int n) {
+    const int at = (vector * P::kLanes + lane) * 8;
+    Words words{};
+    if (at < n) words = *reinterpret_cast<const Words*>(piece + 2 * at);
+    Eight out;
+    MK_UNROLL for (int i = 0; i < 4; ++i) {
+      out.v[2 * i] = low_half(words.w[i]);
+      out.v[2 * i + 1] = high_half(words.w[i]);
+    }
+    return out;
+  }
+
+  Pair sum_[kDotRows];
+};
+
+// Hands the warp's two outputs of each row to `to.store`.
+template <class P, class To>
+MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
+  const auto column = to.column(m.col + col);
+  for (int r = p.lane(); r < m.rows; r += P::kLanes) {
+    const Pair t = dots.at(r);
+    to.store(to.row(m.row + r), column, t.a, t.b);
+  }
+}
+
+// An instruction on consumer warp c.warp.
+template <class P, class Pages>
+MK_FN void dots(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
+  const int pieces = ceil_div(m.k, kPiece), unit_cols = 2 * kPieces / m.halves;
+  const int inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
+  int weights_left = 2 * pieces * ceil_div(m.cols, unit_cols);
+  Dots<P> sums;
+  int page = 0, held = 0;  // the lap's first input page
+  const auto release_inputs = [&] {
+    for (int i = 0; i < inputs; ++i) pages.release(held + i);
+  };
+  for (int unit = 0; unit < m.cols; unit += unit_cols) {
+    const int col = unit + c.warp * 2 / m.halves;
+    sums.clear();
+    for (int piece = 0; piece < pieces; ++piece, page += 2, weights_left -= 2) {
+      if (page == held) {
+        if (page > 0) {
+          release_inputs();
+          page += inputs;
+        }
+        held = page + lower(lap_weights(m), weights_left);
+        for (int i = 0; i < inputs; ++i) pages.full(held + i);
+      }
+      const unsigned char *first = pages.full(page) + own, *second = pages.full(page + 1) + own;
+      if (col < m.cols) {
+        sums.add(p, first, second, lower(m.k - piece * kPiece, kPiece), m.rows, [&](int r) {
+          const int at = piece * m.rows + r;
+          return pages.at(held + at / kPieces) + at % kPieces * kPieceBytes;
+        });
+      }
+      pages.release(page);
+      pages.release(page + 1);
+    }
+    if (col >= m.cols) continue;
+    sums.reduce(p, m.rows);
+    switch (opcode) {
+      case Opcode::qkv_rope:
+        store_dots(p, sums, ToQkv(c), m, col);
+        break;
+      case Opcode::o_proj:
+      case Opcode::down_proj:
+        store_dots(p, sums, residual(c, opcode), m, col);
+        break;
+      case Opcode::o_partial:
+      case Opcode::down_partial:
+        store_dots(p, sums, ToPartial(c), m, col);
+        break;
+      case Opcode::gate_up_silu:
+        store_dots(p, sums, ToActivation(c), m, col);
+        break;
+      case Opcode::lm_head:
+        store_dots(p, sums, ToLogits(c), m, col);
+        break;
+      default:
+        break;
+    }
+  }
+  release_inputs();
+}
+
+}  // namespace mk

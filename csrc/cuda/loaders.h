@@ -1,0 +1,103 @@
+// The two loaders. The weight loader never waits for data of this launch, so it is ahead by as many pages as are free,
+// across the borders of instructions; the input loader waits for the counters.
+#pragma once
+#include "counters.h"
+#include "plan.h"
+
+namespace mk {
+
+// Starts the loads of a page.
+template <class P>
+MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use, int slot) {
+  unsigned char* page = block.pages[slot];
+  typename P::Barrier& full = block.full[slot];
+  p.expect(full, use.bytes());
+  if (use.pieces) {
+    const char* rows = static_cast<const char*>(params.at(block.rank, use.buffer, use.z));
+    for (int32_t i = 0; i < use.boxes; ++i) {
+      const int64_t element = static_cast<int64_t>(use.box_y(i)) * use.inner + use.box_x(i);
+      p.load_bytes(page + use.box_at(i), rows + element * 2, use.box_bytes(i), full);
+    }
+  } else {
+    const TensorMap& map = params.maps[block.rank * kBuffers + static_cast<int32_t>(use.buffer)];
+    for (int32_t i = 0; i < use.boxes; ++i)
+      p.load_tile(page + use.box_at(i), map, use.box_x(i), use.box_y(i), use.z, full);
+  }
+}
+
+// Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a block must not
+// end before they do. Whoever was behind arrives where the other was ahead, so that the phases of all pages complete.
+template <class P>
+MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
+  if (p.lane() == 0) block.passed[loader] = page;
+  p.arrive(block.parted);
+  p.wait_always(block.parted, 0);
+  const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
+  for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
+  for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
+    p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
+}
+
+template <class P>
+MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
+  bool live = true;
+  uint32_t page = 0;
+  for (uint32_t j = 0;; ++j) {
+    Slot<P>& slot = block.slots[slot_of(j)];
+    p.wait_always(slot.fetched, slot_parity(j));
+    if (slot.task.end()) break;
+    uint64_t begin = 0;
+    live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
+      const Page at = page_of(page);
+      if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
+      if (use.fill == Fill::kWeights) {
+        if (begin == 0) begin = p.now();
+        fill(p, block, params, use, at.slot);
+      } else {
+        p.arrive(block.full[at.slot]);
+      }
+      ++page;
+      return true;
+    });
+    if (begin) p.trace(slot.task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    p.arrive(slot.retired);
+  }
+  settle_loads(p, block, 0, page);
+}
+
+template <class P>
+MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
+  bool live = true;
+  uint32_t page = 0;
+  for (uint32_t j = 0;; ++j) {
+    Slot<P>& slot = block.slots[slot_of(j)];
+    p.wait_always(slot.fetched, slot_parity(j));
+    const Task& task = slot.task;
+    if (task.end()) break;
+    live = live && wait_words(p, params, block.dims, task);
+    if (task.is(Opcode::final_norm)) live = live && wait_rows(p, params, block.dims, block.step, task);
+    p.fence_async();
+    p.arrive(slot.inputs);
+    int32_t item = -1;
+    live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
+      if (use.item != item) {
+        item = use.item;
+        if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
+        p.fence_async();
+      }
+      const Page at = page_of(page);
+      if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
+      if (use.fill == Fill::kInputs) {
+        fill(p, block, params, use, at.slot);
+      } else {
+        p.arrive(block.full[at.slot]);
+      }
+      ++page;
+      return true;
+    });
+    p.arrive(slot.retired);
+  }
+  settle_loads(p, block, 1, page);
+}
+
+}  // namespace mk

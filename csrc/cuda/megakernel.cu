@@ -1,0 +1,70 @@
+// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last. The only
+// translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals.
+#ifndef MK_TRACE
+#define MK_TRACE 0
+#endif
+#include "integers.h"
+
+#include "bodies.h"
+#include "device.cuh"
+#include "roles.h"
+
+namespace mk {
+
+struct Shared {
+  Block<Device> block;
+#if MK_TRACE
+  int32_t traced;
+#endif
+};
+constexpr int kAlignment = 1024;
+static_assert(sizeof(Shared) + kAlignment <= kSharedBytes, "a block's shared memory must fit");
+
+// Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that compute.
+#define MK_SERVICE_REGISTERS 40
+#define MK_CONSUMER_REGISTERS 232
+
+#if MK_TRACE
+// SM clock and wall clock, just after a step of the latter.
+MK_DEVICE void stamp(Device& p, uint64_t* to) {
+  const uint64_t before = wall_ns();
+  uint64_t wall = before;
+  while (wall == before) wall = wall_ns();
+  to[0] = p.now();
+  to[1] = wall;
+}
+#endif
+
+}  // namespace mk
+
+extern "C" __global__ void __launch_bounds__(mk::kThreads, 1) megakernel(const __grid_constant__ mk::Params params) {
+  using namespace mk;
+  extern __shared__ unsigned char memory[];
+  if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
+  Shared& shared = *reinterpret_cast<Shared*>(
+      memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment);
+#if MK_TRACE
+  Device p(params, &shared.traced);
+  if (threadIdx.x == 0) {
+    shared.traced = 0;
+    stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps);
+  }
+#else
+  Device p(params);
+#endif
+  set_up(p, shared.block, params, static_cast<int32_t>(blockIdx.x));
+  if (p.warp() < kConsumerWarp) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_SERVICE_REGISTERS));
+    serve(p, shared.block, params);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_CONSUMER_REGISTERS));
+    consume<Device, Bodies>(p, shared.block, params);
+  }
+#if MK_TRACE
+  p.sync_block();
+  if (threadIdx.x == 0) {
+    params.trace_counts[blockIdx.x] = shared.traced;
+    stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2);
+  }
+#endif
+}

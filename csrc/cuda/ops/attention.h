@@ -1,0 +1,218 @@
+// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then
+// head of the group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take
+// eight units at a time through all KV blocks. Pages come in the order of plan.h; a warp passes those of
+// other heads.
+#pragma once
+#include "../../common/index.h"
+#include "call.h"
+#include "memory.h"
+#include "softmax.h"
+#if defined(__CUDACC__)
+#include "attention_mma.h"
+#else
+#include "attention_loops.h"
+#endif
+
+namespace mk {
+
+// A tile of query rows of one KV head of an item.
+struct QueryRows {
+  int first_row, rows;    // token rows of the item
+  int first_head, heads;  // query heads of the rank
+  int begin;              // of the tile, among rows * heads
+
+  MK_FN bool has(int i) const { return begin + i < rows * heads; }
+  MK_FN int row(int i) const { return (begin + i) / heads; }  // counted from first_row
+  MK_FN int head(int i) const { return (begin + i) % heads; }
+};
+
+template <class P, class Pages>
+class AttentionItem {
+ public:
+  MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item)
+      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {}
+
+  MK_FN void run() {
+    if (s_.item_seq[item_] < 0) {
+      pages_.skip(1);
+      store_zeros();
+    } else {
+      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile);
+      const int units = s_.item_kv_heads[item_] * tiles;
+      for (int pass = 0; pass < units; pass += kConsumerWarps)
+        run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
+      if (s_.item_split[item_] >= 0) {
+        if (!last_of_split()) return;
+        merge_split();
+      }
+    }
+    p_.fence_async();
+    pages_.done(item_);
+  }
+
+ private:
+  // Units [begin, end), one to a warp.
+  MK_FN void run_pass(int begin, int end, int tiles) {
+    const int unit = begin + call_.warp;
+    const int own = unit < end ? unit / tiles : -1;  // KV head of the item
+    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kQueryTile);
+    const bool split = s_.item_split[item_] >= 0, narrow = d_.head_dim <= kTileInner;
+    const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
+    AttentionTile<P> tile(p_, d_.head_dim);
+    bool started = false;
+    for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
+      for (int head = begin / tiles; head <= (end - 1) / tiles; ++head) {
+        if (head != own || !sees(q, block)) {
+          pages_.skip(narrow ? 2 : 4);  // keys and values: of narrow heads a page each, else halves
+          continue;
+        }
+        const unsigned char* keys = pages_.take();
+        if (!started)
+          tile.start([&](int i) { return query(q, i); });  // its counters hold when a page is full
+        started = true;
+        tile.template scores<0>(keys);
+        if (!narrow) {
+          pages_.release();
+          keys = pages_.take();
+        }
+        tile.template scores<1>(keys + (narrow ? kPageBytes / 2 : 0));
+        pages_.release();
+        tile.softmax(scale, [&](int i) { return q.has(i) ? visible_tokens(d_, position(q, i), block) : 0; });
+        if (!split) tile.merge();
+        take_values<0>(tile, q, own, block, split);
+        if (!narrow) take_values<1>(tile, q, own, block, split);
+      }
+    }
+    if (own < 0 || split) return;
+    const Ranks ranks = output_ranks();
+    for (int rank = ranks.begin; rank < ranks.end; ++rank)
+      tile.store_results([&](int i) {
+        return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) : nullptr;
+      });
+  }
+
+  // The block's values, half of them: into the sum, or with m and l to PARTIALS.
+  template <int kHalf>
+  MK_FN void take_values(AttentionTile<P>& tile, const QueryRows& q, int head, int block, bool split) {
+    tile.template values<kHalf>(pages_.take());
+    pages_.release();
+    if (split) {
+      tile.template store_block<kHalf>([&](int i) { return partial(q.row(i), head, q.head(i), block); });
+    } else {
+      tile.template merge_values<kHalf>();
+    }
+  }
+
+  // Whether all items of this one's split have left their partials, this one as the last.
+  MK_FN bool last_of_split() {
+    p_.consumer_sync();
+    if (call_.warp == 0) {
+      int32_t* arrivals = call_.at<int32_t>(Buffer::SPLITS) + s_.item_split[item_];
+      const bool last = p_.arrive_acq_rel(arrivals) + 1 == s_.item_splits[item_];
+      if (p_.lane() == 0) {
+        call_.shared->last = last;
+        if (last) *arrivals = 0;
+      }
+    }
+    p_.consumer_sync();
+    return call_.shared->last;
+  }
+
+  // Of all blocks' partials: a warp per query row and head.
+  MK_FN void merge_split() {
+    int turn = 0;
+    for (int r = 0; r < s_.item_rows[item_]; ++r) {
+      const int row = s_.item_row[item_] + r;
+      for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
+        const QueryRows q = query_rows(head, 0);
+        for (int g = 0; g < q.heads; ++g, ++turn) {
+          if (turn % kConsumerWarps == call_.warp) merge_row(row, r, head, q.first_head, g);
+        }
+      }
+    }
+  }
+
+  MK_FN void merge_row(int row, int r, int head, int first_head, int g) {
+    const Ranks ranks = output_ranks();
+    for (int e = 2 * p_.lane(); e < d_.head_dim; e += 2 * P::kLanes) {
+      Softmax sums;
+      float a = 0.0f, b = 0.0f;
+      MK_UNROLL_4 for (int block = 0; block <= s_.positions[row] / kKvBlock; ++block) {
+        const float* from = partial(r, head, g, block);
+        const float m = load_float(from), l = load_float(from + 1);
+        const float block_a = load_float(from + 2 + e), block_b = load_float(from + 3 + e);
+        sums.merge(m, l);
+        a = sums.merged(a, block_a);
+        b = sums.merged(b, block_b);
+      }
+      const float share = 1.0f / sums.l;
+      for (int rank = ranks.begin; rank < ranks.end; ++rank)
+        store_word(output(rank, row, first_head + g) + e, pack_bf16(a * share, b * share));
+    }
+  }
+
+  MK_FN void store_zeros() {
+    const Ranks ranks = output_ranks();
+    for (int r = call_.warp; r < s_.item_rows[item_]; r += kConsumerWarps) {
+      for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
+        const QueryRows q = query_rows(head, 0);
+        for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+          for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
+            store_word(output(rank, q.first_row + r, q.first_head) + e, 0);
+        }
+      }
+    }
+  }
+
+  MK_FN QueryRows query_rows(int head, int begin) const {
+    const int kv_head = s_.item_kv_head[item_] + head, first = d_.query_head(kv_head);
+    return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
+  }
+
+  MK_FN int32_t position(const QueryRows& q, int i) const { return s_.positions[q.first_row + q.row(i)]; }
+
+  // Whether a row of the tile sees the block: the last one sees most.
+  MK_FN bool sees(const QueryRows& q, int block) const {
+    if (!q.has(0)) return false;
+    const int last = lower(kQueryTile, q.rows * q.heads - q.begin) - 1;
+    return visible_tokens(d_, position(q, last), block) > 0;
+  }
+
+  MK_FN const uint16_t* query(const QueryRows& q, int i) const {
+    if (!q.has(i)) return nullptr;
+    return call_.at<uint16_t>(Buffer::Q) + int64_t{q.first_row + q.row(i)} * d_.q_cols() +
+           (q.first_head + q.head(i)) * d_.head_dim;
+  }
+
+  // m, l, o of a row and KV head, counted from the item's first, and of a head of the group.
+  MK_FN float* partial(int row, int head, int group_head, int block) const {
+    const int64_t entry = partial_index(s_, item_, row, head) + block;
+    return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
+  }
+
+  // Where the O projection reads a query head's output.
+  MK_FN uint16_t* output(int rank, int row, int head) const {
+    return call_.copy<uint16_t>(Buffer::ATTN, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
+           head * d_.head_dim;
+  }
+  // An item's rows lie in one row block.
+  MK_FN Ranks output_ranks() const {
+    return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
+  }
+
+  P& p_;
+  const Call& call_;
+  const Dims& d_;
+  const StepView& s_;
+  Pages& pages_;
+  const int item_;
+};
+
+template <class P, class Pages>
+MK_FN void attention(P& p, const Call& call, const Attention& op, Pages& pages) {
+  for (int item = call.step->slot_items[op.slot]; item < call.step->slot_items[op.slot + 1]; ++item) {
+    AttentionItem<P, Pages>(p, call, pages, item).run();
+  }
+}
+
+}  // namespace mk

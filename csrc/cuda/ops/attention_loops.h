@@ -1,0 +1,113 @@
+// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain
+// loops.
+#pragma once
+#include "../tensor_core.h"
+#include "memory.h"
+#include "softmax.h"
+
+namespace mk {
+
+template <class P>
+class AttentionTile {
+ public:
+  AttentionTile(P&, int head_dim) : head_dim_(head_dim) {}
+
+  template <class Row>
+  void start(Row row) {
+    for (rows_ = 0; rows_ < kQueryTile && row(rows_); ++rows_) {
+      for (int e = 0; e < head_dim_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
+      for (float& out : out_[rows_]) out = 0.0f;
+      sums_[rows_] = Softmax{};
+    }
+  }
+
+  template <int kHalf>
+  void scores(const unsigned char* keys) {
+    for (int i = 0; i < rows_; ++i) {
+      for (int t = 0; t < 64; ++t) {
+        float sum = 0.0f;
+        for (int e = 0; e < head_dim_; ++e) sum += query_[i][e] * element(keys, e, t);
+        score_[i][64 * kHalf + t] = sum;
+      }
+    }
+  }
+
+  template <class Visible>
+  void softmax(float scale, Visible visible) {
+    for (int i = 0; i < rows_; ++i) {
+      const int tokens = visible(i);
+      float m = minus_infinity(), l = 0.0f;
+      for (int t = 0; t < kKvBlock; ++t) {
+        score_[i][t] = t < tokens ? score_[i][t] * scale : minus_infinity();
+        m = fmaxf(m, score_[i][t]);
+      }
+      const float base = m == minus_infinity() ? 0.0f : m;
+      for (float& score : score_[i]) {
+        const float probability = exp_fast(score - base);
+        l += probability;
+        score = from_bf16(to_bf16(probability));
+      }
+      block_[i] = {m, l};
+      seen_[i] = tokens > 0;
+    }
+  }
+
+  template <int kHalf>
+  void values(const unsigned char* values) {
+    for (int i = 0; i < rows_; ++i) {
+      for (int e = 0; e < 64 && 64 * kHalf + e < head_dim_; ++e) {
+        float sum = 0.0f;
+        for (int t = 0; t < kKvBlock; ++t) sum += score_[i][t] * element(values, t, e);
+        block_out_[i][e] = sum;
+      }
+    }
+  }
+
+  void merge() {
+    for (int i = 0; i < rows_; ++i) {
+      if (seen_[i]) sums_[i].merge(block_[i].v[0], block_[i].v[1]);
+    }
+  }
+  template <int kHalf>
+  void merge_values() {
+    for (int i = 0; i < rows_; ++i) {
+      for (int e = 64 * kHalf; seen_[i] && e < lower(64 * kHalf + 64, head_dim_); ++e)
+        out_[i][e] = sums_[i].merged(out_[i][e], block_out_[i][e % 64]);
+    }
+  }
+
+  template <int kHalf, class To>
+  void store_block(To to) const {
+    for (int i = 0; i < rows_; ++i) {
+      if (!seen_[i]) continue;
+      float* out = to(i);
+      if (kHalf == 0) store_two(out, block_[i]);
+      for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) out[2 + e] = block_out_[i][e % 64];
+    }
+  }
+
+  template <class To>
+  void store_results(To to) const {
+    for (int i = 0; i < rows_; ++i) {
+      uint16_t* out = to(i);
+      for (int e = 0; e < head_dim_; ++e) out[e] = to_bf16(out_[i][e] * (1.0f / sums_[i].l));
+    }
+  }
+
+ private:
+  static float element(const unsigned char* tile, int row, int col) {
+    uint16_t bits;
+    memcpy(&bits, tile + tile_offset(row, 2 * col), sizeof bits);
+    return from_bf16(bits);
+  }
+
+  const int head_dim_;
+  int rows_ = 0;  // those that there are come first
+  float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
+  Softmax sums_[kQueryTile];
+  float score_[kQueryTile][kKvBlock], block_out_[kQueryTile][64];
+  Two block_[kQueryTile];  // m, l
+  bool seen_[kQueryTile];
+};
+
+}  // namespace mk

@@ -1,0 +1,91 @@
+// What the body of an instruction sees, and the eight consumer warps as a team.
+#pragma once
+#include "../arithmetic.h"
+#include "../params.h"
+
+namespace mk {
+
+MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
+
+// Shared memory of the consumer warps of a block. Nothing in it outlives a body.
+struct Scratch {
+  uint64_t gathered[2][kConsumerWarps];
+  int32_t last;    // attention: whether this worker merges a split
+  int32_t listed;  // sample: logits in the list
+};
+
+// Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
+struct Call {
+  const Params* params;
+  const Dims* dims;      // of the rank
+  const StepView* step;  // as the rank sees it
+  Scratch* shared;
+  float* sample_scratch;  // [2][vocab], of the block
+  int32_t layer;
+  int32_t warp;  // 0 .. kConsumerWarps - 1
+
+  // A rank's copy of a buffer; its layer's part where it has layers.
+  template <class T>
+  MK_FN T* copy(Buffer buffer, int rank) const {
+    return static_cast<T*>(params->at(rank, buffer, layer));
+  }
+  template <class T>
+  MK_FN T* at(Buffer buffer) const {
+    return copy<T>(buffer, dims->rank);
+  }
+};
+
+// Lanes of a warp: 32, or 1 on the host. The masked lane's value.
+template <class T>
+MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
+#if defined(__CUDA_ARCH__)
+  return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
+#else
+  return value;
+#endif
+}
+
+// The same on every lane: a tree of a fixed shape.
+template <class P, class T, class F>
+MK_FN T reduce_lanes(T value, F combine) {
+  MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
+      combine(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The consumer warps as one: what each of them gives, all of them get.
+template <class P>
+class Team {
+ public:
+  // Waits until all warps have left the body before.
+  MK_FN Team(P& p, const Call& call) : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
+    p_.consumer_sync();
+  }
+
+  // The warps' values, in order. They stay until the call after the next: one barrier a call is enough, since
+  // who writes them again has seen that all came to the call between.
+  MK_FN const uint64_t* gather(uint64_t mine) {
+    uint64_t* slots = gathered_[phase_];
+    phase_ ^= 1;
+    if (p_.lane() == 0) slots[warp_] = mine;
+    p_.consumer_sync();
+    return slots;
+  }
+
+  // Over all lanes of all warps; `combine(a, b)` of two values. The same bits for any platform's timing.
+  template <class F>
+  MK_FN uint64_t reduce(uint64_t mine, F combine) {
+    const uint64_t* slots = gather(reduce_lanes<P>(mine, combine));
+    uint64_t total = slots[0];
+    MK_UNROLL for (int w = 1; w < kConsumerWarps; ++w) total = combine(total, slots[w]);
+    return total;
+  }
+
+ private:
+  P& p_;
+  uint64_t (*gathered_)[kConsumerWarps];
+  int phase_ = 0;
+  const int warp_;
+};
+
+}  // namespace mk

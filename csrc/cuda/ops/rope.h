@@ -1,0 +1,45 @@
+#pragma once
+#include "call.h"
+#include "memory.h"
+
+namespace mk {
+
+struct CosSin {
+  float cos, sin;
+};
+
+// Of an angle from 0 to some 2^30: reduced to +-pi/4 and summed as Taylor series in double, so good to
+// float32.
+MK_FN CosSin cos_sin(float angle) {
+  constexpr double kQuarters = 0.63661977236758134308;  // quarter turns in a radian
+  constexpr double kQuarter = 1.57079632679489655800, kQuarterRest = 6.12323399573676603587e-17;
+  const int quadrant = static_cast<int>(angle * kQuarters + 0.5);
+  const double x = (angle - quadrant * kQuarter) - quadrant * kQuarterRest, square = x * x;
+  double sin = 1.0, cos = 1.0;
+  MK_UNROLL for (int n = 13; n > 1; n -= 2) {
+    sin = 1.0 - square * (1.0 / (n * (n - 1))) * sin;
+    cos = 1.0 - square * (1.0 / ((n - 1) * (n - 2))) * cos;
+  }
+  sin *= x;
+  const double c = quadrant & 1 ? sin : cos, s = quadrant & 1 ? cos : sin;
+  return {static_cast<float>((quadrant + 1) & 2 ? -c : c), static_cast<float>(quadrant & 2 ? -s : s)};
+}
+
+// ROPE[r] = cos, sin of position(r) * INV_FREQ: a lane per pair.
+template <class P>
+MK_FN void rope(P& p, const Call& call, const Rope& op) {
+  const Dims& d = *call.dims;
+  const float* inv_freq = call.at<float>(Buffer::INV_FREQ);
+  float* out = call.at<float>(Buffer::ROPE);
+  for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {
+    const float position = static_cast<float>(call.step->positions[r]);
+    for (int i = p.lane(); i < d.head_dim / 2; i += P::kLanes) {
+      const CosSin angle = cos_sin(position * inv_freq[i]);
+      float* pair = out + int64_t{r} * d.head_dim + 2 * i;
+      pair[0] = angle.cos;
+      pair[1] = angle.sin;
+    }
+  }
+}
+
+}  // namespace mk

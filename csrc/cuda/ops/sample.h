@@ -1,0 +1,321 @@
+// One token from a row of logits; the eight warps share the row. Penalties, bias, temperature, min-p, top-k,
+// top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and top-p
+// search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the same
+// bits in any order.
+#pragma once
+#include "../../common/philox.h"
+#include "call.h"
+#include "memory.h"
+
+namespace mk {
+
+// Unsigned integers that order as the floats do, equals (zeros of both signs) being equal.
+MK_FN uint32_t order_key(float value) {
+  const uint32_t bits = float_to_bits(value + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+MK_FN float key_value(uint32_t key) { return bits_to_float(key >> 31 ? key & 0x7FFFFFFFu : ~key); }
+
+MK_FN uint64_t add(uint64_t a, uint64_t b) { return a + b; }
+MK_FN uint64_t greater(uint64_t a, uint64_t b) { return a > b ? a : b; }
+MK_FN uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+// The greatest of some values, the lowest id of equals.
+struct Peak {
+  float value;
+  int32_t id;
+};
+
+MK_FN uint64_t peak_key(float value, int32_t id) {
+  return uint64_t{order_key(value)} << 32 | ~static_cast<uint32_t>(id);
+}
+
+MK_FN Peak as_peak(uint64_t key) {
+  return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
+}
+
+// e = e^(z - greatest z) in units of 2^-44, so that 2^18 of them fit 64 bits; 0 where it is no number.
+MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
+constexpr float kWeightless = 32.0f;  // this far below the top the weight is 0
+
+// What is kept of a row: logits above `bound`, and those equal to it up to id `last`.
+struct Cut {
+  float bound;
+  int32_t last;
+};
+
+template <class P>
+class Sampler {
+ public:
+  MK_FN Sampler(P& p, const Call& call)
+      : p_(p),
+        call_(call),
+        vocab_(call.dims->vocab),
+        thread_(call.warp * P::kLanes + p.lane()),
+        z_(call.sample_scratch),
+        other_(call.sample_scratch + vocab_),
+        team_(p, call) {}
+
+  // Logit row i: the token and its log-softmax, to all ranks and to rank 0.
+  MK_FN void row(int i) {
+    const Dims& d = *call_.dims;
+    const StepView& s = *call_.step;
+    int32_t token = 0;
+    float logprob = 0.0f;
+    if (s.logit_rows[i] >= 0) {
+      const float* raw = call_.at<float>(Buffer::LOGITS) + int64_t{i} * vocab_;
+      float log_sum;
+      const Peak peak = soft_peak(raw, log_sum);
+      token = s.target[i] >= 0 ? s.target[i] : choose(i, raw, peak.id);
+      logprob = load_float(raw + token) - log_sum;
+    }
+    if (thread_ > 0) return;
+    call_.copy<int32_t>(Buffer::TOKENS_OUT, 0)[i] = token;
+    call_.copy<float>(Buffer::LOGPROBS_OUT, 0)[i] = logprob;
+    if (s.sample_slot[i] < 0) return;
+    const int64_t at = int64_t{s.sample_slot[i]} * (d.max_context + 1) + s.sample_position[i];
+    for (int rank = 0; rank < d.tp; ++rank) call_.copy<int32_t>(Buffer::HISTORY, rank)[at] = token;
+  }
+
+ private:
+  static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
+
+  // The greatest logit, and the log of the sum of all exponentials.
+  MK_FN Peak soft_peak(const float* z, float& log_sum) {
+    constexpr int kGroup = 4;  // loads in flight; the running sum is rescaled once for all of them
+    Peak mine{minus_infinity(), 0};
+    float sum = 0.0f;
+    for (int begin = thread_; begin < vocab_; begin += kGroup * kThreadsOfRow) {
+      float v[kGroup];
+      MK_UNROLL for (int j = 0; j < kGroup; ++j) {
+        const int id = begin + j * kThreadsOfRow;
+        v[j] = id < vocab_ ? load_float(z + id) : minus_infinity();
+      }
+      const float before = mine.value;
+      MK_UNROLL for (int j = 0; j < kGroup; ++j) {
+        if (v[j] > mine.value) mine = {v[j], begin + j * kThreadsOfRow};
+      }
+      sum *= expf(before - mine.value);
+      MK_UNROLL for (int j = 0; j < kGroup; ++j) sum += expf(v[j] - mine.value);
+    }
+    const Peak peak = as_peak(team_.reduce(peak_key(mine.value, mine.id), greater));
+    sum = reduce_lanes<P>(sum * expf(mine.value - peak.value), [](float a, float b) { return a + b; });
+    const uint64_t* warps = team_.gather(float_to_bits(sum));
+    sum = 0.0f;
+    MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) sum += bits_to_float(static_cast<uint32_t>(warps[w]));
+    log_sum = peak.value + logf(sum);
+    return peak;
+  }
+
+  MK_FN int32_t choose(int i, const float* raw, int32_t greatest) {
+    const StepView& s = *call_.step;
+    const float temperature = s.temperature[i];
+    const bool penalised =
+        s.sample_slot[i] >= 0 &&
+        (s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f || s.frequency_penalty[i] != 0.0f);
+    const bool biased = s.bias_begin[i] < s.bias_end[i];
+    if (temperature == 0.0f && !penalised && !biased) return greatest;
+    MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) z_[id] = load_float(raw + id);
+    p_.consumer_sync();
+    if (penalised) penalise(i);
+    if (biased) add_bias(i);
+    uint64_t key = 0;
+    for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+      float z = load_float(z_ + id);
+      if (temperature > 0.0f) z_[id] = z /= temperature;
+      key = greater(key, peak_key(z, id));
+    }
+    const Peak peak = as_peak(team_.reduce(key, greater));
+    if (temperature == 0.0f || peak.value == minus_infinity()) return peak.id;
+    top_ = peak.value;
+    min_p_ = s.min_p[i];
+    cut_ = {minus_infinity(), vocab_};
+    if (s.top_k[i] > 0) {
+      const uint64_t wanted = static_cast<uint64_t>(s.top_k[i]);
+      if (total(true) > wanted) cut_ = shorten(wanted, true);
+    }
+    uint64_t all = total(false);
+    if (all == 0) return peak.id;  // not a number
+    if (s.top_p[i] < 1.0f) {
+      const double wanted = ceil(static_cast<double>(s.top_p[i]) * static_cast<double>(all));
+      cut_ = shorten(wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all), false);
+      all = total(false);
+    }
+    const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
+    // The whole part of all * bits / 2^24, which does not fit 64 bits before the division.
+    const uint64_t wanted = (all >> 24) * bits + (((all & 0xFFFFFF) * bits) >> 24);
+    return locate(wanted, [&](int id) { return measure(id, false); });
+  }
+
+  // Weight, or as one, of an id that is kept; else 0.
+  MK_FN uint64_t measure(int id, bool count) const {
+    const float z = load_float(z_ + id);
+    const float e = expf(z - top_);
+    const uint64_t w = weight(e);
+    const bool kept = w > 0 && e >= min_p_ && (z > cut_.bound || (z == cut_.bound && id <= cut_.last));
+    return kept ? count ? 1 : w : 0;
+  }
+
+  MK_FN uint64_t total(bool count) {
+    uint64_t sum = 0;
+    MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) sum += measure(id, count);
+    return team_.reduce(sum, add);
+  }
+
+  // The first id up to which, in the order of ids, more than `wanted` has been measured: each round, the
+  // warps measure an eighth each of what is left.
+  template <class Measure>
+  MK_FN int32_t locate(uint64_t wanted, Measure measure) {
+    int begin = 0, end = vocab_;
+    while (end - begin > 1) {
+      const int part = ceil_div(end - begin, kConsumerWarps);
+      const int from = begin + call_.warp * part;
+      uint64_t sum = 0;
+      for (int id = from + p_.lane(); id < lower(from + part, end); id += P::kLanes) sum += measure(id);
+      const uint64_t* parts = team_.gather(reduce_lanes<P>(sum, add));
+      int w = 0;
+      for (; w < kConsumerWarps - 1 && parts[w] <= wanted; ++w) wanted -= parts[w];
+      begin += w * part;
+      end = lower(begin + part, end);
+    }
+    return lower(begin, vocab_ - 1);
+  }
+
+  // Leaves of what is kept the fewest greatest that measure at least `wanted`, which all do; equals by id.
+  //
+  // Bisection between `low` and `high`, order keys: above `low` lies enough, above `high` too little. Both
+  // move to values that exist, so it ends when one is left. After some rounds only what lies between is
+  // looked at, as a list.
+  MK_FN Cut shorten(uint64_t wanted, bool count) {
+    constexpr int kRoundsBeforeList = 4;
+    uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
+    uint64_t above = 0;
+    int listed = -1;
+    for (int round = 0; high - low > 1; ++round) {
+      if (round == kRoundsBeforeList) listed = list(low, high);
+      const float middle = 0.5f * key_value(low) + 0.5f * key_value(high);
+      uint32_t cut = order_key(middle);
+      if (cut <= low || cut >= high) cut = low + (high - low) / 2;
+      uint64_t sum = 0, ends = 0;
+      const auto look = [&](uint32_t key, uint64_t m) {
+        if (m == 0 || key <= low || key > high) return;
+        if (key > cut) sum += m;
+        ends = widen(ends, key > cut ? uint64_t{~key} : uint64_t{key} << 32);
+      };
+      if (listed < 0) {
+        MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow)
+            look(order_key(load_float(z_ + id)), measure(id, count));
+      } else {
+        for (int j = thread_; j < listed; j += kThreadsOfRow) {
+          const float z = load_float(other_ + j);
+          look(order_key(z), count ? 1 : weight(expf(z - top_)));
+        }
+      }
+      sum = team_.reduce(sum, add);
+      ends = team_.reduce(ends, widen);
+      if (above + sum >= wanted) {
+        low = ~static_cast<uint32_t>(ends) - 1;  // just below the least above the cut
+      } else {
+        above += sum;
+        high = static_cast<uint32_t>(ends >> 32);  // the greatest up to the cut
+      }
+    }
+    const float bound = key_value(high);
+    const uint64_t each = count ? 1 : weight(expf(bound - top_));
+    const uint64_t equals = (wanted - above + each - 1) / each;
+    const int32_t last = locate(equals - 1, [&](int id) {
+      return load_float(z_ + id) == bound ? uint64_t{measure(id, true)} : uint64_t{0};
+    });
+    return {bound, last};
+  }
+
+  // Of two words each, the greater.
+  MK_FN static uint64_t widen(uint64_t a, uint64_t b) {
+    const uint64_t high = 0xFFFFFFFF00000000u;
+    return greater(a & high, b & high) | greater(a & ~high, b & ~high);
+  }
+
+  // Copies the kept logits with keys in (low, high] to the other half of the scratch, in any order; gives
+  // their number.
+  MK_FN int list(uint32_t low, uint32_t high) {
+    int32_t* count = &call_.shared->listed;
+    if (thread_ == 0) *count = 0;
+    p_.consumer_sync();
+    for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+      const float z = load_float(z_ + id);
+      const uint32_t key = order_key(z);
+      if (key > low && key <= high && measure(id, true)) other_[fetch_add(count, 1)] = z;
+    }
+    p_.consumer_sync();
+    return *count;
+  }
+
+  // Repetition for every token of the history, then frequency and presence for those after the prompt. The
+  // thread that meets a token first changes its logit.
+  MK_FN void penalise(int i) {
+    const Dims& d = *call_.dims;
+    const StepView& s = *call_.step;
+    const int32_t* history =
+        call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.sample_slot[i]} * (d.max_context + 1);
+    int32_t* counts = reinterpret_cast<int32_t*>(other_);
+    const int end = s.sample_position[i];
+    const float repetition = s.repetition_penalty[i];
+    for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
+    p_.consumer_sync();
+    for (int t = thread_; t < end; t += kThreadsOfRow) {
+      const int32_t id = load_int(history + t);
+      if (exchange(counts + id, 1) != 0) continue;
+      const float z = load_float(z_ + id);
+      z_[id] = z > 0.0f ? z / repetition : z * repetition;
+    }
+    p_.consumer_sync();
+    for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
+    p_.consumer_sync();
+    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow)
+      fetch_add(counts + load_int(history + t), 1);
+    p_.consumer_sync();
+    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) {
+      const int32_t id = load_int(history + t);
+      const int32_t n = exchange(counts + id, 0);
+      if (n > 0)
+        z_[id] =
+            load_float(z_ + id) - (s.frequency_penalty[i] * static_cast<float>(n) + s.presence_penalty[i]);
+    }
+    p_.consumer_sync();
+  }
+
+  // The thread of a token's first pair adds all of the token's pairs, in order.
+  MK_FN void add_bias(int i) {
+    const StepView& s = *call_.step;
+    const int end = s.bias_end[i];
+    for (int b = s.bias_begin[i] + thread_; b < end; b += kThreadsOfRow) {
+      const int32_t id = s.bias_ids[b];
+      int first = s.bias_begin[i];
+      while (s.bias_ids[first] != id) ++first;
+      if (first < b) continue;
+      float z = load_float(z_ + id);
+      for (int j = b; j < end; ++j) {
+        if (s.bias_ids[j] == id) z += s.bias_values[j];
+      }
+      z_[id] = z;
+    }
+    p_.consumer_sync();
+  }
+
+  P& p_;
+  const Call& call_;
+  const int vocab_, thread_;
+  float *z_, *other_;  // the row's logits; counts of tokens, then listed logits
+  Team<P> team_;
+  float top_ = 0.0f, min_p_ = 0.0f;
+  Cut cut_{};
+};
+
+template <class P>
+MK_FN void sample(P& p, const Call& call, const Sample& op) {
+  Sampler<P> sampler(p, call);
+  for (int i = op.row; i < op.row + op.rows; ++i) sampler.row(i);
+}
+
+}  // namespace mk

@@ -1,0 +1,74 @@
+// The pages of the instruction at hand, as a consumer warp reaches them: i counts from the instruction's first.
+#pragma once
+#include "counters.h"
+#include "plan.h"
+
+namespace mk {
+
+template <class P>
+class Pages {
+ public:
+  // `first`: number of the instruction's first page in the block's sequence.
+  MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
+      : p_(p), block_(block), params_(params), task_(task), first_(first),
+        generic_(task.is(Opcode::attention) || block.dims.dots) {}
+
+  MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
+
+  // Waits until it is filled.
+  MK_FN const unsigned char* full(int i) {
+    const Page page = page_of(first_ + i);
+    p_.wait(block_.full[page.slot], page.parity);
+    p_.reads(block_.pages[page.slot], generic_);
+    return block_.pages[page.slot];
+  }
+  // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor cores read
+  // pages in the proxy that fills them; what the warp has read itself it must fence.
+  MK_FN void release(int i) {
+    if (generic_) p_.fence_async();
+    p_.arrive(block_.empty[page_of(first_ + i).slot]);
+    ++passed_;
+  }
+
+  // Output pages: waits until it may be written; then, when this warp has written its part.
+  MK_FN unsigned char* writable(int i) {
+    const Page page = page_of(first_ + i);
+    p_.wait(block_.full[page.slot], page.parity);
+    p_.writes(block_.pages[page.slot]);
+    return block_.pages[page.slot];
+  }
+  MK_FN void ready(int i) {
+    p_.fence_async();
+    p_.arrive(block_.ready[page_of(first_ + i).slot]);
+    ++passed_;
+  }
+
+  // One page after the other.
+  MK_FN const unsigned char* take() { return full(passed_); }
+  MK_FN void release() { release(passed_); }
+  MK_FN void skip(int n) {
+    for (int i = 0; i < n; ++i) {
+      take();
+      release();
+    }
+  }
+
+  // Attention, from every warp: it has stored, and fenced, its part of an item whose rows are now final.
+  MK_FN void done(int item) {
+    p_.consumer_sync();
+    if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
+  }
+
+  MK_FN uint32_t next() const { return first_ + passed_; }  // the first page of the next instruction
+
+ private:
+  P& p_;
+  Block<P>& block_;
+  const Params& params_;
+  const Task& task_;
+  const uint32_t first_;
+  const bool generic_;
+  int passed_ = 0;  // pages that this warp has released or written
+};
+
+}  // namespace mk

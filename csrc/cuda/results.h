@@ -1,0 +1,189 @@
+// What becomes of a matmul's results: a class for each place they go to. `store` puts the results of a row and two
+// neighbouring columns where they belong, by ordinary stores; `row` and `column` (even; both counted in the output) are
+// what it needs to know of them. Where the tensor path stores through output pages, `value` is what the page gets.
+#pragma once
+#include "../common/index.h"
+#include "arithmetic.h"
+#include "ops/call.h"
+
+namespace mk {
+
+struct alignas(8) Pair {
+  float a, b;
+};
+
+// Two floats that this launch computed: past the first-level cache, which is not coherent.
+MK_FN Pair load_pair(const float* p) {
+#if defined(__CUDA_ARCH__)
+  Pair v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.a), "=f"(v.b) : "l"(p));
+  return v;
+#else
+  return {p[0], p[1]};
+#endif
+}
+
+MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
+
+// Bias of columns col and col + 1 added, where there is one.
+MK_FN Pair biased(const float* bias, int col, float a, float b) {
+  if (!bias) return {a, b};
+  const Pair v = *reinterpret_cast<const Pair*>(bias + col);
+  return {a + v.a, b + v.b};
+}
+
+// Q, K_CACHE and V_CACHE, q and k rotated by the angles of the row's position.
+class ToQkv {
+ public:
+  struct Row {
+    const float* rope;
+    uint16_t *q, *k, *v;  // k and v: of the row's token, element 0 of head 0; null for padding
+  };
+
+  MK_FN explicit ToQkv(const Call& c)
+      : c_(c), d_(*c.dims), bias_(d_.attention_bias ? c.at<float>(Buffer::B_QKV) : nullptr) {}
+
+  MK_FN Row row(int r) const {
+    Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim, c_.at<uint16_t>(Buffer::Q) + int64_t{r} * d_.q_cols(),
+            nullptr, nullptr};
+    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % d_.page;
+    if (seq >= 0) {
+      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / d_.page];
+      out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
+      out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);
+    }
+    return out;
+  }
+
+  // Q, K or V; where in it the column lies, counted from what Row points to; of q and k, its element of the head.
+  struct Column {
+    Buffer to;
+    int element;
+    int64_t at;
+    Pair bias;
+  };
+
+  MK_FN Column column(int col) const {
+    const int k = col - d_.q_cols(), v = k - d_.kv_cols();
+    const Pair bias = bias_ ? *reinterpret_cast<const Pair*>(bias_ + col) : Pair{0, 0};
+    if (k < 0) return {Buffer::Q, col % d_.head_dim, col, bias};
+    // Heads follow each other, elements are a page's tokens apart.
+    if (v < 0) return {Buffer::K_CACHE, k % d_.head_dim, int64_t{k} * d_.page, bias};
+    const int head = v / d_.head_dim, element = v - head * d_.head_dim;
+    return {Buffer::V_CACHE, element, int64_t{head} * d_.page * d_.head_dim + element, bias};
+  }
+
+  MK_FN void store(const Row& row, const Column& column, float a, float b) const {
+    a += column.bias.a, b += column.bias.b;
+    if (column.to == Buffer::V_CACHE) {
+      if (row.v) store_pair(row.v + column.at, a, b);
+      return;
+    }
+    const Pair angle = load_pair(row.rope + column.element);
+    const float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
+    if (column.to == Buffer::Q) {
+      store_pair(row.q + column.at, x, y);
+    } else if (row.k) {
+      row.k[column.at] = to_bf16(x);
+      row.k[column.at + d_.page] = to_bf16(y);
+    }
+  }
+
+ private:
+  const Call& c_;
+  const Dims& d_;
+  const float* const bias_;
+};
+
+// X += .
+class ToResidual {
+ public:
+  using Row = float*;
+
+  MK_FN ToResidual(const Call& c, const float* bias) : c_(c), bias_(bias) {}
+
+  MK_FN Row row(int r) const { return c_.at<float>(Buffer::X) + int64_t{r} * c_.dims->hidden; }
+  MK_FN int column(int col) const { return col; }
+  MK_FN Pair value(int col, float a, float b) const { return biased(bias_, col, a, b); }
+  MK_FN void store(Row row, int col, float a, float b) const {
+    const Pair x = load_pair(row + col), t = value(col, a, b);
+    *reinterpret_cast<Pair*>(row + col) = {x.a + t.a, x.b + t.b};
+  }
+
+ private:
+  const Call& c_;
+  const float* const bias_;
+};
+
+MK_FN ToResidual residual(const Call& c, Opcode opcode) {
+  if (opcode == Opcode::o_proj) return {c, c.dims->attention_bias ? c.at<float>(Buffer::B_O) : nullptr};
+  return {c, c.dims->mlp_bias ? c.at<float>(Buffer::B_DOWN) : nullptr};
+}
+
+// REDUCE of this rank, where the residual of the row is kept.
+class ToPartial {
+ public:
+  struct Row {
+    Ranks ranks;
+    int64_t at;
+  };
+
+  MK_FN explicit ToPartial(const Call& c) : c_(c) {}
+
+  MK_FN Row row(int r) const {
+    const Dims& d = *c_.dims;
+    return {residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden};
+  }
+  MK_FN int column(int col) const { return col; }
+  MK_FN void store(const Row& row, int col, float a, float b) const {
+    for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
+      store_pair(c_.copy<uint16_t>(Buffer::REDUCE, rank) + row.at + col, a, b);
+  }
+
+ private:
+  const Call& c_;
+};
+
+// ACT = silu(gate) up. Here `store` takes gate and up of one column.
+class ToActivation {
+ public:
+  using Row = uint16_t*;
+
+  MK_FN explicit ToActivation(const Call& c)
+      : c_(c), bias_(c.dims->mlp_bias ? c.at<float>(Buffer::B_GATE_UP) : nullptr) {}
+
+  MK_FN Row row(int r) const { return c_.at<uint16_t>(Buffer::ACT) + int64_t{r} * c_.dims->rank_ffn(); }
+  MK_FN int column(int col) const { return col; }
+  MK_FN float value(int col, float gate, float up) const {
+    if (bias_) gate += bias_[col], up += bias_[c_.dims->rank_ffn() + col];
+    return silu(gate) * up;
+  }
+  MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
+
+ private:
+  const Call& c_;
+  const float* const bias_;
+};
+
+// LOGITS, at the rank that samples the row.
+class ToLogits {
+ public:
+  using Row = float*;
+
+  MK_FN explicit ToLogits(const Call& c) : c_(c) {}
+
+  MK_FN Row row(int r) const {
+    const Dims& d = *c_.dims;
+    return c_.copy<float>(Buffer::LOGITS, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
+  }
+  MK_FN int column(int col) const { return col; }
+  MK_FN void store(Row row, int col, float a, float b) const {
+    row[col] = a;
+    if (col + 1 < c_.dims->rank_vocab()) row[col + 1] = b;
+  }
+
+ private:
+  const Call& c_;
+};
+
+}  // namespace mk

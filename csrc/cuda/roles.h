@@ -1,0 +1,54 @@
+// A block: its shared memory is set up, then every warp plays its role until the stream ends.
+#pragma once
+#include "consumer.h"
+#include "controller.h"
+#include "loaders.h"
+#include "storer.h"
+
+namespace mk {
+
+// By all warps of block `index` of the grid, which is one of the ranks * workers that have a stream.
+template <class P>
+MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
+  if (p.warp() == kControllerWarp && p.lane() == 0) {
+    block.index = index;
+    block.rank = params.first_rank + index / params.workers;
+    block.worker = index % params.workers;
+    block.dims = params.dims[block.rank];
+    block.step = step_view(params.step_words, block.dims);
+    for (int i = 0; i < kPages; ++i) {
+      p.init(block.full[i], 2);
+      p.init(block.ready[i], kConsumerWarps);
+      p.init(block.empty[i], kConsumerWarps);
+    }
+    p.init(block.parted, 2);
+    for (Slot<P>& slot : block.slots) {
+      p.init(slot.fetched, 1);
+      p.init(slot.inputs, 1);
+      p.init(slot.outputs, kConsumerWarps);
+      p.init(slot.retired, kRetiring);
+    }
+  }
+  p.sync_block();
+}
+
+// The warps before kConsumerWarp.
+template <class P>
+MK_FN void serve(P& p, Block<P>& block, const Params& params) {
+  switch (p.warp()) {
+    case kControllerWarp:
+      Controller<P>(p, block, params).run();
+      break;
+    case kWeightWarp:
+      load_weights(p, block, params);
+      break;
+    case kStorerWarp:
+      store_outputs(p, block, params);
+      break;
+    case kInputWarp:
+      load_inputs(p, block, params);
+      break;
+  }
+}
+
+}  // namespace mk

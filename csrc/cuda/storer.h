@@ -1,0 +1,64 @@
+// The storer: output pages to memory, of any rank; then, once all that an instruction stores is there, its signals.
+#pragma once
+#include "counters.h"
+#include "plan.h"
+
+namespace mk {
+
+// Starts the stores of a page: results of X are added, partials go to whoever keeps the rows.
+template <class P>
+MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot) {
+  const Dims& d = block.dims;
+  const bool partial = use.buffer == Buffer::REDUCE;
+  const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
+  for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    const TensorMap& map = params.maps[rank * kBuffers + static_cast<int32_t>(use.buffer)];
+    for (int32_t i = 0; i < use.boxes; ++i) {
+      const unsigned char* from = block.pages[slot] + use.box_at(i);
+      if (use.buffer == Buffer::X) {
+        p.add_tile(map, use.box_x(i), use.box_y(i), use.z, from);
+      } else {
+        p.store_tile(map, use.box_x(i), use.box_y(i), use.z, from);
+      }
+    }
+  }
+  p.commit();
+}
+
+template <class P>
+MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
+  bool live = true;
+  uint32_t page = 0, written = 0;  // bit s: parity of the phases of ready[s] so far
+  for (uint32_t j = 0;; ++j) {
+    Slot<P>& slot = block.slots[slot_of(j)];
+    p.wait_always(slot.fetched, slot_parity(j));
+    if (slot.task.end()) break;
+    uint64_t begin = 0;
+    int reading = -1;  // slot of the page that is being stored
+    live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
+      const Page at = page_of(page++);
+      if (use.fill != Fill::kOutput) return true;
+      if (!p.wait(block.ready[at.slot], written >> at.slot & 1)) return false;
+      written ^= 1u << at.slot;
+      if (begin == 0) begin = p.now();
+      store(p, block, params, slot.task, use, at.slot);
+      if (reading >= 0) {
+        p.wait_read(1);
+        p.arrive(block.empty[reading], kConsumerWarps);
+      }
+      reading = at.slot;
+      return true;
+    });
+    if (reading >= 0) {
+      p.wait_read(0);
+      p.arrive(block.empty[reading], kConsumerWarps);
+    }
+    live = live && p.wait(slot.outputs, slot_parity(j));
+    p.wait_stores();
+    if (live) signal_words(p, params, block.dims, slot.task);
+    if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);
+    p.arrive(slot.retired);
+  }
+}
+
+}  // namespace mk

@@ -1,0 +1,107 @@
+// wgmma: the accumulators of one consumer warp's share of a tile of [128 rows][256 columns].
+#pragma once
+#include "tensor_core.h"
+
+namespace mk {
+
+#define MK_ACC_8(v, i) "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), \
+  "+f"(v[i + 5]), "+f"(v[i + 6]), "+f"(v[i + 7])
+#define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
+#define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
+
+// v [64 rows][columns] = a [64][16] b [columns][16] ^T, plus v where `add` is not 0. The warpgroup's four warps
+// together; asynchronous.
+__device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b, uint32_t add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0;"
+      " wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0; }"
+      : MK_ACC_64(v, 0)
+      : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void multiply_256(float* v, uint64_t a, uint64_t b, uint32_t add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %130, 0;"
+      " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, p, 1, 1, 0, 0; }"
+      : MK_ACC_64(v, 0), MK_ACC_64(v, 64)
+      : "l"(a), "l"(b), "r"(add));
+}
+
+#undef MK_ACC_64
+#undef MK_ACC_32
+#undef MK_ACC_8
+
+// Results of rows row(0), row(1): blocks of 8 columns, of which a lane has one pair.
+class Accumulators {
+ public:
+  static constexpr int kRows = 2, kPairs = 1;
+
+  __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
+  // Of its warpgroup.
+  __device__ __forceinline__ int first_row() const { return warp_ / 4 * 64; }
+  // Column in its block of 8.
+  __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
+  __device__ __forceinline__ float low(int block, int h, int) const { return v_[4 * block + 2 * h]; }
+  __device__ __forceinline__ float high(int block, int h, int) const { return v_[4 * block + 2 * h + 1]; }
+
+  __device__ __forceinline__ void clear() { add_ = 0; }
+
+  // Adds the product of pages a [128 rows][64] and b [256 columns][64], of which the second half may be missing
+  // (kHalves 1). The pages are being read until settle().
+  template <int kHalves>
+  __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
+    const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
+    const uint64_t first = k_major_descriptor(shared(b0));
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    if (kHalves == 2 && static_cast<const char*>(b1) == static_cast<const char*>(b0) + 128 * kTileRowBytes) {
+      MK_UNROLL for (int k = 0; k < 4; ++k) {
+        multiply_256(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
+        add_ = 1;
+      }
+    } else {
+      const uint64_t second = kHalves == 2 ? k_major_descriptor(shared(b1)) : 0;
+      MK_UNROLL for (int k = 0; k < 4; ++k) {
+        multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
+        if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep, add_);
+        add_ = 1;
+      }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+
+  // All steps but the last `kPending` have read their pages. With 0 the results are there.
+  template <int kPending>
+  __device__ __forceinline__ void settle() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+    if (kPending == 0) {
+      MK_UNROLL for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(v_[i])::"memory");
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t shared(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  }
+
+  float v_[128];
+  uint32_t add_ = 0;
+  const int warp_, lane_;
+};
+
+}  // namespace mk

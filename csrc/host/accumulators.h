@@ -1,0 +1,46 @@
+// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, over pages laid out as the device has them.
+#pragma once
+#include "../cuda/tensor_core.h"
+
+namespace mk {
+
+class HostAccumulators {
+ public:
+  static constexpr int kRows = 16, kPairs = 4;
+
+  explicit HostAccumulators(int warp) : warp_(warp) {}
+
+  int first_row() const { return warp_ / 4 * 64; }
+  int row(int h) const { return warp_ * kRows + h; }
+  int col(int e) const { return 2 * e; }
+  float low(int block, int h, int e) const { return sum_[h][8 * block + 2 * e]; }
+  float high(int block, int h, int e) const { return sum_[h][8 * block + 2 * e + 1]; }
+
+  void clear() { memset(sum_, 0, sizeof sum_); }
+
+  template <int kHalves>
+  void step(const unsigned char* a, const unsigned char* b0, const unsigned char* b1) {
+    for (int h = 0; h < kRows; ++h) {
+      for (int c = 0; c < kHalves * 128; ++c) {
+        float sum = sum_[h][c];
+        for (int k = 0; k < 64; ++k) sum += element(a, row(h), k) * element(c < 128 ? b0 : b1, c % 128, k);
+        sum_[h][c] = sum;
+      }
+    }
+  }
+
+  template <int kPending>
+  void settle() {}
+
+ private:
+  static float element(const unsigned char* page, int row, int k) {
+    uint16_t bits;
+    memcpy(&bits, page + tile_offset(row, 2 * k), sizeof bits);
+    return from_bf16(bits);
+  }
+
+  const int warp_;
+  float sum_[kRows][256];
+};
+
+}  // namespace mk

@@ -1,0 +1,55 @@
+// Bugs to plant: each weakens one primitive where one role calls it, so that the tests show which check finds it. The
+// roles know nothing of them.
+#pragma once
+#include "../cuda/block.h"
+
+namespace mk {
+
+enum class Bug : int32_t {
+  kNone,
+  kDroppedArrival,   // a consumer warp forgets to release a page
+  kEarlyRelease,     // the storer frees a page that its store still reads
+  kRelaxedSignal,    // the storer's signals release nothing
+  kNoInputFence,     // the input loader loads what it has waited for without a proxy fence
+  kNoOutputFence,    // a consumer warp leaves what it has written unfenced
+  kWrongPhase,       // the weight loader forgets that phases alternate
+  kEarlySignal,      // the storer signals before its stores have completed
+};
+
+template <class Base>
+class Planted : public Base {
+ public:
+  using typename Base::Barrier;
+  template <class... Args>
+  explicit Planted(Bug bug, Args&&... args) : Base(static_cast<Args&&>(args)...), bug_(bug) {}
+
+  void arrive(Barrier& barrier, int count = 1) {
+    if (bug_ == Bug::kDroppedArrival && this->warp() == kWarps - 1 && this->is_empty(barrier) && ++arrivals_ == 3)
+      return;
+    Base::arrive(barrier, count);
+  }
+  bool wait(Barrier& barrier, uint32_t parity) {
+    const bool forgets = bug_ == Bug::kWrongPhase && this->warp() == kWeightWarp;
+    return Base::wait(barrier, forgets ? 1 : parity);
+  }
+  void wait_read(int pending) {
+    if (bug_ != Bug::kEarlyRelease) Base::wait_read(pending);
+  }
+  void wait_stores() {
+    if (bug_ != Bug::kEarlySignal) Base::wait_stores();
+  }
+  void fence_async() {
+    if (bug_ == Bug::kNoInputFence && this->warp() == kInputWarp) return;
+    if (bug_ == Bug::kNoOutputFence && this->warp() >= kConsumerWarp) return;
+    Base::fence_async();
+  }
+  void signal(int32_t* counter, int count, Scope scope) {
+    Base::signal(counter, count, scope, bug_ == Bug::kRelaxedSignal ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+  }
+
+ private:
+  const Bug bug_;
+  int arrivals_ = 0;
+};
+
+}  // namespace mk

@@ -1,0 +1,300 @@
+// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: what is asynchronous happens late, pages are
+// poison unless they are full, and the proxies meet at fences only. Orderings between threads are csrc/host/thread_warp.h's
+// matter: here all stores are seen at once.
+#pragma once
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "accumulators.h"
+#include "fibre.h"
+#include "monitor.h"
+#include "tensor_map.h"
+
+namespace mk {
+
+struct FibreBarrier {
+  int arrivals = 0, pending = 0;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+  Waiters waiters;
+};
+
+// What the warps of a launch share.
+struct FibreWorld {
+  FibreWorld(const Params& launch, uint64_t seed, int warps) : params(launch), scheduler(seed, warps) {}
+
+  // The first thing that goes wrong ends the launch.
+  void fail(const std::string& what) {
+    if (wrong.empty()) wrong = what;
+    abort();
+  }
+  void abort() {
+    *params.abort = 1;
+    scheduler.wake_all();
+  }
+
+  const Params& params;
+  Scheduler scheduler;
+  std::unordered_map<const int32_t*, Waiters> counters;
+  std::string wrong;
+};
+
+// What the warps of a block share, besides its memory.
+struct FibreBlock {
+  FibreBlock(FibreWorld& launch, unsigned char* pages, FibreBarrier* full_barriers, FibreBarrier* ready_barriers,
+             FibreBarrier* empty_barriers, std::string name)
+      : world(launch), monitor(pages, std::move(name)), full(full_barriers), ready(ready_barriers),
+        empty(empty_barriers) {}
+
+  FibreWorld& world;
+  Monitor monitor;
+  FibreBarrier *full, *ready, *empty;
+  std::unordered_map<const FibreBarrier*, std::string> slots;  // names of the slots' barriers
+  const FibreBarrier* outputs[kSlots] = {};
+
+  struct Meeting {
+    int here = 0;
+    uint32_t times = 0;
+    Waiters waiters;
+  } all, consumers;
+
+  static int index(const FibreBarrier* of, const FibreBarrier& barrier) {
+    return &barrier >= of && &barrier < of + kPages ? static_cast<int>(&barrier - of) : -1;
+  }
+  std::string name(const FibreBarrier& barrier) const {
+    static constexpr const char* kNames[] = {"full", "ready", "empty"};
+    const FibreBarrier* const lists[] = {full, ready, empty};
+    for (int i = 0; i < 3; ++i) {
+      if (const int s = index(lists[i], barrier); s >= 0) return std::string(kNames[i]) + "[" + std::to_string(s) + "]";
+    }
+    return slots.at(&barrier);
+  }
+  // After an arrival, or bytes.
+  void settle(FibreBarrier& barrier) {
+    if (barrier.pending < 0) world.fail(monitor.name() + ": too many arrivals at " + name(barrier));
+    if (barrier.pending != 0 || barrier.bytes != 0) return;
+    ++barrier.phase;
+    barrier.pending = barrier.arrivals;
+    if (const int s = index(full, barrier); s >= 0) monitor.filled(s);
+    if (const int s = index(ready, barrier); s >= 0) monitor.ready(s);
+    if (const int s = index(empty, barrier); s >= 0) check(monitor.emptied(s));
+    world.scheduler.wake(barrier.waiters);
+  }
+  void check(const std::string& wrong) {
+    if (!wrong.empty() && !*world.params.abort) world.fail(wrong);
+  }
+};
+
+class FibreWarp {
+ public:
+  using Barrier = FibreBarrier;
+  using Accumulators = HostAccumulators;
+  static constexpr int kLanes = 1, kTrace = 0;
+
+  FibreWarp(FibreBlock& block, int warp) : block_(block), world_(block.world), warp_(warp) {}
+
+  int lane() const { return 0; }
+  int warp() const { return warp_; }
+
+  void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
+  void sync_block() { meet(block_.all, kWarps); }
+  void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
+  void sync_warp() {}
+  float warp_sum(float value) const { return value; }
+
+  bool wait(Barrier& barrier, uint32_t parity) {
+    scheduler().pause();
+    while (!aborted()) {
+      if (passed(barrier, parity)) return true;
+      sleep(barrier);
+    }
+    return false;
+  }
+  void wait_always(Barrier& barrier, uint32_t parity) {
+    scheduler().pause();
+    while (!passed(barrier, parity)) sleep(barrier);
+    if (warp_ >= kConsumerWarp) unfenced_ = true;  // what a consumer warp does with a new instruction
+  }
+  void arrive(Barrier& barrier, int count = 1) {
+    scheduler().pause();
+    for (const Barrier* outputs : block_.outputs) {
+      if (outputs == &barrier && unfenced_) fail("has not fenced what it stored");
+    }
+    barrier.pending -= count;
+    block_.settle(barrier);
+  }
+  void expect(Barrier& barrier, uint32_t bytes) {
+    barrier.bytes += bytes;
+    arrive(barrier);
+  }
+
+  void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    load(to, kBoxBytes, barrier, [=, host = host_map(map)] { load_box(to, host, x, y, z); });
+  }
+  void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
+    if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) fail("loads bytes that are no multiple of 16");
+    load(to, bytes, barrier, [=] { memcpy(to, from, bytes); });
+  }
+  void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    store(from, [=, host = host_map(map)](const void* box) { store_box(host, x, y, z, box); });
+  }
+  void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    store(from, [=, host = host_map(map)](const void* box) { add_box(host, x, y, z, box); });
+  }
+  void commit() { groups_.push_back({}); }
+  void wait_read(int pending) {
+    while (unread(static_cast<int>(groups_.size()) - 1 - pending) > 0) scheduler().block(own_);
+  }
+  void wait_stores() {
+    while (storing_ > 0) scheduler().block(own_);
+  }
+  void fence_async() {
+    block_.monitor.fence(warp_);
+    unfenced_ = unordered_ = false;
+  }
+
+  template <class F>
+  bool wait_counters(int n, Scope, const Where& where, F need) {
+    scheduler().pause();
+    for (int i = 0; i < n; ++i) {
+      const Need wanted = need(i);
+      if (wanted.value == nullptr) continue;
+      unordered_ = true;
+      while (!aborted() && static_cast<int32_t>(static_cast<uint32_t>(*wanted.value) - wanted.target) < 0) {
+        waits_for_ = &wanted;
+        where_ = &where;
+        scheduler().block(world_.counters[wanted.value]);
+        waits_for_ = nullptr;
+      }
+      if (aborted()) return false;
+    }
+    return true;
+  }
+  void signal(int32_t* counter, int count, Scope, int = 0) {
+    if (storing_ > 0) fail("signals before what it stored is there");
+    *counter = static_cast<int32_t>(static_cast<uint32_t>(*counter) + static_cast<uint32_t>(count));
+    if (const auto found = world_.counters.find(counter); found != world_.counters.end())
+      scheduler().wake(found->second);
+    scheduler().pause();
+  }
+  int claim(int32_t* word, uint32_t base, int end) {
+    scheduler().pause();
+    const int done = static_cast<int32_t>(static_cast<uint32_t>(*word) - base);
+    if (done >= end) return -1;
+    *word = static_cast<int32_t>(static_cast<uint32_t>(*word) + 1);
+    return done;
+  }
+  int arrive_acq_rel(int32_t* word) {
+    scheduler().pause();
+    return (*word)++;
+  }
+  bool aborted() const { return *world_.params.abort != 0; }
+
+  void reads(const void* page, bool generic) {
+    if (!aborted()) block_.check(block_.monitor.read(page, warp_, generic));
+  }
+  void writes(const void* page) {
+    if (!aborted()) block_.check(block_.monitor.write(page, warp_));
+  }
+
+  uint64_t now() const { return 0; }
+  void trace(const Where&, Role, IntervalKind, uint64_t) {}
+  void stall(uint64_t) {}
+
+  // Where it stands; empty: at its end.
+  std::string describe() const;
+
+ protected:
+  bool is_empty(const Barrier& barrier) const { return FibreBlock::index(block_.empty, barrier) >= 0; }
+
+ private:
+  struct Group {
+    int unread = 0;
+  };
+
+  Scheduler& scheduler() const { return world_.scheduler; }
+  void fail(const std::string& what) {
+    if (!aborted()) world_.fail(block_.monitor.name() + " warp " + std::to_string(warp_) + " " + what);
+  }
+  static bool passed(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
+  void sleep(Barrier& barrier) {
+    barrier_ = &barrier;
+    scheduler().block(barrier.waiters);
+    barrier_ = nullptr;
+  }
+  void meet(FibreBlock::Meeting& meeting, int warps) {
+    const uint32_t time = meeting.times;
+    if (++meeting.here == warps) {
+      meeting.here = 0;
+      ++meeting.times;
+      scheduler().wake(meeting.waiters);
+      scheduler().pause();
+    }
+    while (meeting.times == time) scheduler().block(meeting.waiters);
+  }
+  template <class F>
+  void load(void* to, uint32_t bytes, Barrier& barrier, F copy) {
+    if (unordered_) fail("loads what it has waited for without a proxy fence");
+    block_.check(block_.monitor.load(to, warp_));
+    scheduler().post([block = &block_, bytes, copy, &barrier] {
+      copy();
+      barrier.bytes -= bytes;
+      block->settle(barrier);
+    });
+  }
+  // Reads the page some time, then stores what it read.
+  template <class F>
+  void store(const void* from, F put) {
+    block_.check(block_.monitor.store(from, warp_));
+    if (groups_.empty()) groups_.push_back({});
+    const size_t group = groups_.size() - 1;
+    ++groups_[group].unread;
+    ++storing_;
+    scheduler().post([this, from, put, group] {
+      auto box = std::make_shared<std::vector<unsigned char>>(static_cast<const unsigned char*>(from),
+                                                              static_cast<const unsigned char*>(from) + kBoxBytes);
+      block_.monitor.stored(from);
+      --groups_[group].unread;
+      scheduler().wake(own_);
+      scheduler().post([this, put, box] {
+        put(box->data());
+        --storing_;
+        scheduler().wake(own_);
+      });
+    });
+  }
+  // Of groups before `end`.
+  int unread(int end) const {
+    int n = 0;
+    for (int i = 0; i < end; ++i) n += groups_[i].unread;
+    return n;
+  }
+
+  FibreBlock& block_;
+  FibreWorld& world_;
+  const int warp_;
+  Waiters own_;
+  std::vector<Group> groups_;  // the last one is open
+  int storing_ = 0;
+  bool unfenced_ = false;   // stores of this instruction, for all that is known
+  bool unordered_ = false;  // waited for counters
+  const Barrier* barrier_ = nullptr;
+  const Need* waits_for_ = nullptr;
+  const Where* where_ = nullptr;
+};
+
+inline std::string FibreWarp::describe() const {
+  static constexpr const char* kRoles[] = {"controller", "weight loader", "storer", "input loader"};
+  const std::string who = block_.monitor.name() + " " +
+                          (warp_ < kConsumerWarp ? kRoles[warp_] : "consumer " + std::to_string(warp_ - kConsumerWarp));
+  if (barrier_) return who + " waits for " + block_.name(*barrier_) + " phase " + std::to_string(barrier_->phase);
+  if (waits_for_)
+    return who + " waits in segment " + std::to_string(where_->segment) + " layer " + std::to_string(where_->layer) +
+           " record " + std::to_string(where_->number) + " for counter " + std::to_string(waits_for_->counter) + ": " +
+           std::to_string(*waits_for_->value) + " of " + std::to_string(waits_for_->target);
+  return "";
+}
+
+}  // namespace mk

@@ -1,0 +1,19 @@
+// What both hosts of the protocol do alike.
+#pragma once
+#include "../cuda/bodies.h"
+#include "../cuda/roles.h"
+
+namespace mk {
+
+// A warp of a block, from beginning to end.
+template <class P>
+void run_warp(P& p, Block<P>& block, const Params& params, int32_t index) {
+  set_up(p, block, params, index);
+  if (p.warp() < kConsumerWarp) {
+    serve(p, block, params);
+  } else {
+    consume<P, Bodies>(p, block, params);
+  }
+}
+
+}  // namespace mk

@@ -1,0 +1,123 @@
+// A launch on fibres, for tests: C interface.
+#include <string.h>
+
+#include <deque>
+
+#include "bugs.h"
+#include "fibre_warp.h"
+#include "launch.h"
+
+namespace mk {
+namespace {
+
+using Warp = Planted<FibreWarp>;
+
+constexpr int kReportedWaits = 40;
+
+class Launch {
+ public:
+  Launch(const Params& params, uint64_t seed, Bug bug)
+      : count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
+    for (int32_t i = 0; i < count_; ++i) {
+      Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
+      FibreBlock& block = blocks_.emplace_back(
+          world_, memory.pages[0], memory.full, memory.ready, memory.empty,
+          "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
+              std::to_string(i % params.workers));
+      name(block, memory);
+      for (int w = 0; w < kWarps; ++w) {
+        Warp& warp = warps_.emplace_back(bug, block, w);
+        world_.scheduler.add([this, &warp, &memory, i] { run_warp(warp, memory, world_.params, i); });
+      }
+    }
+  }
+
+  // What went wrong; empty: nothing.
+  std::string run() {
+    if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
+    return world_.wrong;
+  }
+
+ private:
+  void name(FibreBlock& block, const Block<Warp>& memory) {
+    for (int s = 0; s < kSlots; ++s) {
+      const std::string of = "[" + std::to_string(s) + "]";
+      const Slot<Warp>& slot = memory.slots[s];
+      block.slots[&slot.fetched] = "fetched" + of;
+      block.slots[&slot.inputs] = "inputs" + of;
+      block.slots[&slot.outputs] = "outputs" + of;
+      block.slots[&slot.retired] = "retired" + of;
+      block.outputs[s] = &slot.outputs;
+    }
+    block.slots[&memory.parted] = "parted";
+  }
+
+  // Nobody can go on: says who waits for what, counters first, and ends the launch.
+  bool stuck() {
+    if (*world_.params.abort) return false;
+    std::string counters, others;
+    int left = kReportedWaits;
+    for (const Warp& warp : warps_) {
+      const std::string where = warp.describe();
+      if (where.empty() || left-- <= 0) continue;
+      (where.find(" for counter ") == std::string::npos ? others : counters) += "\n  " + where;
+    }
+    world_.fail("deadlock:" + counters + others);
+    return true;
+  }
+
+  const int32_t count_;
+  FibreWorld world_;
+  std::deque<std::unique_ptr<Block<Warp>>> memory_;
+  std::deque<FibreBlock> blocks_;
+  std::deque<Warp> warps_;
+};
+
+}  // namespace
+}  // namespace mk
+
+extern "C" {
+
+// Runs a launch; 0 and `message` says what went wrong. Its `seed` repeats a run.
+__attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed, int32_t bug,
+                                                               char* message, int32_t size) {
+  mk::Launch launch(*params, seed, static_cast<mk::Bug>(bug));
+  const std::string wrong = launch.run();
+  strncpy(message, wrong.c_str(), size - 1);
+  message[size - 1] = 0;
+  return wrong.empty();
+}
+
+// The boxes of the pages of a record, as rows of ten: page, fill, pieces, buffer, x, y, z, place in the page, bytes,
+// item. Returns their number; a page without boxes has a row of 0 bytes.
+__attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const int32_t* step_words,
+                                                                const int32_t* record, int32_t layer, int32_t* rows,
+                                                                int32_t capacity) {
+  mk::Task task{};
+  memcpy(task.record, record, sizeof task.record);
+  task.where.layer = layer;
+  const mk::StepView step = mk::step_view(step_words, *dims);
+  int32_t n = 0, page = 0;
+  mk::for_pages(*dims, step, task, [&](const mk::PageUse& use) {
+    for (int32_t i = 0; i < use.boxes || i == 0; ++i, ++n) {
+      if (n >= capacity) return false;
+      const bool box = i < use.boxes;
+      const int32_t row[] = {page,
+                             static_cast<int32_t>(use.fill),
+                             use.pieces,
+                             static_cast<int32_t>(use.buffer),
+                             box ? use.box_x(i) : 0,
+                             box ? use.box_y(i) : 0,
+                             use.z,
+                             box ? use.box_at(i) : 0,
+                             box ? static_cast<int32_t>(use.box_bytes(i)) : 0,
+                             use.item};
+      memcpy(rows + 10 * n, row, sizeof row);
+    }
+    ++page;
+    return true;
+  });
+  return n;
+}
+
+}  // extern "C"

@@ -1,0 +1,164 @@
+// The platform (csrc/cuda/platform.h) on threads of the operating system, one per warp, with the orderings that the
+// contract states and no other: a race detector then sees where the roles rely on one that they have not asked for. Bulk
+// copies happen at once, element by element; when they happen is csrc/host/fibre_warp.h's matter.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "accumulators.h"
+#include "tensor_map.h"
+
+extern "C" {
+// Of the race detector: reads that are meant to race.
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+}
+
+namespace mk {
+
+// Arrivals and bytes that a phase lacks, and the phase's number, in one word: 16, 32 and 16 bits.
+class ThreadBarrier {
+ public:
+  void init(int arrivals) {
+    arrivals_ = arrivals;
+    state_.store(static_cast<uint64_t>(arrivals) << 48, std::memory_order_relaxed);
+  }
+  // Releases.
+  void change(int arrivals, int64_t bytes) {
+    uint64_t seen = state_.load(std::memory_order_relaxed), next;
+    do {
+      next = seen - (static_cast<uint64_t>(arrivals) << 48) + (static_cast<uint64_t>(bytes) << 16);
+      if (next >> 16 == 0) next = static_cast<uint64_t>(arrivals_) << 48 | ((seen + 1) & 0xFFFF);
+    } while (!state_.compare_exchange_weak(seen, next, std::memory_order_release, std::memory_order_relaxed));
+  }
+  // Acquires where it gives true.
+  bool passed(uint32_t parity) const { return (state_.load(std::memory_order_acquire) & 1) != parity; }
+
+ private:
+  std::atomic<uint64_t> state_{0};
+  int arrivals_ = 0;
+};
+
+struct ThreadBlock {
+  ThreadBarrier all, consumers;
+};
+
+class ThreadWarp {
+ public:
+  using Barrier = ThreadBarrier;
+  using Accumulators = HostAccumulators;
+  static constexpr int kLanes = 1, kTrace = 0;
+
+  ThreadWarp(const Params& params, ThreadBlock& block, int warp) : params_(params), block_(block), warp_(warp) {}
+
+  int lane() const { return 0; }
+  int warp() const { return warp_; }
+
+  void init(Barrier& barrier, int arrivals) { barrier.init(arrivals); }
+  void sync_block() { meet(block_.all, 0); }
+  void consumer_sync() { meet(block_.consumers, meetings_++ & 1); }
+  void sync_warp() {}
+  float warp_sum(float value) const { return value; }
+
+  bool wait(Barrier& barrier, uint32_t parity) {
+    return spin([&] { return barrier.passed(parity); });
+  }
+  void wait_always(Barrier& barrier, uint32_t parity) {
+    while (!barrier.passed(parity)) sched_yield();
+  }
+  void arrive(Barrier& barrier, int count = 1) { barrier.change(count, 0); }
+  void expect(Barrier& barrier, uint32_t bytes) { barrier.change(1, bytes); }
+
+  void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    const HostMap host = host_map(map);
+    if (host.shared) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    load_box(to, host, x, y, z);
+    if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    barrier.change(0, -kBoxBytes);
+  }
+  void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
+    for (uint32_t i = 0; i < bytes / sizeof(uint64_t); ++i)
+      static_cast<uint64_t*>(to)[i] = static_cast<const uint64_t*>(from)[i];
+    barrier.change(0, -static_cast<int64_t>(bytes));
+  }
+  void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    store_box(host_map(map), x, y, z, from);
+  }
+  void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    add_box(host_map(map), x, y, z, from);
+  }
+  void commit() {}
+  void wait_read(int) {}
+  void wait_stores() {}
+  void fence_async() {}
+
+  template <class F>
+  bool wait_counters(int n, Scope, const Where&, F need) {
+    for (int i = 0; i < n; ++i) {
+      const Need wanted = need(i);
+      if (wanted.value == nullptr) continue;
+      const bool held = spin([&] {
+        const int32_t value = __atomic_load_n(wanted.value, __ATOMIC_RELAXED);
+        return static_cast<int32_t>(static_cast<uint32_t>(value) - wanted.target) >= 0;
+      });
+      if (!held) return false;
+      __atomic_load_n(wanted.value, __ATOMIC_ACQUIRE);
+    }
+    return true;
+  }
+  void signal(int32_t* counter, int count, Scope, int order = __ATOMIC_RELEASE) {
+    if (order == __ATOMIC_RELAXED) {
+      __atomic_fetch_add(counter, count, __ATOMIC_RELAXED);
+    } else {
+      __atomic_fetch_add(counter, count, __ATOMIC_RELEASE);
+    }
+  }
+  int claim(int32_t* word, uint32_t base, int end) {
+    int32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), done;
+    do {
+      done = static_cast<int32_t>(static_cast<uint32_t>(seen) - base);
+      if (done >= end) return -1;
+    } while (!__atomic_compare_exchange_n(word, &seen, seen + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return done;
+  }
+  int arrive_acq_rel(int32_t* word) { return __atomic_fetch_add(word, 1, __ATOMIC_ACQ_REL); }
+  bool aborted() const { return __atomic_load_n(params_.abort, __ATOMIC_RELAXED) != 0; }
+
+  void reads(const void*, bool) {}
+  void writes(const void*) {}
+
+  uint64_t now() const { return 0; }
+  void trace(const Where&, Role, IntervalKind, uint64_t) {}
+  void stall(uint64_t) {}
+
+ protected:
+  bool is_empty(const Barrier&) const { return false; }
+
+ private:
+  // Polls politely; false once the launch is aborted, which a wait that lasts too long does.
+  template <class F>
+  bool spin(F held) {
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    while (!held()) {
+      if (aborted()) return false;
+      if (Clock::now() - begin > std::chrono::nanoseconds(params_.timeout_ns))
+        __atomic_store_n(params_.abort, 1, __ATOMIC_RELAXED);
+      sched_yield();
+    }
+    return true;
+  }
+  void meet(ThreadBarrier& barrier, uint32_t parity) {
+    barrier.change(1, 0);
+    wait_always(barrier, parity);
+  }
+
+  const Params& params_;
+  ThreadBlock& block_;
+  const int warp_;
+  uint32_t meetings_ = 0;
+};
+
+}  // namespace mk

@@ -1,0 +1,162 @@
+"""What `megakernel doctor` says of GPUs: what there is, what stands in the way, and whether the instructions work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
+
+if TYPE_CHECKING:
+    from ..model import LlamaConfig
+    from ..program import Program
+
+_SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
+_BUSY_SHARE = 0.05  # of a GPU's memory that others hold, from which on it is worth a line
+
+
+def report() -> dict[str, Any]:
+    """Devices, the driver, what is missing for the cuda backend, and notes on how the GPUs are shared."""
+    found = driver()
+    smi = _nvidia_smi()
+    return {
+        "devices": [asdict(d) for d in found.devices],
+        "cuda_driver": found.version,
+        "minimum_driver": DRIVER_NAME,
+        "missing": missing(),
+        "nvidia_smi": smi,
+        "notes": list(_notes(smi)),
+    }
+
+
+def line(facts: dict[str, Any]) -> str:
+    """The same for a person."""
+    if not facts["devices"]:
+        return f"none: {facts['missing']}"
+    names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
+    return f"{names}; " + (f"not usable: {facts['missing']}" if facts["missing"] else "usable")
+
+
+def _nvidia_smi() -> list[dict[str, str]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in row.split(",")] for row in answer.splitlines()]
+    return [dict(zip(_SMI, row, strict=True)) for row in rows if len(row) == len(_SMI)]
+
+
+def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
+    for number, gpu in enumerate(smi):
+        if gpu["mig.mode.current"] == "Enabled":
+            yield f"GPU {number} is cut by MIG: a program needs every SM it was compiled for"
+        if gpu["compute_mode"] not in ("Default", "0"):
+            yield f"GPU {number} is in compute mode {gpu['compute_mode']}: one process at a time"
+        used, total = gpu["memory.used"], gpu["memory.total"]
+        if used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
+            yield f"GPU {number} has {used} of {total} MiB in use by others: speeds vary, and less fits"
+    if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
+        yield "MPS is on: if it limits this process to a part of the SMs, programs for all of them are refused"
+
+
+# -- every instruction against the reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape and a bucket whose step has every instruction: `dots` or tensor cores, one rank or several."""
+
+    name: str
+    config: LlamaConfig
+    tokens: int
+    matmul: str
+    tp: int = 1
+
+
+def cases() -> list[Case]:
+    """Few and small, but no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
+    from ..model import LlamaConfig
+
+    biased = LlamaConfig(331, 136, 200, 2, 6, 2, 64, 512, attention_bias=True, mlp_bias=True)
+    grouped = LlamaConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
+    odd = LlamaConfig(263, 88, 168, 2, 4, 4, 80, 512)
+    return [
+        Case("few rows", biased, 5, "dots"),
+        Case("few rows, one KV head", grouped, 2, "dots"),
+        Case("many rows", biased, 150, "tensor"),
+        Case("heads of 80", odd, 40, "tensor"),
+        Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", tp=2),
+        Case("four ranks", grouped, 150, "tensor", tp=4),
+    ]
+
+
+def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
+    """Differences from the reference, one sentence each."""
+    from ..isa import Dtype
+    from ..model import RandomCheckpoint
+    from ..runtime.cuda.backend import CudaBackend
+    from ..runtime.cuda.check import check_instructions, prepare
+    from ..runtime.reference import ReferenceBackend
+
+    program = _compile(case)
+    pages = 2 * program.dims.pages_per_seq
+    checkpoint = RandomCheckpoint(case.name, case.config)
+    gpu = CudaBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16)
+    wrong: list[str] = []
+    try:
+        for seed in range(seeds):
+            reference = ReferenceBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16)
+            prepare(reference, seed)
+            for difference in check_instructions(gpu, reference, program, _step(program, seed), repeats=repeats):
+                if difference:
+                    wrong.append(f"{case.name}, seed {seed}: {difference}")
+    finally:
+        gpu.close()
+    return wrong
+
+
+def _compile(case: Case) -> Program:
+    from ..isa import Dtype
+    from ..runtime import rank_machine
+    from ..scheduler import Options, compile_program
+
+    machine = rank_machine("cuda", None, case.tp)
+    return compile_program(
+        case.config,
+        machine,
+        dtype=Dtype.BF16,
+        tokens=case.tokens,
+        logit_rows=min(case.tokens, 3),
+        max_seqs=3,
+        max_context=case.config.max_context,
+        tp=case.tp,
+        options=Options(matmul=case.matmul),
+    )
+
+
+def _step(program: Program, seed: int) -> Any:
+    """A long context, whose attention is split, beside a short prompt."""
+    import numpy as np
+
+    from ..runtime import Chunk, SampleRow, build_step
+
+    d = program.dims
+    rng = np.random.default_rng(seed)
+    pages = rng.permutation(2 * d.pages_per_seq).tolist()
+    rows = max(1, d.tokens - 2)
+    decode = Chunk(0, d.max_context - 3, [int(rng.integers(d.vocab))], pages[: d.pages_per_seq], [SampleRow(0)])
+    prompt = Chunk(
+        1,
+        int(rng.integers(0, 100)),
+        rng.integers(0, d.vocab, rows).tolist(),
+        pages[d.pages_per_seq :],
+        [SampleRow(rows - 1, temperature=0.8, top_k=50, top_p=0.9, seed=seed)],
+    )
+    return build_step(d, [decode, prompt])

@@ -1,0 +1,131 @@
+"""Can this machine run the CUDA interpreter, and if not, what is missing? Asked of the driver library itself.
+
+The driver is asked by ctypes before any CUDA package is imported: their calls without a driver raise, or hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from ...errors import MegakernelError
+from ...machine import MACHINES, Machine
+
+CAPABILITY = (9, 0)  # sm_90a code runs on nothing else
+DRIVER = 13000  # CUDA version of the oldest driver that loads what a CUDA 13 compiler makes
+DRIVER_NAME = "580"
+INSTALL = "pip install 'megakernel[cuda]'"
+
+# CUdevice_attribute
+_SMS, _MAJOR, _MINOR = 16, 75, 76
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as the driver describes it. `ordinal` counts what CUDA_VISIBLE_DEVICES leaves."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """`missing` says in one sentence why there is nothing usable; None where `devices` has a Hopper GPU."""
+
+    version: int  # of CUDA, 1000 * major + 10 * minor; 0 without a driver
+    devices: tuple[Device, ...]  # all of them, usable or not
+    missing: str | None
+
+    @property
+    def usable(self) -> list[Device]:
+        return [d for d in self.devices if d.capability == CAPABILITY]
+
+
+@functools.cache
+def driver() -> Driver:
+    """What the NVIDIA driver of this machine offers."""
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Driver(0, (), f"there is no NVIDIA driver (libcuda.so.1): install driver {DRIVER_NAME} or newer")
+    value = ctypes.c_int()
+    lib.cuDriverGetVersion(ctypes.byref(value))
+    version = value.value
+    status = lib.cuInit(0) or lib.cuDeviceGetCount(ctypes.byref(value))
+    if status:
+        return Driver(version, (), f"the NVIDIA driver answers with error {status}: see that nvidia-smi works")
+    devices = tuple(_device(lib, ordinal) for ordinal in range(value.value))
+    found = Driver(version, devices, None)
+    if not devices:
+        return replace(found, missing="the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES")
+    if not found.usable:
+        d = devices[0]
+        return replace(
+            found,
+            missing=f"the GPU, {d.name}, has compute capability {d.capability[0]}.{d.capability[1]}: "
+            "the interpreter is written for 9.0 (H100, H200)",
+        )
+    if version < DRIVER:
+        have = f"{version // 1000}.{version % 1000 // 10}"
+        return replace(found, missing=f"the NVIDIA driver is for CUDA {have}: install driver {DRIVER_NAME} or newer")
+    return found
+
+
+def _device(lib: ctypes.CDLL, ordinal: int) -> Device:
+    handle, value, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(96)
+    lib.cuDeviceGet(ctypes.byref(handle), ordinal)
+    lib.cuDeviceGetName(name, len(name), handle)
+    lib.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
+
+    def attribute(number: int) -> int:
+        lib.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
+        return value.value
+
+    return Device(
+        ordinal, name.value.decode(), (attribute(_MAJOR), attribute(_MINOR)), attribute(_SMS), int(size.value)
+    )
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the cuda backend cannot run here, in one sentence with its remedy; None where it can."""
+    if (lack := driver().missing) is not None:
+        return lack
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return f"cuda-python is not installed: {INSTALL}"
+    from .compile import compiler
+
+    try:
+        compiler()
+    except MegakernelError as e:
+        return str(e)
+    return None
+
+
+def require() -> None:
+    """Raise MegakernelError unless the cuda backend can run here."""
+    if (lack := missing()) is not None:
+        raise MegakernelError(f"the cuda backend cannot run here: {lack}")
+
+
+def machine(ranks: int) -> Machine:
+    """One rank's share of this machine: a GPU each where there are enough, else equal parts of the first one's SMs."""
+    require()
+    devices = driver().usable
+    device = devices[0]
+    parts = 1 if ranks <= len(devices) else ranks
+    kind = MACHINES["h200" if "H200" in device.name else "h100"]
+    return replace(
+        kind,
+        workers=device.sms // parts,
+        matrix_flops=kind.matrix_flops / parts,
+        vector_flops=kind.vector_flops / parts,
+        memory_bytes_per_s=kind.memory_bytes_per_s / parts,
+        memory_bytes=device.memory_bytes / parts,
+    )

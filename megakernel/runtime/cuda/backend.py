@@ -1,0 +1,266 @@
+"""The CUDA backend: every rank on Hopper GPUs, one cooperative launch of a persistent block per SM for each step."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, StepTable, record
+from ...isa.record import Records
+from ...model.checkpoint import Checkpoint
+from ...program import Program, Segment
+from ..backend import Output
+from ..buffers import check_history, check_program, check_table
+from . import compile
+from .driver import Gpu, Kernel
+from .heap import Heap
+from .launch import CudaLaunch
+from .limits import refusal
+from .loaded import Loaded
+from .node import Node
+from .phases import Phases
+from .tracing import Tracing
+from .weights import load_weights
+
+_TIMEOUT_S = 10.0
+
+
+class DeviceLogits:
+    """LOGITS of the last launch, copied to the host row by row when they are read: most steps need none."""
+
+    def __init__(self, heap: Heap, dims: Dims) -> None:
+        self._heap, self._dims = heap, dims
+
+    def __getitem__(self, rows: Any) -> NDArray[np.float32]:
+        """As of an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
+        d = self._dims
+        first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
+        wanted = np.arange(d.logit_rows)[first]
+        got = np.empty((wanted.size, d.vocab), np.float32)
+        for i, row in enumerate(np.atleast_1d(wanted)):
+            # Every row from the rank that sampled it.
+            got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.vocab)
+        shaped = got.reshape(*wanted.shape, d.vocab)
+        return shaped[(slice(None),) * wanted.ndim + rest]
+
+    def copy(self) -> NDArray[np.float32]:
+        return self[:]
+
+
+class CudaBackend:
+    """One model's weights and KV pool on this machine's GPUs.
+
+    `dims` gives the model, ranks, page size and limits; its bucket fields do not matter. A wait that lasts longer than
+    `timeout_s` seconds ends the launch with an error that names it. `by_phases`: a step runs as a graph of one launch
+    per phase, with the same bits; `pipelined` off: a block fetches an instruction when the one before has ended.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        if dims.dtype != dtype:
+            raise MegakernelError(f"the cuda backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
+        if (why := refusal(dims)) is not None:
+            raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
+        self.dims, self.pages = dims, pages
+        self.by_phases, self.pipelined = False, True
+        self._timeout_ns = round(timeout_s * 1e9)
+        self._programs: dict[int, Loaded] = {}
+        self._phases: dict[int, Phases] = {}
+        self.running: CudaLaunch | None = None  # by its own word
+        self._node = Node(dims.tp)
+        self._codes: dict[bool, bytes] = {}
+        self._kernels: dict[tuple[bool, int], Kernel] = {}
+        self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
+        self._closed = False
+        for gpu in self._node.gpus:
+            self._kernel(gpu, trace=False)
+        self._heap = Heap(self._node, dims, pages)
+        load_weights(self._heap, checkpoint, dims)
+        self._tracing = Tracing(self._heap)
+
+    # -- for tests and checks
+
+    def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
+        """A copy of a rank's copy of a buffer, shaped for `dims` (by default those of the backend)."""
+        return self._heap.read(rank, buffer, layer, dims or self.dims)
+
+    def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
+        """Replace a rank's copy of a buffer, or its beginning."""
+        self._heap.write(rank, buffer, layer, array)
+
+    def array(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> Any:
+        """A CuPy array over a rank's copy of a buffer (bfloat16 as uint16); torch takes it by DLPack."""
+        import cupy
+
+        d = replace(dims or self.dims, rank=rank)
+        spec = BUFFERS[buffer]
+        shape, kind = spec.shape(d, self.pages), spec.resolve_dtype(d).numpy
+        address = self._heap.address(rank, buffer, layer)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        memory = cupy.cuda.UnownedMemory(address, size, self, self._node.gpu(rank).ordinal)
+        return cupy.ndarray(shape, kind, cupy.cuda.MemoryPointer(memory, 0))
+
+    def execute(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> None:
+        """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
+        words = np.array(instruction, np.int32).reshape(1, -1)
+        words[:, record.WAIT_WORD :] = 0
+        dims = replace(table.dims, rank=0)
+        none = Segment(np.zeros((0, record.WORDS), np.int32), np.zeros(dims.tp + 1, np.int32))
+        one = Segment(words, (np.arange(dims.tp + 1) > rank).astype(np.int32))
+        layered = BY_OPCODE[int(record.opcode(words[0]))].layered
+        totals = np.zeros((dims.tp, 1), np.int32)
+        segments = (none, one, none) if layered else (one, none, none)
+        self._heap.fit(dims)
+        loaded = Loaded(self._heap, Program(dims, "one instruction", dims.tp, 1, 1, *segments, *(totals,) * 3))
+        try:
+            for grid in loaded.grids:
+                grid.params.synchronise = 0
+                if layered:
+                    grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
+            CudaLaunch(self, loaded, table, trace=False).wait()
+        finally:
+            loaded.close()
+
+    def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
+        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
+        self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
+
+    # -- launches
+
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
+        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        if self.running is not None:
+            raise MegakernelError("the launch before has not ended: wait for it or abort it")
+        loaded = self._loaded(program)
+        check_table(program, table, self.pages)
+        if self.by_phases and trace:
+            raise MegakernelError("a launch by phases has no trace: turn one of the two off")
+        return CudaLaunch(self, loaded, table, trace=trace)
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
+
+    def _loaded(self, program: Program) -> Loaded:
+        """The program on the GPUs; on first sight checked and copied, and activations grown to its bucket."""
+        if self._closed:
+            raise MegakernelError("the backend is closed: make another one")
+        loaded = self._programs.get(id(program))
+        if loaded is None:
+            check_program(self.dims, program)
+            if (why := refusal(program.dims)) is not None:
+                raise MegakernelError(f"the cuda backend cannot run the program: {why}")
+            self._check_resident(program)
+            self._heap.fit(program.dims)
+            loaded = self._programs.setdefault(id(program), Loaded(self._heap, program))
+        loaded.settle()
+        return loaded
+
+    def _check_resident(self, program: Program) -> None:
+        for gpu, ranks in self._node.grids():
+            room, need = self._kernel(gpu, trace=False).blocks, len(ranks) * program.workers
+            if need > room:
+                raise MegakernelError(
+                    f"the program has {program.workers} workers for each of {len(ranks)} ranks, "
+                    f"GPU {gpu.ordinal} holds {room} at once: compile it with --workers {room // len(ranks)}"
+                )
+
+    def _kernel(self, gpu: Gpu, *, trace: bool) -> Kernel:
+        key = trace, gpu.ordinal
+        if key not in self._kernels:
+            if trace not in self._codes:
+                self._codes[trace] = compile.cubin(trace=trace)
+            self._kernels[key] = Kernel(gpu, self._codes[trace])
+        return self._kernels[key]
+
+    def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
+        """Give the GPUs all that `launch` is."""
+        self.running = launch
+        loaded.send(table.words)
+        if self.by_phases:
+            self._by_phases(loaded).launch()
+        else:
+            loaded.launches += 1
+            for grid in loaded.grids:
+                grid.gpu.use()
+                grid.params.launch = loaded.launches % 2**32
+                grid.params.pipelined = self.pipelined
+                self._provide(grid.gpu, grid.params, grid.blocks)
+                if launch.traced:
+                    self._tracing.prepare(grid, loaded.program)
+                grid.begin(self._kernel(grid.gpu, trace=launch.traced))
+        loaded.fetch()
+
+    def ended(self, loaded: Loaded, *, failed: bool) -> None:
+        """No launch runs."""
+        self.running = None
+        if failed:
+            loaded.reset()
+
+    def lose(self) -> None:
+        """The GPU answers no more, and what it holds goes with the process."""
+        self.running = None
+        self._closed = True
+
+    def outcome(self, loaded: Loaded, seconds: float, *, traced: bool) -> Output:
+        """What the launch that has just ended leaves."""
+        tokens, logprobs = loaded.outputs()
+        trace = self._tracing.collect(loaded) if traced else None
+        return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
+
+    def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
+        """What a launch needs of the backend: the watchdog's limit and memory for sampling."""
+        params.timeout_ns = self._timeout_ns
+        need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
+        address, have = self._scratch.get(gpu.ordinal, (0, 0))
+        if have < need:
+            address = self._heap.keep(gpu, need)
+            self._scratch[gpu.ordinal] = address, need
+        params.sample_scratch = address
+
+    def _by_phases(self, loaded: Loaded) -> Phases:
+        key = id(loaded.program)
+        known = self._phases.get(key)
+        if known is None or known.generation != self._heap.generation:
+            if len(loaded.grids) > 1:
+                raise MegakernelError("launches by phases run on one GPU: use fewer ranks")
+            [grid] = loaded.grids
+            self._provide(grid.gpu, grid.params, grid.blocks)
+            if known is not None:
+                known.close()
+            known = Phases(loaded.program, grid, self._kernel(grid.gpu, trace=False), self._heap.generation)
+            self._phases[key] = known
+        return known
+
+    def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
+        """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
+        slots, length = BUFFERS[Buffer.HISTORY].shape(self.dims, self.pages)
+        check_history((slots, length), slot, start, len(tokens))
+        for rank in range(self.dims.tp):
+            self._heap.write(rank, Buffer.HISTORY, 0, np.asarray(tokens, np.int32), at=slot * length + start)
+
+    def close(self) -> None:
+        """Abort what runs, release the GPUs' memory. Further launches are errors."""
+        if self._closed:
+            return
+        if self.running is not None:
+            self.running.abort()
+        self._closed = True
+        for phases in self._phases.values():
+            phases.close()
+        for loaded in self._programs.values():
+            loaded.close()
+        self._phases.clear()
+        self._programs.clear()
+        self._heap.close()
+        for kernel in self._kernels.values():
+            kernel.close()
+        self._node.close()

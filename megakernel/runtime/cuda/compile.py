@@ -1,0 +1,184 @@
+"""From csrc/cuda to a cubin: NVRTC at first use, nvcc where there is no NVRTC; cached by content.
+
+`python -m megakernel.runtime.cuda.compile` fills the cache ahead of use.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import MegakernelError
+from ...model.cache import cache_folder
+
+KERNEL = "megakernel"
+_FLAGS = ["-std=c++20", "--ptxas-options=-v"]
+_NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
+_NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
+# Exit status 0, and code several times slower: setmaxnreg ignored, wgmma serialised.
+_SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for sm_90a, and what the compiler said of it: registers, spills, notes."""
+
+    code: bytes
+    log: str
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """`nvcc` is its path; None: NVRTC."""
+
+    version: str
+    nvcc: str | None = None
+
+    def compile(self, *, trace: bool) -> Cubin:
+        """One of the two cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
+        cubin = _with_nvcc(self.nvcc, trace) if self.nvcc else _with_nvrtc(trace)
+        if slow := _SLOW.search(cubin.log):
+            raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
+        return cubin
+
+
+def source_folder() -> Path:
+    """csrc: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[2]
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "cuda" / "megakernel.cu").is_file():
+            return folder
+    raise MegakernelError(f"the CUDA sources are not in {package}: install the package again")
+
+
+def sources() -> dict[str, bytes]:
+    """All that a cubin depends on, by path relative to csrc."""
+    folder = source_folder()
+    files = (path for room in ("common", "cuda") for path in sorted((folder / room).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.suffix in (".h", ".cuh", ".cu")}
+
+
+@functools.cache
+def compiler() -> Compiler:
+    """NVRTC, or nvcc from the PATH. Raises MegakernelError where there is neither."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+        return Compiler(f"NVRTC {major}.{minor}")
+    except (ImportError, RuntimeError):
+        pass
+    if path := shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc"):
+        return nvcc(path)
+    raise MegakernelError("there is no CUDA compiler: pip install nvidia-cuda-nvrtc")
+
+
+def nvcc(path: str) -> Compiler:
+    """The compiler at `path`."""
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release [\d.]+, V([\d.]+)", answer)
+    return Compiler(f"nvcc {release[1] if release else answer}", path)
+
+
+def cubin(*, trace: bool) -> bytes:
+    """The interpreter's code, from the cache or compiled now (about half a minute, told on a terminal)."""
+    with_ = compiler()
+    path = cache_folder() / "cubin" / f"{_key(with_, trace)}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    terminal = sys.stderr.isatty()
+    if terminal:
+        what = "the CUDA interpreter with tracing" if trace else "the CUDA interpreter"
+        print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
+    code = with_.compile(trace=trace).code
+    _store(path, code)
+    return code
+
+
+def _key(with_: Compiler, trace: bool) -> str:
+    """Names everything that the code depends on, and nothing else: no times, no paths."""
+    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, trace)).encode())
+    for name, text in sources().items():
+        digest.update(f"{name} {len(text)} ".encode())
+        digest.update(text)
+    return digest.hexdigest()[:32]
+
+
+def _store(path: Path, code: bytes) -> None:
+    """Whole or not at all, whoever else does the same. A cache that cannot be written costs time at the next start."""
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as f:
+            part = Path(f.name)
+            f.write(code)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+    except OSError:
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def _defines(trace: bool) -> list[str]:
+    return [f"-DMK_TRACE={int(trace)}"]
+
+
+def _with_nvcc(path: str, trace: bool) -> Cubin:
+    folder = source_folder() / "cuda"
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "megakernel.cubin"
+        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace), "-o", str(target)]
+        done = subprocess.run([*command, "megakernel.cu"], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise _failed(done.stderr)
+        return Cubin(target.read_bytes(), done.stderr)
+
+
+def _with_nvrtc(trace: bool) -> Cubin:
+    from cuda.bindings import nvrtc
+
+    def check(answer: tuple[Any, ...]) -> Any:
+        if int(answer[0]) != 0:
+            raise MegakernelError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(answer[0])[1].decode()}")
+        return answer[1] if len(answer) > 1 else None
+
+    folder = source_folder() / "cuda"
+    text = (folder / "megakernel.cu").read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(text, b"megakernel.cu", 0, None, None))
+    try:
+        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace), f"-I{folder}"]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        # A buffer of one byte would be CPython's own b" ", which the library then overwrites.
+        log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.rstrip(b" \0").decode(errors="replace")
+        if int(status[0]) != 0:
+            raise _failed(said)
+        code = b" " * max(2, check(nvrtc.nvrtcGetCUBINSize(program)))
+        check(nvrtc.nvrtcGetCUBIN(program, code))
+        return Cubin(code, said)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _failed(said: str) -> MegakernelError:
+    lines = said.strip().splitlines()
+    first = next((line for line in lines if "error" in line), lines[0] if lines else "it does not say why")
+    return MegakernelError(f"compiling csrc/cuda failed: {first.strip()}")
+
+
+if __name__ == "__main__":
+    for _trace in (False, True):
+        cubin(trace=_trace)

@@ -1,0 +1,285 @@
+"""The CUDA driver as this package needs it: a GPU, its memory, a kernel. Thin over cuda-python's bindings.
+
+Addresses are ints: device memory of all GPUs and pinned host memory share one address space.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa.launch import MAP_BYTES, SHARED_BYTES, THREADS
+from .compile import KERNEL
+
+_MAP_ALIGNMENT = 64
+# CUresult
+_NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
+
+
+def check(what: str, answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or MegakernelError saying that `what` failed and how."""
+    status, *values = answer
+    if int(status) != 0:
+        raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
+    return values[0] if values else None
+
+
+def _remedy(status: int) -> str:
+    if status == _OUT_OF_MEMORY:
+        return ": lower --context or the number of sequences, or free memory of the GPU (nvidia-smi)"
+    if status == _TOO_LARGE:
+        return ": another process holds a part of the GPU (nvidia-smi)"
+    return "" if status < 700 else ": the GPU's context is lost, start the process again"
+
+
+class Gpu:
+    """A device in its primary context, which CuPy and torch use too. Calls may come from any thread, after `use`."""
+
+    def __init__(self, ordinal: int) -> None:
+        from cuda.bindings import driver
+
+        self.driver = driver
+        self.ordinal = ordinal
+        check("starting CUDA", driver.cuInit(0))
+        self._device = check("opening the GPU", driver.cuDeviceGet(ordinal))
+        self.context = check("opening the GPU", driver.cuDevicePrimaryCtxRetain(self._device))
+        self.use()
+        flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.stream = check("making a stream", driver.cuStreamCreate(flag))
+        self._side = check("making a stream", driver.cuStreamCreate(flag))
+        self._done = check("making an event", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def use(self) -> None:
+        """Make this the calling thread's GPU."""
+        check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
+
+    @property
+    def sms(self) -> int:
+        name = self.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(check("asking the GPU", self.driver.cuDeviceGetAttribute(name, self._device)))
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        self.use()
+        status, free, total = self.driver.cuMemGetInfo()
+        check("asking the GPU", (status,))
+        return int(free), int(total)
+
+    def reach(self, other: Gpu) -> None:
+        """Let kernels of this GPU access the other's memory, present and future."""
+        self.use()
+        d = self.driver
+        if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
+            raise MegakernelError(f"GPU {self.ordinal} cannot reach the memory of GPU {other.ordinal}: use --tp 1")
+        answer = d.cuCtxEnablePeerAccess(other.context, 0)
+        if int(answer[0]) != _PEER_ENABLED:
+            check("mapping a peer's memory", answer)
+
+    # -- memory
+
+    def allocate(self, size: int) -> int:
+        """Device memory, zeroed, aligned to 256 bytes at least."""
+        self.use()
+        address = int(check(f"allocating {size / 1e9:.2f} GB", self.driver.cuMemAlloc(size)))
+        self.fill(address, 0, size)
+        return address
+
+    def free(self, address: int) -> None:
+        self.use()
+        check("freeing memory", self.driver.cuMemFree(address))
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Zeroed host memory that is copied at full speed, until `unpin`."""
+        self.use()
+        address = check("allocating pinned memory", self.driver.cuMemHostAlloc(size, 0))
+        array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
+        array[:] = 0
+        return array
+
+    def unpin(self, pinned: NDArray[np.uint8]) -> None:
+        self.use()
+        check("freeing pinned memory", self.driver.cuMemFreeHost(pinned.ctypes.data))
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        """Set bytes; in the order of `stream`, like all copies."""
+        check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
+
+    def upload(self, address: int, array: NDArray[Any]) -> None:
+        """Copy an array to the device; it may change afterwards."""
+        whole = np.ascontiguousarray(array)
+        if whole.nbytes:
+            source = whole.ctypes.data
+            check("copying to the GPU", self.driver.cuMemcpyHtoDAsync(address, source, whole.nbytes, self.stream))
+            self.synchronise()
+
+    def download(self, address: int, size: int) -> NDArray[np.uint8]:
+        """A copy of device memory."""
+        self.use()
+        out = np.empty(size, np.uint8)
+        if size:
+            check(
+                "copying from the GPU",
+                self.driver.cuMemcpyDtoHAsync(out.ctypes.data, address, size, self.stream),
+            )
+            self.synchronise()
+        return out
+
+    def send(self, address: int, pinned: NDArray[np.uint8]) -> None:
+        """Begin to copy pinned memory to the device."""
+        check(
+            "copying to the GPU",
+            self.driver.cuMemcpyHtoDAsync(address, pinned.ctypes.data, pinned.nbytes, self.stream),
+        )
+
+    def fetch(self, pinned: NDArray[np.uint8], address: int) -> None:
+        """Begin to copy device memory to pinned memory."""
+        check(
+            "copying from the GPU",
+            self.driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self.stream),
+        )
+
+    def interrupt(self, address: int) -> None:
+        """Set an int32 of the device to 1 while a kernel runs."""
+        self.use()
+        check("stopping the launch", self.driver.cuMemsetD32Async(address, 1, 1, self._side))
+
+    # -- order
+
+    def mark(self) -> None:
+        """`done` will say when all that was begun so far has ended."""
+        check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
+
+    def done(self) -> bool:
+        return self._over(self.driver.cuEventQuery(self._done))
+
+    def idle(self) -> bool:
+        """Whether all that was begun has ended."""
+        return self._over(self.driver.cuStreamQuery(self.stream))
+
+    @staticmethod
+    def _over(answer: tuple[Any, ...]) -> bool:
+        if int(answer[0]) == _NOT_READY:
+            return False
+        check("the launch", answer)
+        return True
+
+    def synchronise(self) -> None:
+        check("waiting for the GPU", self.driver.cuStreamSynchronize(self.stream))
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """The launches that `work` makes, as a graph instead."""
+        self.use()
+        d = self.driver
+        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check("recording a graph", d.cuStreamBeginCapture(self.stream, mode))
+        try:
+            work()
+        finally:
+            graph = check("recording a graph", d.cuStreamEndCapture(self.stream))
+        return Graph(self, check("making a graph", d.cuGraphInstantiate(graph, 0)), graph)
+
+    def close(self) -> None:
+        """Give the streams and the context back."""
+        self.use()
+        d = self.driver
+        d.cuStreamSynchronize(self.stream)
+        d.cuEventDestroy(self._done)
+        d.cuStreamDestroy(self._side)
+        d.cuStreamDestroy(self.stream)
+        d.cuDevicePrimaryCtxRelease(self._device)
+
+
+class Graph:
+    """Recorded launches."""
+
+    def __init__(self, gpu: Gpu, handle: Any, source: Any) -> None:
+        self._gpu, self._handle, self._source = gpu, handle, source
+
+    def launch(self) -> None:
+        check("launching a graph", self._gpu.driver.cuGraphLaunch(self._handle, self._gpu.stream))
+
+    def close(self) -> None:
+        self._gpu.use()
+        self._gpu.driver.cuGraphExecDestroy(self._handle)
+        self._gpu.driver.cuGraphDestroy(self._source)
+
+
+class Kernel:
+    """The interpreter on one GPU. `blocks` is how many can be resident at once, one on each SM."""
+
+    def __init__(self, gpu: Gpu, code: bytes) -> None:
+        gpu.use()
+        d = gpu.driver
+        self._gpu = gpu
+        self._module = check("loading the interpreter", d.cuModuleLoadData(code))
+        self._function = check("loading the interpreter", d.cuModuleGetFunction(self._module, KERNEL.encode()))
+        shared = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check("taking shared memory", d.cuFuncSetAttribute(self._function, shared, SHARED_BYTES))
+        occupancy = d.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, THREADS, SHARED_BYTES)
+        self.blocks = gpu.sms * min(1, int(check("asking for the occupancy", occupancy)))
+
+    def prepare(self, blocks: int, params: ctypes.Structure) -> Prepared:
+        return Prepared(self._gpu, self._function, blocks, params)
+
+    def close(self) -> None:
+        self._gpu.use()
+        self._gpu.driver.cuModuleUnload(self._module)
+
+
+class Prepared:
+    """Launches of `blocks` blocks with `params` as they are when each is begun. All that Python does is one call."""
+
+    def __init__(self, gpu: Gpu, function: Any, blocks: int, params: ctypes.Structure) -> None:
+        self._driver, self._function, self._stream, self._blocks = gpu.driver, function, gpu.stream, blocks
+        self._held = params, (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._arguments = ctypes.addressof(self._held[1])
+
+    def begin(self) -> None:
+        """All blocks resident at once, or an error."""
+        d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
+        answer = d.cuLaunchCooperativeKernel(self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
+        check("launching the interpreter", answer)
+
+    def begin_alone(self) -> None:
+        """For blocks that never wait for each other."""
+        d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
+        answer = d.cuLaunchKernel(self._function, *shape, SHARED_BYTES, self._stream, self._arguments, 0)
+        check("launching the interpreter", answer)
+
+
+def encode_map(
+    address: int, *, bf16: bool, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> NDArray[np.uint8]:
+    """A tensor map of three dimensions, inner first: sizes and box in elements, strides of the outer two in bytes.
+
+    128-byte swizzle; reads beyond the sizes give zeros and writes there do nothing. The bindings encode into an object
+    of their own at an address that the driver refuses, so the driver is called directly.
+    """
+    lib = ctypes.CDLL("libcuda.so.1")
+    raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _MAP_ALIGNMENT
+    out = raw[start : start + MAP_BYTES]
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    dtype, swizzle_128, promote_256 = 9 if bf16 else 7, 3, 3  # CUtensorMapDataType BFLOAT16 and FLOAT32
+    status = lib.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(out.ctypes.data),
+        dtype,
+        3,
+        ctypes.c_void_p(address),
+        (u64 * 3)(*sizes),
+        (u64 * 2)(*strides),
+        (u32 * 3)(*box),
+        (u32 * 3)(1, 1, 1),
+        0,  # no interleaving
+        swizzle_128,
+        promote_256,
+        0,  # zeros, not NaN, beyond the sizes
+    )
+    if status:
+        raise MegakernelError(f"a tensor map of sizes {tuple(sizes)} was refused: the CUDA driver answers {status}")
+    return out.copy()

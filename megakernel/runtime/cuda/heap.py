@@ -1,0 +1,197 @@
+"""Device memory of all ranks: the symmetric heap, and the weights beside it.
+
+What the heap holds lies at the same offset on each rank. Every GPU of the node can reach all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import BUFFERS, Buffer, Dims, Space
+from ...isa.launch import MAP_BYTES
+from .driver import Gpu, encode_map
+from .node import Node
+
+_ALIGNMENT = 256
+_BOX_ROWS, _BOX_BYTES = 32, 128
+
+STATUS_BYTES = 256  # of a grid: its abort word and its diagnosis
+_READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
+
+# Buffers that tiles are loaded from or stored to, and how many leading axes of theirs, the layers included, are the
+# third dimension of their maps.
+_TILED: dict[Buffer, int] = {
+    Buffer.W_QKV: 1,
+    Buffer.W_O: 1,
+    Buffer.W_GATE_UP: 2,
+    Buffer.W_DOWN: 1,
+    Buffer.LM_HEAD: 1,
+    Buffer.K_CACHE: 1,
+    Buffer.V_CACHE: 1,
+    Buffer.H: 1,
+    Buffer.ATTN: 1,
+    Buffer.ACT: 1,
+    Buffer.Y: 1,
+    Buffer.X: 1,
+    Buffer.REDUCE: 1,
+}
+
+
+def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
+    """Bytes of one copy (of one layer) of rank `dims.rank`."""
+    spec = BUFFERS[buffer]
+    return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
+
+
+def layers(buffer: Buffer, dims: Dims) -> int:
+    return dims.layers if BUFFERS[buffer].layered else 1
+
+
+class Heap:
+    """All buffers of all ranks of a model. Activations and outputs grow to the largest program seen."""
+
+    def __init__(self, node: Node, dims: Dims, pages: int) -> None:
+        self.node, self.pages = node, pages
+        self.generation = 0  # of the addresses
+        self._dims = dims
+        self._sizes: dict[Buffer, int] = {}  # of activations and outputs
+        self._address: dict[tuple[int, Buffer], int] = {}
+        self._grown: list[tuple[Gpu, int]] = []  # allocations that `fit` replaces
+        self._kept: list[tuple[Gpu, int]] = []
+        self._status: dict[int, int] = {}  # by rank
+        self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
+        self.fit(dims)
+
+    def _ranks(self, dims: Dims) -> Iterator[Dims]:
+        return (replace(dims, rank=rank) for rank in range(dims.tp))
+
+    def _most(self, buffer: Buffer, dims: Dims) -> int:
+        """Bytes that hold any rank's copy, all layers."""
+        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
+
+    def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
+        """One allocation on each rank, laid out alike after `head` bytes."""
+        offsets, end = {}, head
+        for buffer, size in sizes.items():
+            offsets[buffer] = end
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        made = []
+        for rank in range(self._dims.tp):
+            gpu = self.node.gpu(rank)
+            base = gpu.allocate(max(end, _ALIGNMENT))
+            made.append((gpu, base))
+            for buffer, offset in offsets.items():
+                self._address[rank, buffer] = base + offset
+        return made
+
+    def fit(self, dims: Dims) -> None:
+        """Make room for programs of `dims`; activations may be lost and addresses change."""
+        # What the host reads after each launch lies at the beginning, so that one copy brings it.
+        buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
+        sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
+        if sizes == self._sizes:
+            return
+        for gpu, address in self._grown:
+            gpu.free(address)
+        self._grown = self._place(sizes, STATUS_BYTES)
+        self._sizes = sizes
+        self._status = dict(enumerate(address for _, address in self._grown))
+        self.generation += 1
+
+    def status(self, rank: int) -> int:
+        """STATUS_BYTES of a rank's GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT."""
+        return self._status[rank]
+
+    def keep(self, gpu: Gpu, size: int) -> int:
+        """Zeroed memory of a GPU, freed with the heap."""
+        address = gpu.allocate(max(size, _ALIGNMENT))
+        self._kept.append((gpu, address))
+        return address
+
+    def bind(self, rank: int, buffer: Buffer, address: int) -> None:
+        """Where a rank's weights of a buffer begin."""
+        self._address[rank, buffer] = address
+
+    def address(self, rank: int, buffer: Buffer, layer: int = 0) -> int:
+        return self._address[rank, buffer] + layer * self.stride(rank, buffer)
+
+    def stride(self, rank: int, buffer: Buffer) -> int:
+        """Bytes from a layer's copy to the next one's; 0 where all layers share one."""
+        if not BUFFERS[buffer].layered:
+            return 0
+        return copy_bytes(buffer, replace(self._dims, rank=rank), self.pages)
+
+    # -- for launches
+
+    def addresses(self) -> NDArray[np.uint64]:
+        """[tp, buffers]"""
+        return np.array([[self.address(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
+
+    def strides(self) -> NDArray[np.uint64]:
+        """[tp, buffers]"""
+        return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
+
+    def maps(self, dims: Dims) -> NDArray[np.uint8]:
+        """Tensor maps for a program of `dims`, encoded: [tp, buffers, bytes]; zeros where there is none."""
+        rows = []
+        for d in self._ranks(dims):
+            rows.append([self._map(d, buffer) for buffer in Buffer])
+        return np.array(rows, np.uint8)
+
+    def _map(self, dims: Dims, buffer: Buffer) -> NDArray[np.uint8]:
+        none = np.zeros(MAP_BYTES, np.uint8)
+        if buffer not in _TILED:
+            return none
+        spec = BUFFERS[buffer]
+        shape = (layers(buffer, dims), *spec.shape(dims, self.pages))
+        if buffer is Buffer.REDUCE:
+            shape = (dims.tp if dims.tp > 1 else 0, dims.own_rows, dims.hidden)
+        outer, inner = math.prod(shape[: _TILED[buffer]]), shape[-1]
+        middle = math.prod(shape[_TILED[buffer] : -1])
+        if not outer * middle * inner:
+            return none
+        item = spec.resolve_dtype(dims).itemsize
+        return encode_map(
+            self.address(dims.rank, buffer),
+            bf16=item == 2,
+            sizes=(inner, middle, outer),
+            strides=(inner * item, inner * middle * item),
+            box=(_BOX_BYTES // item, _BOX_ROWS, 1),
+        )
+
+    # -- for the host
+
+    def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
+        """A copy of a rank's copy of a buffer, shaped for `dims`."""
+        d = replace(dims, rank=rank)
+        spec = BUFFERS[buffer]
+        gpu = self.node.gpu(rank)
+        data = gpu.download(self.address(rank, buffer, layer), copy_bytes(buffer, d, self.pages))
+        return data.view(spec.resolve_dtype(d).numpy).reshape(spec.shape(d, self.pages))
+
+    def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[np.float32]:
+        """A copy of one row of a float32 matrix."""
+        size = length * np.dtype(np.float32).itemsize
+        return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(np.float32)
+
+    def write(self, rank: int, buffer: Buffer, layer: int, array: NDArray[Any], *, at: int = 0) -> None:
+        """Replace a rank's copy of a buffer, or a part of it that begins at element `at`."""
+        gpu = self.node.gpu(rank)
+        gpu.use()
+        gpu.upload(self.address(rank, buffer, layer) + at * array.dtype.itemsize, array)
+
+    def close(self) -> None:
+        for gpu, address in self._kept + self._grown:
+            gpu.free(address)
+        self._kept.clear()
+        self._grown.clear()
+
+
+def _in(*spaces: Space) -> list[Buffer]:
+    return [buffer for buffer, spec in BUFFERS.items() if spec.space in spaces]

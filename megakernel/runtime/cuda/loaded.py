@@ -1,0 +1,282 @@
+"""A program on the GPUs: its tables, its counters, and the arguments of its launches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import BY_OPCODE, Buffer, StepTable, record
+from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES
+from ...program import SEGMENTS, Program, Segment
+from ..native import CDims
+from .driver import Gpu, Kernel, Prepared
+from .heap import STATUS_BYTES, Heap
+
+ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
+_ALIGNMENT = 256
+_ABORT = 128  # offset in the status; the diagnosis is at 0, on another line than what all waits poll
+_COUNTER_BYTES = 4
+
+Diagnosis, Params = STRUCTURES["Diagnosis"], STRUCTURES["Params"]
+
+
+class Tables:
+    """Arrays in one allocation of a GPU."""
+
+    def __init__(self, gpu: Gpu, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._gpu = gpu
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name, array in arrays.items():
+            self._offsets[name] = end
+            end += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        self._base = gpu.allocate(end)
+        whole = np.zeros(end, np.uint8)
+        for name, array in arrays.items():
+            start = self._offsets[name]
+            whole[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        gpu.upload(self._base, whole)
+
+    def __getitem__(self, name: str) -> int:
+        """Address of an array."""
+        return self._base + self._offsets[name]
+
+    def close(self) -> None:
+        self._gpu.free(self._base)
+
+
+class Grid:
+    """The ranks of one GPU: `params` are the arguments of their launches, made anew by `refresh`."""
+
+    def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
+        self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
+        lists = segments(program)
+        dims = b"".join(bytes(CDims.of(program.rank_dims(rank))) for rank in range(program.ranks))
+        self._tables = Tables(
+            gpu,
+            {
+                "dims": np.frombuffer(dims, np.uint8),
+                **{f"records{i}": s.records for i, s in enumerate(lists)},
+                **{f"offsets{i}": s.offsets.astype(np.int32) for i, s in enumerate(lists)},
+                "totals0": program.totals_first.astype(np.int32),
+                "totals1": program.totals_middle.astype(np.int32),
+                "totals2": program.totals_last.astype(np.int32),
+                **arrivals,
+                "addresses": heap.addresses(),
+                "strides": heap.strides(),
+                "maps": heap.maps(program.dims),
+                "words": StepTable(program.dims).words,
+            },
+        )
+        t = self._tables
+        self.params: Any = Params(
+            dims=t["dims"],
+            records=(ctypes.c_void_p * 4)(*(t[f"records{i}"] for i in range(4))),
+            offsets=(ctypes.c_void_p * 4)(*(t[f"offsets{i}"] for i in range(4))),
+            totals=(ctypes.c_void_p * 3)(*(t[f"totals{i}"] for i in range(3))),
+            counter_values=t["counters"],
+            claims=t["claims"],
+            buffers=t["addresses"],
+            layer_stride=t["strides"],
+            maps=t["maps"],
+            step_words=t["words"],
+            first_rank=ranks.start,
+            ranks=len(ranks),
+            workers=program.workers,
+            counters=program.counters,
+            queues=program.rank_queues,
+            synchronise=1,
+            pipelined=1,
+            segments=ALL_SEGMENTS,
+            layer_begin=0,
+            layer_end=program.dims.layers,
+        )
+        self._prepared: dict[int, Prepared] = {}
+        self._point()
+
+    @property
+    def blocks(self) -> int:
+        return len(self.ranks) * self._program.workers
+
+    def _point(self) -> None:
+        status = self._heap.status(self.ranks.start)
+        self.params.diagnosis, self.params.abort = status, status + _ABORT
+
+    def refresh(self) -> None:
+        """The heap has moved."""
+        self.gpu.use()
+        self.gpu.upload(self._tables["addresses"], self._heap.addresses())
+        self.gpu.upload(self._tables["maps"], self._heap.maps(self._program.dims))
+        self._point()
+
+    def send(self, words: NDArray[np.uint8]) -> None:
+        """Begin to copy a step table from pinned memory."""
+        self.gpu.send(self._tables["words"], words)
+
+    def begin(self, kernel: Kernel) -> None:
+        """Launch the whole program."""
+        prepared = self._prepared.get(id(kernel))
+        if prepared is None:
+            prepared = self._prepared.setdefault(id(kernel), kernel.prepare(self.blocks, self.params))
+        prepared.begin()
+
+    def interrupt(self) -> None:
+        """End the launch that runs."""
+        self.gpu.interrupt(self.params.abort)
+
+    def close(self) -> None:
+        self._tables.close()
+
+
+class Loaded:
+    """`program` keeps the object alive whose id is a backend's key. `launches` since the counters were zero."""
+
+    def __init__(self, heap: Heap, program: Program) -> None:
+        _check_records(program)
+        self.program = program
+        self.launches = 0
+        self.hash: str | None = None
+        self._heap = heap
+        self._generation = heap.generation
+        self._own: list[Tables] = []
+        arrivals: dict[str, list[int]] = {"counters": [], "claims": []}
+        self._arrivals: list[tuple[Gpu, int, int]] = []
+        sizes = {
+            "counters": (program.dims.layers + 1) * program.counters,
+            "claims": program.dims.layers * program.rank_queues,
+        }
+        for rank in range(program.ranks):
+            gpu = heap.node.gpu(rank)
+            table = Tables(gpu, {name: np.zeros(n, np.int32) for name, n in sizes.items()})
+            self._own.append(table)
+            for name, n in sizes.items():
+                arrivals[name].append(table[name])
+                self._arrivals.append((gpu, table[name], _COUNTER_BYTES * n))
+        pointers = {name: np.array(addresses, np.uint64) for name, addresses in arrivals.items()}
+        self.grids = [Grid(heap, program, gpu, ranks, pointers) for gpu, ranks in heap.node.grids()]
+        first = self.grids[0].gpu
+        self._words = first.pinned(StepTable(program.dims).words.nbytes)
+        self._answers = self._answer_memory()
+
+    def _answer_memory(self) -> list[NDArray[np.uint8]]:
+        """Of the first grid the status and the outputs, of the others the status."""
+        heap, rows = self._heap, self.program.dims.logit_rows
+        end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
+        sizes = [end - heap.status(0)] + [STATUS_BYTES] * (len(self.grids) - 1)
+        return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
+
+    def settle(self) -> None:
+        """Follow the heap where it has moved."""
+        if self._generation == self._heap.generation:
+            return
+        for grid, answer in zip(self.grids, self._answers, strict=True):
+            grid.refresh()
+            grid.gpu.unpin(answer)
+        self._answers = self._answer_memory()
+        self._generation = self._heap.generation
+
+    def send(self, words: NDArray[np.int32]) -> None:
+        """Begin to give every grid a step table. The launch before must have ended."""
+        self._words[:] = words.view(np.uint8)
+        for grid in self.grids:
+            grid.gpu.use()
+            grid.send(self._words)
+
+    def fetch(self) -> None:
+        """Begin to bring status and outputs, after what was launched; `answered` says when they are there."""
+        for grid, answer in zip(self.grids, self._answers, strict=True):
+            grid.gpu.use()
+            grid.gpu.fetch(answer, self._heap.status(grid.ranks.start))
+            grid.gpu.mark()
+
+    def answered(self) -> bool:
+        for grid in self.grids:
+            grid.gpu.use()
+            if not grid.gpu.done():
+                return False
+        return True
+
+    def idle(self) -> bool:
+        """Whether nothing runs, whatever was begun."""
+        for grid in self.grids:
+            grid.gpu.use()
+            if not grid.gpu.idle():
+                return False
+        return True
+
+    def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(tokens, logprobs) of the last launch, views."""
+        rows, base = self.program.dims.logit_rows, self._heap.status(0)
+        tokens, logprobs = (
+            self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
+            for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
+        )
+        return tokens.view(np.int32), logprobs.view(np.float32)
+
+    def failure(self) -> str | None:
+        """Why the last launch was given up; None where it was not."""
+        for answer in self._answers:
+            if answer[_ABORT : _ABORT + 4].any():
+                diagnosis = Diagnosis.from_buffer_copy(answer.tobytes())
+                return describe(self.program, diagnosis) if diagnosis.set else "it was stopped"
+        return None
+
+    def reset(self) -> None:
+        """As before the first launch. No grid may run."""
+        for gpu, address, size in self._arrivals:
+            gpu.use()
+            gpu.fill(address, 0, size)
+        for rank in range(self.program.ranks):
+            gpu = self._heap.node.gpu(rank)
+            gpu.use()
+            gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
+            gpu.fill(self._heap.status(rank), 0, STATUS_BYTES)
+        self.launches = 0
+
+    def close(self) -> None:
+        for grid, answer in zip(self.grids, self._answers, strict=True):
+            grid.close()
+            grid.gpu.unpin(answer)
+        self.grids[0].gpu.unpin(self._words)
+        for table in self._own:
+            table.close()
+
+
+def segments(program: Program) -> list[Segment]:
+    """Prologue, body, epilogue, queues: record lists as the interpreter numbers them."""
+    return [*(getattr(program, name) for name in SEGMENTS), program.queues]
+
+
+def describe(program: Program, d: Any) -> str:
+    """Who waits for what, of a Diagnosis."""
+    records, _ = program.numbered(d.segment)
+    block = (0, d.layer, program.dims.layers)[d.segment]
+    name = BY_OPCODE[int(record.opcode(records[d.number]))].name if d.number < len(records) else "unknown"
+    return (
+        f"rank {d.rank} worker {d.worker} waits in {SEGMENTS[d.segment]} record {d.number} ({name}, layer {d.layer}) "
+        f"for counter {d.counter} of block {block}, wait word {d.slot}: value {d.value}, expected {d.expected}"
+    )
+
+
+def _check_records(program: Program) -> None:
+    """Raise MegakernelError for words that would reach outside the program's tables."""
+
+    def bad(where: str, wrong: Any, what: str) -> None:
+        if wrong.any():
+            index = int(np.argwhere(wrong)[0][0])
+            raise MegakernelError(f"the program cannot be executed: record {index} of {where} {what}")
+
+    for where, segment in zip((*SEGMENTS, "queues"), segments(program), strict=True):
+        records = segment.records
+        bad(where, ~np.isin(record.opcode(records), list(BY_OPCODE)), "has an unknown opcode")
+        words = records[:, record.WAIT_WORD :]
+        bad(where, (record.word_counter(words) >= program.counters).any(1), "names a counter beyond the block")
+        signals = records[:, record.SIGNAL_WORD :]
+        ranks = np.where(signals != 0, record.word_rank(signals), 0)
+        known: Iterable[int] = (*range(program.ranks), record.ALL_RANKS, record.OWNER)
+        bad(where, ~np.isin(ranks, list(known)).all(1), "signals a rank that there is not")

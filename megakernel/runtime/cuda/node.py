@@ -1,0 +1,39 @@
+"""Which GPU has which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .availability import driver, require
+from .driver import Gpu
+
+
+class Node:
+    """The GPUs of a model and the ranks on each: a rank per GPU where there are enough, else all on the first one.
+
+    Ranks on one GPU are partitions of one grid, so that they run at the same time.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        require()
+        usable = driver().usable
+        ordinals = [d.ordinal for d in usable[:ranks]] if ranks <= len(usable) else [usable[0].ordinal]
+        self.gpus = [Gpu(ordinal) for ordinal in ordinals]
+        self._ranks = ranks
+        for a in self.gpus:
+            for b in self.gpus:
+                if a is not b:
+                    a.reach(b)
+
+    def gpu(self, rank: int) -> Gpu:
+        return self.gpus[rank * len(self.gpus) // self._ranks]
+
+    def grids(self) -> Iterator[tuple[Gpu, range]]:
+        """Each GPU with its ranks."""
+        share = self._ranks // len(self.gpus)
+        for i, gpu in enumerate(self.gpus):
+            yield gpu, range(i * share, (i + 1) * share)
+
+    def close(self) -> None:
+        for gpu in self.gpus:
+            gpu.close()

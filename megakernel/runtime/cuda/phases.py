@@ -1,0 +1,55 @@
+"""Phase-per-launch: the same instructions by the same code, with a kernel's end wherever a phase must wait.
+
+The honest baseline of the megakernel, and a way to find a missing wait: it has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...isa.launch import BODY, PROLOGUE
+from ...program import SEGMENTS, Program
+from .driver import Graph, Kernel
+from .loaded import Grid, Tables
+
+
+class Phases:
+    """One program's phases on one GPU, as a graph. `generation` of the heap whose addresses it was made with."""
+
+    def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
+        self.generation = generation
+        arrays, plan = {}, []
+        for index, name in enumerate(SEGMENTS):
+            for number, phase in enumerate(program.phases(index)):
+                arrays[f"{name}{number} records"], arrays[f"{name}{number} offsets"] = phase.records, phase.offsets
+                plan.append((index, f"{name}{number}"))
+        self._tables = Tables(grid.gpu, arrays)
+        layers = range(program.dims.layers)
+        order = [
+            (index, layer, name)
+            for segment in range(PROLOGUE, len(SEGMENTS))
+            for layer in (layers if segment == BODY else (0,))
+            for index, name in plan
+            if index == segment
+        ]
+        self._launches = [kernel.prepare(grid.blocks, self._params(grid, *phase)) for phase in order]
+        self._graph: Graph = grid.gpu.record(self._begin)
+
+    def _params(self, grid: Grid, segment: int, layer: int, name: str) -> Any:
+        params = type(grid.params).from_buffer_copy(grid.params)
+        params.records[segment] = self._tables[f"{name} records"]
+        params.offsets[segment] = self._tables[f"{name} offsets"]
+        params.synchronise, params.segments = 0, 1 << segment
+        params.layer_begin, params.layer_end = layer, layer + 1
+        return params
+
+    def _begin(self) -> None:
+        for launch in self._launches:
+            launch.begin_alone()
+
+    def launch(self) -> None:
+        self._graph.launch()
+
+    def close(self) -> None:
+        self._graph.close()
+        self._tables.close()

@@ -1,0 +1,114 @@
+"""Intervals of a traced launch, from the GPUs' clocks to the common trace.
+
+A block stamps intervals with its SM's cycle counter: cheap and fine, but each SM counts from a moment of its own, at a
+rate that may change from launch to launch. So it also reads both that counter and the GPU's global timer at its begin
+and at its end, right after the timer's step, and the two pairs turn cycles into nanoseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa.launch import CLOCK_STAMPS
+from ...program import Program
+from ...trace import DTYPE, Intervals, Trace, TraceHeader
+from .heap import Heap
+from .loaded import Grid, Loaded, segments
+
+_PER_INSTRUCTION = 32  # intervals that all roles together may report, in most programs
+_MOST = 1 << 16  # of a block: 2 MiB
+_READ_CYCLES = 36  # of clock64, as measured on a B300; benchmarks/probe_gpu.py measures it
+
+
+class Tracing:
+    """Memory for the intervals of one launch on every GPU. `delay` is (segment, layer, record, nanoseconds)."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        self._memory: dict[int, tuple[int, int, int]] = {}  # by GPU: address, blocks, capacity
+        self.delay = (0, 0, 0, 0)
+
+    def prepare(self, grid: Grid, program: Program) -> None:
+        """Give the next launch of a grid empty memory, and the delay."""
+        capacity, blocks = _capacity(program), grid.blocks
+        address, have_blocks, have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
+        if blocks > have_blocks or capacity > have:
+            blocks, capacity = max(blocks, have_blocks), max(capacity, have)
+            address = self._heap.keep(grid.gpu, blocks * (capacity * DTYPE.itemsize + 4 + 8 * CLOCK_STAMPS))
+            self._memory[grid.gpu.ordinal] = address, blocks, capacity
+        else:
+            blocks, capacity = have_blocks, have
+        p = grid.params
+        p.trace, p.trace_capacity = address, capacity
+        p.clocks = address + blocks * capacity * DTYPE.itemsize
+        p.trace_counts = p.clocks + 8 * CLOCK_STAMPS * blocks
+        grid.gpu.fill(p.trace_counts, 0, 4 * blocks)
+        p.delay.segment, p.delay.layer, p.delay.record, p.delay.ns = self.delay
+
+    def collect(self, loaded: Loaded) -> Trace:
+        """The trace of the launch that has just ended."""
+        parts, dropped, rates, steps = [], 0, [], [1]
+        for grid in loaded.grids:
+            p, n = grid.params, grid.blocks
+            clocks = grid.gpu.download(p.clocks, 8 * CLOCK_STAMPS * n).view(np.uint64).reshape(n, CLOCK_STAMPS)
+            counts = grid.gpu.download(p.trace_counts, 4 * n).view(np.int32)
+            stored = np.minimum(counts, p.trace_capacity)
+            dropped += int((counts - stored).sum())
+            for block in range(n):
+                address = p.trace + block * p.trace_capacity * DTYPE.itemsize
+                raw = grid.gpu.download(address, int(stored[block]) * DTYPE.itemsize).view(DTYPE)
+                parts.append(to_nanoseconds(raw, clocks[block]))
+            rates.append(cycles_per_ns(clocks))
+            steps.append(timer_step(clocks))
+        intervals: Intervals = np.concatenate(parts) if parts else np.zeros(0, DTYPE)
+        if len(intervals):
+            origin = intervals["begin"].min()
+            intervals["begin"] -= origin
+            intervals["end"] -= origin
+        intervals["launch"] = 1
+        intervals = intervals[np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))]
+        if loaded.hash is None:
+            loaded.hash = loaded.program.hash
+        header = TraceHeader(
+            program=loaded.hash,
+            source="cuda",
+            tick_s=1e-9,
+            read_s=_READ_CYCLES / max(rates) * 1e-9,
+            clock_error_s=max(steps) * 1e-9,
+            dropped=dropped,
+        )
+        return Trace(header, intervals)
+
+
+def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
+    """Intervals with begin and end in the global timer's nanoseconds. `stamps` is CLOCK_STAMPS of their block."""
+    out = intervals.copy()
+    cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
+    for name in ("begin", "end"):
+        since = (intervals[name] - stamps[0]).astype(np.int64)
+        out[name] = stamps[1] + np.rint(since * (ns / max(cycles, 1.0))).astype(np.int64).astype(np.uint64)
+    return out
+
+
+def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
+    """The SMs' clock rate, from [blocks, CLOCK_STAMPS]."""
+    spent = (clocks[:, 2:] - clocks[:, :2]).astype(np.float64)
+    return float(np.median(spent[:, 0] / np.maximum(spent[:, 1], 1.0)))
+
+
+def timer_step(clocks: NDArray[np.uint64]) -> int:
+    """Nanoseconds between two values of the global timer: all its stamps lie so many apart, or a multiple."""
+    stamps = clocks[:, 1::2].reshape(-1)
+    return int(np.gcd.reduce(stamps - stamps.min())) or 1
+
+
+def _capacity(program: Program) -> int:
+    """Intervals that the longest stream may report."""
+    lists = segments(program)
+    runs = (1, program.dims.layers, 1)
+    lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))
+    claimed = len(lists[3].records) // max(program.ranks, 1) * program.dims.layers
+    return min(_MOST, max(1, _PER_INSTRUCTION * (int(lengths.max()) + claimed)))

@@ -1,0 +1,78 @@
+"""From a checkpoint to the device: each rank's part of each tensor, row-major as the instruction set shapes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
+from ...model.checkpoint import Checkpoint
+from ...model.shard import shard
+from .heap import Heap, copy_bytes, layers
+
+
+def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
+    """Copy all weights and bind them. Ranks of one GPU share what each needs whole; a tied LM head is EMBED's rows."""
+    ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+    weights = [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT]
+    own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
+    homes = {(d.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
+    _check_memory(heap, checkpoint, ranks, homes)
+    for buffer in own:
+        for d in ranks:
+            if homes[d.rank, buffer] == d.rank:
+                size = layers(buffer, d) * copy_bytes(buffer, d, 0)
+                heap.bind(d.rank, buffer, heap.keep(heap.node.gpu(d.rank), size))
+            else:
+                heap.bind(d.rank, buffer, heap.address(homes[d.rank, buffer], buffer))
+        for layer in range(layers(buffer, dims)):
+            whole = _read(checkpoint, buffer, layer, dims)
+            for d in ranks:
+                if homes[d.rank, buffer] == d.rank:
+                    heap.write(d.rank, buffer, layer, shard(whole, buffer, d))
+    if checkpoint.config.tied:
+        for d in ranks:
+            row = d.hidden * Dtype(d.dtype).itemsize
+            heap.bind(d.rank, Buffer.LM_HEAD, heap.address(d.rank, Buffer.EMBED) + d.first_vocab * row)
+
+
+def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
+    """The rank whose copy this one uses."""
+    shape = BUFFERS[buffer].shape
+    whole = shape(replace(d, tp=1, rank=0), 0)
+    if shape(d, 0) != whole:
+        return d.rank
+    return next(r.rank for r in ranks if heap.node.gpu(r.rank) is heap.node.gpu(d.rank) and shape(r, 0) == whole)
+
+
+def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
+    """A whole tensor."""
+    array = checkpoint.load(buffer, layer, Dtype(dims.dtype))
+    spec = BUFFERS[buffer]
+    shape, kind = spec.shape(replace(dims, tp=1, rank=0), 0), spec.resolve_dtype(dims).numpy
+    if array.shape != shape or array.dtype != kind:
+        raise MegakernelError(
+            f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
+            f"the program needs {shape} {kind}"
+        )
+    return array
+
+
+def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: dict[tuple[int, Buffer], int]) -> None:
+    for gpu, here in heap.node.grids():
+        need = sum(
+            layers(buffer, ranks[rank]) * math.prod(BUFFERS[buffer].shape(ranks[rank], 0))
+            * BUFFERS[buffer].resolve_dtype(ranks[rank]).itemsize
+            for (rank, buffer), home in homes.items()
+            if rank in here and home == rank
+        )  # fmt: skip
+        free, _ = gpu.memory()
+        if need > free:
+            raise MegakernelError(
+                f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, {free / 1e9:.1f} GB are free "
+                "beside its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
+            )

@@ -1,0 +1,432 @@
+"""The CUDA backend's host side, end to end on a pretended driver: fake_gpu says what that is.
+
+Functions named `in_process_*` run there; the tests start them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_support import RandomCheckpoint
+from fake_gpu import Arguments, FibreKernel, PretendedKernel, library, no_compiler, poll, run, view
+from protocol import _MAP as MAP
+from protocol import build_fibres
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, BY_NAME, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
+from megakernel.isa.launch import MAP_BYTES, STRUCTURES
+from megakernel.machine import MACHINES, Machine
+from megakernel.model.config import LlamaConfig
+from megakernel.model.shard import shard
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.scheduler import Options, compile_program
+
+WORKERS, PAGES = 3, 5
+CONFIG = LlamaConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True, attention_bias=True)
+
+
+def _machine() -> Machine:
+    return replace(MACHINES["h100"], workers=WORKERS, page=KV_BLOCK)
+
+
+def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Program:
+    return compile_program(
+        CONFIG,
+        machine or _machine(),
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=1,
+        max_seqs=2,
+        max_context=256,
+        tp=tp,
+        options=Options(matmul="tensor"),
+    )
+
+
+def _weights(dims: Dims) -> RandomCheckpoint:
+    return RandomCheckpoint(replace(dims, tp=1), tied=CONFIG.tied)
+
+
+def _backend(dims: Dims, **options: Any) -> Any:
+    from megakernel.runtime.cuda.backend import CudaBackend
+
+    no_compiler()
+    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype.BF16, **options)
+
+
+def _table(dims: Dims, tokens: tuple[int, ...] = (5, 6, 7), start: int = 0, slot: int = 0) -> StepTable:
+    return build_step(dims, [Chunk(slot, start, tokens, (3, 1), (SampleRow(len(tokens) - 1),))])
+
+
+def _expected(program: Program, tables: list[StepTable]) -> list[tuple[bytes, bytes, bytes]]:
+    from megakernel.runtime.reference import ReferenceBackend
+
+    reference = ReferenceBackend(_weights(program.dims), program.dims, PAGES, dtype=Dtype.BF16)
+    return [_bits(reference.launch(program, table)) for table in tables]
+
+
+def _bits(out: Any) -> tuple[bytes, bytes, bytes]:
+    return out.tokens.tobytes(), out.logprobs.tobytes(), out.logits[:].tobytes()
+
+
+# -- a step
+
+
+def in_process_steps() -> None:
+    """Prefill and decode steps, of two programs, from memory that moves in between."""
+    tp = int(os.environ["TP"])
+    small, large = _program(4, tp), _program(40, tp)
+    backend, kernel = _backend(small.dims), PretendedKernel(PAGES)
+    tables = [
+        (small, _table(small.dims)),
+        (small, _table(small.dims, (-1,), 3)),
+        (large, _table(large.dims, tuple(range(30)), 0, 1)),
+        (small, _table(small.dims, (-1,), 4)),
+    ]
+    got = [_bits(backend.launch(program, table)) for program, table in tables]
+    kernel.check()
+    whole = {id(p): p for p, _ in tables}
+    from megakernel.runtime.reference import ReferenceBackend
+
+    reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES, dtype=Dtype.BF16)
+    assert got == [_bits(reference.launch(whole[id(p)], table)) for p, table in tables]
+    backend.write_history(1, 2, np.array([11, 12], np.int32))
+    for rank in range(tp):
+        np.testing.assert_array_equal(backend.buffer(Buffer.HISTORY, rank=rank)[1, 2:4], [11, 12])
+    with pytest.raises(MegakernelError, match="no room"):
+        backend.write_history(1, 256, np.array([1, 2], np.int32))
+    backend.close()
+    assert library().fake_allocations() == 0
+    with pytest.raises(MegakernelError, match="closed"):
+        backend.launch(small, tables[0][1])
+    print("launches", library().fake_launches())
+
+
+@pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2)])
+def test_steps_equal_the_references(
+    tmp_path_factory: pytest.TempPathFactory, tp: int, devices: int, grids: int
+) -> None:
+    said = run(tmp_path_factory, in_process_steps, TP=tp, FAKE_CUDA_DEVICES=devices)
+    assert said.split() == ["launches", str(4 * grids)]
+
+
+def in_process_memory() -> None:
+    """What lies where the arguments say: weights, strides, maps."""
+    program = _program(40, tp=2)
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+    seen: list[Arguments] = []
+
+    def before(params: Any) -> bool:
+        seen.append(Arguments(params))
+        return True
+
+    kernel.before = before
+    backend.launch(program, _table(program.dims))
+    kernel.check()
+    [a] = seen
+    assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # which is float32 there
+    assert replace(a.program, dims=program.dims, machine=program.machine).to_bytes() == program.to_bytes()
+    assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
+    checkpoint = _weights(program.dims)
+    for buffer, spec in BUFFERS.items():
+        if spec.space is Space.WEIGHT:
+            for d in a.ranks:
+                for layer in range(d.layers if spec.layered else 1):
+                    whole = checkpoint.load(buffer, layer, Dtype.BF16)
+                    np.testing.assert_array_equal(a.buffer(d.rank, buffer, layer, 0), shard(whole, buffer, d))
+    # Both ranks are on one GPU and share what both need whole.
+    assert a.addresses[0, Buffer.EMBED] == a.addresses[1, Buffer.EMBED]
+    assert a.addresses[0, Buffer.W_QKV] != a.addresses[1, Buffer.W_QKV]
+    heap = [b for b, spec in BUFFERS.items() if spec.space is not Space.WEIGHT and spec.space is not Space.STATE]
+    assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # symmetric
+    maps = view(a.params.maps, (2, len(Buffer), MAP_BYTES), np.uint8)
+    d = a.ranks[1]
+    shapes = {
+        Buffer.W_QKV: (d.hidden, d.qkv_cols, d.layers),
+        Buffer.W_GATE_UP: (d.hidden, d.rank_ffn, 2 * d.layers),
+        Buffer.LM_HEAD: (d.hidden, d.rank_vocab, 1),
+        Buffer.X: (d.hidden, d.tokens, 1),
+        Buffer.ACT: (d.rank_ffn, d.tokens, 1),
+        Buffer.REDUCE: (d.hidden, d.own_rows, 2),
+        Buffer.K_CACHE: (d.page, PAGES * d.rank_kv_heads * d.head_dim, d.layers),
+        Buffer.V_CACHE: (d.head_dim, PAGES * d.rank_kv_heads * d.page, d.layers),
+    }
+    for buffer, sizes in shapes.items():
+        item = 4 if buffer is Buffer.X else 2
+        address = int(a.addresses[1, buffer])
+        expected = (address, sizes[0] * item, sizes[0] * sizes[1] * item, *sizes, item, 0)
+        assert maps[1, buffer][: MAP.itemsize].view(MAP)[0].item() == expected, buffer.name
+        if BUFFERS[buffer].layered:
+            assert expected[2] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
+    assert not maps[1, Buffer.EMBED].any()
+    backend.close()
+
+
+def test_arguments_point_to_what_they_say(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_memory)
+
+
+# -- launches that fail
+
+
+def in_process_failures() -> None:
+    program = _program()
+    table = _table(program.dims)
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+    first = _bits(backend.launch(program, table))
+
+    # A worker finds that its wait takes too long.
+    def stuck(params: Any) -> bool:
+        diagnosis = STRUCTURES["Diagnosis"].from_address(params.diagnosis)
+        row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
+        for name, value in (("set", 1), ("worker", 2), ("segment", 1), ("layer", 2), ("number", row), ("counter", 7)):
+            setattr(diagnosis, name, value)
+        diagnosis.value, diagnosis.expected = 3, 4
+        view(params.abort, (1,), np.int32)[0] = 1
+        a = Arguments(params)
+        a.counters[0][:] += 1
+        a.buffer(0, Buffer.SPLITS, 0, PAGES)[:] = 1
+        return False
+
+    kernel.before = stuck
+    with pytest.raises(MegakernelError) as caught:
+        backend.launch(program, table)
+    said = str(caught.value)
+    assert "rank 0 worker 2 waits in body record" in said and "layer 2" in said
+    assert "counter 7 of block 2" in said and "value 3, expected 4" in said
+    kernel.before = None
+    assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
+
+    # A launch that does not end by itself is ended from outside.
+    began = threading.Event()
+
+    def endless(params: Any) -> bool:
+        began.set()
+        assert poll(params.abort)
+        return False
+
+    kernel.before = endless
+    launch = backend.start(program, table)
+    assert began.wait(10)
+    with pytest.raises(MegakernelError, match="has not ended"):
+        backend.start(program, table)
+    begin = time.perf_counter()
+    launch.abort()
+    launch.abort()
+    assert time.perf_counter() - begin < 1.0
+
+    # So is one that Ctrl-C interrupts.
+    import _thread
+
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        backend.launch(program, table)
+
+    # Close ends what runs.
+    kernel.before = None
+    assert _bits(backend.launch(program, table)) == first
+    kernel.before = endless
+    backend.start(program, table)
+    backend.close()
+    kernel.check()
+    assert library().fake_allocations() == 0
+
+
+def test_failed_launches_end_and_the_next_one_works(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_failures)
+
+
+def in_process_refusals() -> None:
+    program = _program()
+    backend, _ = _backend(program.dims), PretendedKernel(PAGES)
+    wide = _program(machine=replace(_machine(), workers=8))
+    with pytest.raises(MegakernelError, match="GPU 0 holds 4 at once: compile it with --workers 4"):
+        backend.launch(wide, _table(wide.dims))
+    broken = replace(program, body=replace(program.body, records=program.body.records.copy()))
+    broken.body.records[0, record.WAIT_WORD] = record.counter_word(program.counters)
+    with pytest.raises(MegakernelError, match="record 0 of body names a counter beyond the block"):
+        backend.launch(broken, _table(program.dims))
+    with pytest.raises(MegakernelError, match="KV pages of 16 tokens"):
+        _backend(replace(program.dims, page=16))
+    with pytest.raises(MegakernelError, match="heads have 136 elements"):
+        _backend(replace(program.dims, head_dim=136))
+    with pytest.raises(MegakernelError, match="use --dtype bf16"):
+        from megakernel.runtime.cuda.backend import CudaBackend
+
+        dims = replace(program.dims, dtype=int(Dtype.F32))
+        CudaBackend(_weights(program.dims), dims, PAGES, dtype=Dtype.F32)
+    backend.close()
+
+
+def test_refuses_what_it_cannot_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_refusals, FAKE_CUDA_SMS=4)
+
+
+# -- single instructions, traces
+
+
+def in_process_execute() -> None:
+    program = _program(tp=2)
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+    seen: list[tuple[Any, ...]] = []
+
+    def before(params: Any) -> bool:
+        a = Arguments(params)
+        one = np.concatenate([s.records for s in (a.program.prologue, a.program.body, a.program.epilogue)])
+        rank = int(np.flatnonzero(np.diff(a.program.body.offsets) + np.diff(a.program.prologue.offsets))[0])
+        p = params
+        seen.append((rank, one[0].tolist(), p.synchronise, p.layer_begin, p.layer_end, p.workers))
+        return False
+
+    kernel.before = before
+    body = next(r for r in program.body.records if record.opcode(r) == BY_NAME["mlp_norm"].opcode)
+    backend.execute(body, 2, _table(program.dims), rank=1)
+    backend.execute(program.prologue.records[0], 0, _table(program.dims))
+    kernel.check()
+    bare = body.copy()
+    bare[record.WAIT_WORD :] = 0
+    assert seen[0] == (1, bare.tolist(), 0, 2, 3, 1)
+    assert seen[1][0] == 0 and seen[1][2] == 0
+    backend.close()
+    assert library().fake_allocations() == 0
+
+
+def test_executes_one_instruction(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_execute)
+
+
+def in_process_trace() -> None:
+    from megakernel.trace import DTYPE, IntervalKind, Role
+
+    program = _program()
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+
+    def before(params: Any) -> bool:
+        a = Arguments(params)
+        if not params.trace:
+            return True
+        blocks = params.ranks * params.workers
+        intervals = view(params.trace, (blocks, params.trace_capacity), DTYPE)
+        counts = view(params.trace_counts, (blocks,), np.int32)
+        clocks = view(params.clocks, (blocks, 4), np.uint64)
+        assert not counts.any() and (params.delay.segment, params.delay.record, params.delay.ns) == (1, 4, 5_000_000)
+        for block in range(blocks):
+            # SMs at 2 cycles a nanosecond, counting from moments of their own; the timer steps by 32.
+            clocks[block] = (1000 * block, 3200, 1000 * block + 20_032, 13_216)
+            clocks[block, 1::2] += 32 * np.uint64(block % 2)
+            for i in range(2):
+                row = intervals[block, i]
+                row["begin"] = 1000 * block + 2 * (100 + 50 * i - 32 * (block % 2))
+                row["end"] = row["begin"] + 2 * 10
+                row["worker"], row["layer"], row["instruction"] = block, 1, i
+                row["role"], row["kind"] = Role.CONSUMER, IntervalKind.COMPUTE
+            counts[block] = 2 if block else params.trace_capacity + 3
+        del a
+        return True
+
+    kernel.before = before
+    backend.delay(1, 4, 0, 5e-3)
+    assert backend.launch(program, _table(program.dims)).trace is None
+    trace = backend.launch(program, _table(program.dims), trace=True).trace
+    kernel.check()
+    assert trace.header.source == "cuda" and trace.header.program == program.hash and trace.header.dropped == 3
+    assert trace.header.tick_s == 1e-9 and trace.header.clock_error_s == 32e-9
+    assert 17e-9 < trace.header.read_s < 19e-9
+    later = trace.intervals[trace.intervals["worker"] > 0]
+    np.testing.assert_array_equal(later["begin"].reshape(-1, 2) - later["begin"].min(), [[0, 50]] * (WORKERS - 1))
+    np.testing.assert_array_equal(later["end"] - later["begin"], 10)
+    backend.close()
+
+
+def test_traces_are_nanoseconds_of_one_clock(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_trace)
+
+
+# -- everything that a person types
+
+
+def in_process_llm() -> None:
+    no_compiler()
+    kernel = None
+    for backend in ("cuda", "auto"):
+        with LLM(_weights(_program().dims), backend=backend, max_seqs=2, max_context=256) as llm:
+            kernel = PretendedKernel(llm.engine.backend.pages)
+            assert llm.engine.backend.name == "cuda" and llm.dtype is Dtype.BF16
+            assert llm.engine.dims.page == KV_BLOCK
+            assert llm.engine.programs.get(1, 1).workers == 6
+            result = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
+            kernel.check()
+    with LLM(_weights(_program().dims), backend="reference", dtype="bf16", max_seqs=2, max_context=256) as llm:
+        expected = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
+    assert result.token_ids == expected.token_ids
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=0.05)
+    assert [sorted(t) for t in result.top_logprobs or []] == [sorted(t) for t in expected.top_logprobs or []]
+    with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_seqs=2, max_context=256) as llm:
+        assert llm.engine.backend.name == "cpu", llm.engine.backend.name
+
+
+def test_generates(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_llm, FAKE_CUDA_SMS=6)
+
+
+# -- with the interpreter's own roles and bodies
+
+
+def in_process_interpreter() -> None:
+    """Prompts and decode through engine, launcher and interpreter; by phases too, with the same bits."""
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    prompts = [[3, 4, 5], list(range(40))]
+    results = {}
+    for backend in ("cuda", "reference"):
+        with LLM(_weights(_program().dims), backend=backend, dtype="bf16", max_seqs=2, max_context=256) as llm:
+            results[backend] = [r.token_ids for r in llm.generate(prompts, params)]
+    assert kernel.wrong == []
+    assert results["cuda"] == results["reference"]
+
+    program = _program(40, tp=int(os.environ["TP"]))
+    backend = _backend(program.dims)
+    table = _table(program.dims, tuple(range(30)))
+    first = _bits(backend.launch(program, table))
+    backend.by_phases = True
+    assert _bits(backend.launch(program, table)) == first
+    backend.by_phases, backend.pipelined = False, False
+    assert _bits(backend.launch(program, table)) == first
+    assert kernel.wrong == []
+    backend.close()
+
+
+def test_the_interpreter_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("fibres")
+    build_fibres(folder)
+    run(tmp_path_factory, in_process_interpreter, FIBRES=folder / "protocol.so", FAKE_CUDA_SMS=6, TP=2)
+
+
+def in_process_missing() -> None:
+    from megakernel.runtime.cuda.availability import missing
+
+    print(missing())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"FAKE_CUDA_DEVICES": 0}, "shows no GPU"),
+        ({"FAKE_CUDA_CAPABILITY": 80}, "compute capability 8.0: the interpreter is written for 9.0"),
+        ({"FAKE_CUDA_VERSION": 12080}, "is for CUDA 12.8: install driver 580 or newer"),
+    ],
+)
+def test_says_what_is_missing(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], words: str
+) -> None:
+    said = run(tmp_path_factory, in_process_missing, **settings)
+    assert words in said and said.count("\n") == 1
