@@ -5,7 +5,7 @@
 
 namespace mk {
 
-constexpr int kConsumerWarps = 8;
+
 
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
