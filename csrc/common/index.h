@@ -21,6 +21,12 @@ MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
 
+// Tokens of a KV block that the row at `position` may see.
+MK_DIMS_FN inline int32_t visible_tokens(const Dims& d, int32_t position, int32_t block) {
+  const int32_t tokens = position + 1 - block * d.kv_block;
+  return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;
+}
+
 // Ranks [begin, end).
 struct Ranks {
   int32_t begin, end;

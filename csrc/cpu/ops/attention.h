@@ -151,12 +151,6 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
-// Tokens of block that the row at `position` may see.
-inline int visible(const Dims& d, int position, int block) {
-  const int tokens = position + 1 - block * d.kv_block;
-  return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;
-}
-
 // The rows [first, first + rows) of the item and one KV head.
 template <class T>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
@@ -181,10 +175,10 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   const int begin = s.item_block[item], end = begin + s.item_blocks[item];
   for (int block = begin; block < end; ++block) {
     if (call.aborted()) return;
-    const int tokens = visible(d, positions[rows - 1], block);
+    const int tokens = visible_tokens(d, positions[rows - 1], block);
     if (tokens == 0) break;
     int skip = 0;  // rows that end before this block
-    while (visible(d, positions[skip], block) == 0) ++skip;
+    while (visible_tokens(d, positions[skip], block) == 0) ++skip;
     load_block<T>(call, s.item_seq[item], head, block, tokens, padded);
     const int from = skip * group;
     float* scores = scratch.scores + int64_t{from} * d.kv_block;
@@ -193,15 +187,15 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
           d.head_dim, scratch.keys, key_stride(d), d.head_dim, scores, d.kv_block, false);
     for (int i = skip; i < rows; ++i) {
       for (int j = i * group; j < (i + 1) * group; ++j) {
-        softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible(d, positions[i], block), scale,
+        softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[i], block), scale,
                     block_m[j], block_l[j]);
       }
     }
     // All rows together up to the first row's end, then each to its own: positions ascend by one.
-    const int common = visible(d, positions[skip], block);
+    const int common = visible_tokens(d, positions[skip], block);
     dense(pairs - from, vectors, scores, d.kv_block, scratch.values, padded, common, out, padded, false);
     for (int i = skip; i < rows; ++i) {
-      const int own = visible(d, positions[i], block) - common;
+      const int own = visible_tokens(d, positions[i], block) - common;
       if (own == 0) continue;
       dense(group, vectors, scratch.scores + int64_t{i} * group * d.kv_block + common, d.kv_block,
             scratch.values + int64_t{common} * padded, padded, own,
@@ -274,7 +268,7 @@ void attention_merge(const Call& call, const int32_t*) {
                                (partial_index(s, item, r, head) * d.group_size() + g) * stride;
         float m = partial[0], l = partial[1];
         memcpy(o, partial + 2, d.head_dim * sizeof(float));
-        for (int block = 1; visible(d, s.positions[row], block) > 0; ++block) {
+        for (int block = 1; visible_tokens(d, s.positions[row], block) > 0; ++block) {
           partial += int64_t{d.group_size()} * stride;
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }

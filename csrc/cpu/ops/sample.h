@@ -85,7 +85,8 @@ inline void sample_row(const Call& call, int i) {
       if (temperature > 0.0f) {
         for (int v = 0; v < d.vocab; ++v) z[v] /= temperature;
         exponentials(z, d.vocab, z[token], z);
-        const double u = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]) * 0x1p-24;
+        const double u =
+            random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]) * 0x1p-24;
         token = draw(z, d.vocab, s.min_p[i], s.top_k[i], s.top_p[i], u, token);
       }
     }

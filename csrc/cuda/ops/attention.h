@@ -1,6 +1,7 @@
-// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then head of the
-// group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take eight units at a time through
-// all KV blocks. Pages come in the order of plan.h; a warp frees those of other heads as they come.
+// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then
+// head of the group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take
+// eight units at a time through all KV blocks. Pages come in the order of plan.h; a warp passes those of
+// other heads.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -14,8 +15,6 @@
 
 namespace mk {
 
-constexpr int kUnitRows = 16;
-
 // A tile of query rows of one KV head of an item.
 struct QueryRows {
   int first_row, rows;    // token rows of the item
@@ -27,21 +26,21 @@ struct QueryRows {
   MK_FN int head(int i) const { return (begin + i) % heads; }
 };
 
-template <class P, class Pages, int kHead>
+template <class P, class Pages>
 class AttentionItem {
  public:
-  // `next` is the number of the item's first page in the instruction, and then of the page after its last.
-  MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item, int& next)
-      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item), next_(next) {}
+  MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item)
+      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {}
 
   MK_FN void run() {
     if (s_.item_seq[item_] < 0) {
-      skip(1);
+      pages_.skip(1);
       store_zeros();
     } else {
-      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kUnitRows);
+      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile);
       const int units = s_.item_kv_heads[item_] * tiles;
-      for (int pass = 0; pass < units; pass += kConsumerWarps) run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
+      for (int pass = 0; pass < units; pass += kConsumerWarps)
+        run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
       if (s_.item_split[item_] >= 0) {
         if (!last_of_split()) return;
         merge_split();
@@ -52,73 +51,56 @@ class AttentionItem {
   }
 
  private:
-  static constexpr bool kNarrow = kHead == 64;  // both halves of a KV block's keys share a page, values need one
-  static constexpr int kHalves = kHead / 64;
-  static constexpr int kHalfPage = kPageBytes / 2;
-
   // Units [begin, end), one to a warp.
   MK_FN void run_pass(int begin, int end, int tiles) {
     const int unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
-    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kUnitRows);
-    AttentionTile<P, kHead> tile(p_, d_.head_dim);
+    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kQueryTile);
+    const bool split = s_.item_split[item_] >= 0, narrow = d_.head_dim <= kTileInner;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
+    AttentionTile<P> tile(p_, d_.head_dim);
     bool started = false;
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
-      const auto visible = [&](int i) {
-        return q.has(i) ? visible_tokens(s_.positions[q.first_row + q.row(i)], block) : 0;
-      };
       for (int head = begin / tiles; head <= (end - 1) / tiles; ++head) {
         if (head != own || !sees(q, block)) {
-          skip(kNarrow ? 2 : 4);
+          pages_.skip(narrow ? 2 : 4);  // keys and values: of narrow heads a page each, else halves
           continue;
         }
-        const unsigned char* keys = pages_.full(next_);
-        if (!started) tile.start([&](int i) { return query(q, i); });  // the item's counters hold when its pages are full
+        const unsigned char* keys = pages_.take();
+        if (!started)
+          tile.start([&](int i) { return query(q, i); });  // its counters hold when a page is full
         started = true;
         tile.template scores<0>(keys);
-        if constexpr (kNarrow) {
-          tile.template scores<1>(keys + kHalfPage);
-        } else {
-          pages_.release(next_++);
-          tile.template scores<1>(pages_.full(next_));
+        if (!narrow) {
+          pages_.release();
+          keys = pages_.take();
         }
-        pages_.release(next_++);
-        tile.softmax(scale, visible);
-        if (s_.item_split[item_] < 0) tile.merge(visible);
-        take_values<0>(tile, q, own, block);
-        if constexpr (!kNarrow) take_values<1>(tile, q, own, block);
+        tile.template scores<1>(keys + (narrow ? kPageBytes / 2 : 0));
+        pages_.release();
+        tile.softmax(scale, [&](int i) { return q.has(i) ? visible_tokens(d_, position(q, i), block) : 0; });
+        if (!split) tile.merge();
+        take_values<0>(tile, q, own, block, split);
+        if (!narrow) take_values<1>(tile, q, own, block, split);
       }
     }
-    if (own < 0 || s_.item_split[item_] >= 0) return;
-    tile.results([&](int i, int element, float a, float b) {
-      if (q.has(i) && element < d_.head_dim) store(q.first_row + q.row(i), q.first_head + q.head(i), element, pack_bf16(a, b));
-    });
+    if (own < 0 || split) return;
+    const Ranks ranks = output_ranks();
+    for (int rank = ranks.begin; rank < ranks.end; ++rank)
+      tile.store_results([&](int i) {
+        return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) : nullptr;
+      });
   }
 
-  // The block's values of elements 64 * kHalf ..: into the sum, or with m and l to PARTIALS.
+  // The block's values, half of them: into the sum, or with m and l to PARTIALS.
   template <int kHalf>
-  MK_FN void take_values(AttentionTile<P, kHead>& tile, const QueryRows& q, int head, int block) {
-    tile.values(pages_.full(next_), 64 * kHalf);
-    pages_.release(next_++);
-    if (s_.item_split[item_] < 0) {
+  MK_FN void take_values(AttentionTile<P>& tile, const QueryRows& q, int head, int block, bool split) {
+    tile.template values<kHalf>(pages_.take());
+    pages_.release();
+    if (split) {
+      tile.template store_block<kHalf>([&](int i) { return partial(q.row(i), head, q.head(i), block); });
+    } else {
       tile.template merge_values<kHalf>();
-      return;
     }
-    const auto entry = [&](int i) -> float* {
-      if (!q.has(i) || visible_tokens(s_.positions[q.first_row + q.row(i)], block) == 0) return nullptr;
-      return partial(q.row(i), head, q.head(i), block);
-    };
-    if constexpr (kHalf == 0) {
-      tile.block_sums([&](int i, float m, float l) {
-        if (float* to = entry(i)) *reinterpret_cast<Two*>(to) = {m, l};
-      });
-    }
-    tile.block_values([&](int i, int e, float a, float b) {
-      const int element = 64 * kHalf + e;
-      float* to = entry(i);
-      if (to && element < d_.head_dim) *reinterpret_cast<Two*>(to + 2 + element) = {a, b};
-    });
   }
 
   // Whether all items of this one's split have left their partials, this one as the last.
@@ -151,6 +133,7 @@ class AttentionItem {
   }
 
   MK_FN void merge_row(int row, int r, int head, int first_head, int g) {
+    const Ranks ranks = output_ranks();
     for (int e = 2 * p_.lane(); e < d_.head_dim; e += 2 * P::kLanes) {
       Softmax sums;
       float a = 0.0f, b = 0.0f;
@@ -162,26 +145,22 @@ class AttentionItem {
         a = sums.merged(a, block_a);
         b = sums.merged(b, block_b);
       }
-      store(row, first_head + g, e, pack_bf16(a / sums.l, b / sums.l));
+      const float share = 1.0f / sums.l;
+      for (int rank = ranks.begin; rank < ranks.end; ++rank)
+        store_word(output(rank, row, first_head + g) + e, pack_bf16(a * share, b * share));
     }
   }
 
   MK_FN void store_zeros() {
+    const Ranks ranks = output_ranks();
     for (int r = call_.warp; r < s_.item_rows[item_]; r += kConsumerWarps) {
       for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
         const QueryRows q = query_rows(head, 0);
-        for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
-          store(q.first_row + r, q.first_head, e, 0);
+        for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+          for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
+            store_word(output(rank, q.first_row + r, q.first_head) + e, 0);
+        }
       }
-    }
-  }
-
-  // The next pages of the instruction hold nothing for this warp. It waits for them all the same: barriers tell only
-  // neighbouring phases apart.
-  MK_FN void skip(int pages) {
-    for (; pages > 0; --pages) {
-      pages_.full(next_);
-      pages_.release(next_++);
     }
   }
 
@@ -190,11 +169,13 @@ class AttentionItem {
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
   }
 
+  MK_FN int32_t position(const QueryRows& q, int i) const { return s_.positions[q.first_row + q.row(i)]; }
+
   // Whether a row of the tile sees the block: the last one sees most.
   MK_FN bool sees(const QueryRows& q, int block) const {
     if (!q.has(0)) return false;
-    const int last = lower(q.begin + kUnitRows, q.rows * q.heads) - 1;
-    return visible_tokens(s_.positions[q.first_row + last / q.heads], block) > 0;
+    const int last = lower(kQueryTile, q.rows * q.heads - q.begin) - 1;
+    return visible_tokens(d_, position(q, last), block) > 0;
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {
@@ -209,12 +190,14 @@ class AttentionItem {
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
   }
 
-  // Two elements of a query head's output, or of those after it, where the O projection reads them.
-  MK_FN void store(int row, int head, int element, uint32_t pair) const {
-    const Ranks ranks = d_.replicated_o ? residual_ranks(d_, row) : own_rank(d_);
-    const int64_t at = int64_t{row} * d_.o_cols() + d_.o_first() + head * d_.head_dim + element;
-    for (int rank = ranks.begin; rank < ranks.end; ++rank)
-      *reinterpret_cast<uint32_t*>(call_.copy<uint16_t>(Buffer::ATTN, rank) + at) = pair;
+  // Where the O projection reads a query head's output.
+  MK_FN uint16_t* output(int rank, int row, int head) const {
+    return call_.copy<uint16_t>(Buffer::ATTN, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
+           head * d_.head_dim;
+  }
+  // An item's rows lie in one row block.
+  MK_FN Ranks output_ranks() const {
+    return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }
 
   P& p_;
@@ -223,18 +206,12 @@ class AttentionItem {
   const StepView& s_;
   Pages& pages_;
   const int item_;
-  int& next_;
 };
 
 template <class P, class Pages>
 MK_FN void attention(P& p, const Call& call, const Attention& op, Pages& pages) {
-  int next = 0;
   for (int item = call.step->slot_items[op.slot]; item < call.step->slot_items[op.slot + 1]; ++item) {
-    if (call.dims->head_dim <= 64) {
-      AttentionItem<P, Pages, 64>(p, call, pages, item, next).run();
-    } else {
-      AttentionItem<P, Pages, 128>(p, call, pages, item, next).run();
-    }
+    AttentionItem<P, Pages>(p, call, pages, item).run();
   }
 }
 

@@ -1,4 +1,5 @@
-// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain loops.
+// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain
+// loops.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -6,16 +7,16 @@
 
 namespace mk {
 
-template <class P, int kHead>
+template <class P>
 class AttentionTile {
  public:
   AttentionTile(P&, int head_dim) : head_dim_(head_dim) {}
 
   template <class Row>
   void start(Row row) {
-    for (rows_ = 0; rows_ < kRows && row(rows_); ++rows_) {
+    for (rows_ = 0; rows_ < kQueryTile && row(rows_); ++rows_) {
       for (int e = 0; e < head_dim_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
-      for (int e = 0; e < kHead; ++e) out_[rows_][e] = 0.0f;
+      for (float& out : out_[rows_]) out = 0.0f;
       sums_[rows_] = Softmax{};
     }
   }
@@ -41,63 +42,59 @@ class AttentionTile {
         m = fmaxf(m, score_[i][t]);
       }
       const float base = m == minus_infinity() ? 0.0f : m;
-      for (int t = 0; t < kKvBlock; ++t) {
-        const float probability = exp_fast(score_[i][t] - base);
+      for (float& score : score_[i]) {
+        const float probability = exp_fast(score - base);
         l += probability;
-        score_[i][t] = from_bf16(to_bf16(probability));
+        score = from_bf16(to_bf16(probability));
       }
-      block_m_[i] = m;
-      block_l_[i] = l;
+      block_[i] = {m, l};
+      seen_[i] = tokens > 0;
     }
   }
 
-  void values(const unsigned char* values, int element0) {
+  template <int kHalf>
+  void values(const unsigned char* values) {
     for (int i = 0; i < rows_; ++i) {
-      for (int e = 0; e < 64; ++e) {
+      for (int e = 0; e < 64 && 64 * kHalf + e < head_dim_; ++e) {
         float sum = 0.0f;
-        for (int t = 0; t < kKvBlock && element0 + e < head_dim_; ++t) sum += score_[i][t] * element(values, t, e);
+        for (int t = 0; t < kKvBlock; ++t) sum += score_[i][t] * element(values, t, e);
         block_out_[i][e] = sum;
       }
     }
   }
 
-  template <class Visible>
-  void merge(Visible visible) {
+  void merge() {
     for (int i = 0; i < rows_; ++i) {
-      seen_[i] = visible(i) > 0;
-      if (seen_[i]) sums_[i].merge(block_m_[i], block_l_[i]);
+      if (seen_[i]) sums_[i].merge(block_[i].v[0], block_[i].v[1]);
     }
   }
   template <int kHalf>
   void merge_values() {
     for (int i = 0; i < rows_; ++i) {
-      for (int e = 0; seen_[i] && e < 64; ++e) {
-        float& out = out_[i][64 * kHalf + e];
-        out = sums_[i].merged(out, block_out_[i][e]);
-      }
+      for (int e = 64 * kHalf; seen_[i] && e < lower(64 * kHalf + 64, head_dim_); ++e)
+        out_[i][e] = sums_[i].merged(out_[i][e], block_out_[i][e % 64]);
     }
   }
 
-  template <class F>
-  void block_sums(F f) const {
-    for (int i = 0; i < rows_; ++i) f(i, block_m_[i], block_l_[i]);
-  }
-  template <class F>
-  void block_values(F f) const {
+  template <int kHalf, class To>
+  void store_block(To to) const {
     for (int i = 0; i < rows_; ++i) {
-      for (int e = 0; e < 64; e += 2) f(i, e, block_out_[i][e], block_out_[i][e + 1]);
+      if (!seen_[i]) continue;
+      float* out = to(i);
+      if (kHalf == 0) store_two(out, block_[i]);
+      for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) out[2 + e] = block_out_[i][e % 64];
     }
   }
-  template <class F>
-  void results(F f) const {
+
+  template <class To>
+  void store_results(To to) const {
     for (int i = 0; i < rows_; ++i) {
-      for (int e = 0; e < kHead; e += 2) f(i, e, out_[i][e] / sums_[i].l, out_[i][e + 1] / sums_[i].l);
+      uint16_t* out = to(i);
+      for (int e = 0; e < head_dim_; ++e) out[e] = to_bf16(out_[i][e] * (1.0f / sums_[i].l));
     }
   }
 
  private:
-  static constexpr int kRows = 16;
-
   static float element(const unsigned char* tile, int row, int col) {
     uint16_t bits;
     memcpy(&bits, tile + tile_offset(row, 2 * col), sizeof bits);
@@ -106,10 +103,11 @@ class AttentionTile {
 
   const int head_dim_;
   int rows_ = 0;  // those that there are come first
-  float query_[kRows][kHead], out_[kRows][kHead];
-  Softmax sums_[kRows];
-  float score_[kRows][kKvBlock], block_out_[kRows][64], block_m_[kRows], block_l_[kRows];
-  bool seen_[kRows];
+  float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
+  Softmax sums_[kQueryTile];
+  float score_[kQueryTile][kKvBlock], block_out_[kQueryTile][64];
+  Two block_[kQueryTile];  // m, l
+  bool seen_[kQueryTile];
 };
 
 }  // namespace mk

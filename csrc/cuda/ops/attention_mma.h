@@ -1,5 +1,6 @@
-// Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as [element][token],
-// values as [token][element]: both are B matrices whose columns are contiguous, which ldmatrix.trans reads.
+// Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as
+// [element][token], values as [token][element]: both are B matrices whose columns are contiguous, which
+// ldmatrix.trans reads.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -16,8 +17,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight columns, then of
-// the others.
+// Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight
+// columns, then of the others.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane, int row, int col) {
   const int matrix = ldmatrix_matrix(lane);
   const uint32_t at =
@@ -28,26 +29,29 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane
                : "memory");
 }
 
-// A lane holds parts of two rows: lane / 4 and 8 more. kHead is 64 or 128, head_dim at most that and a multiple of 8.
-template <class P, int kHead>
+// A lane holds parts of two rows: lane / 4 and 8 more.
+template <class P>
 class AttentionTile {
  public:
+  // head_dim: at most kMaxHeadDim and a multiple of 8.
   __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {}
 
   // row(i): where the elements of query row i lie, null where there is none. Forgets what was before.
   template <class Row>
   __device__ void start(Row row) {
-    MK_UNROLL for (int k = 0; k < kHead / 16; ++k) {
-      MK_UNROLL for (int w = 0; w < 4; ++w) {
-        const uint16_t* from = row(a_row(lane_, w));
-        const int element = 16 * k + a_k(lane_, w);
-        query_[k][w] = from && element < head_dim_ ? load_word(from + element) : 0;
+    MK_UNROLL for (int half = 0; half < 2; ++half) {
+      const uint16_t* from = row(fragment_row(lane_, half));
+      MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+        MK_UNROLL for (int w = half; w < 4; w += 2) {
+          const int element = 16 * k + a_k(lane_, w);
+          query_[k][w] = from && element < head_dim_ ? load_word(from + element) : 0;
+        }
       }
+      sums_[half] = Softmax{};
     }
-    MK_UNROLL for (int n = 0; n < kHead / 8; ++n) {
+    MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
     }
-    sums_[0] = sums_[1] = Softmax{};
   }
 
   // Scores of half of the block's tokens; keys: a tile [element][64 tokens].
@@ -57,7 +61,7 @@ class AttentionTile {
     MK_UNROLL for (int n = 0; n < 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] = 0.0f;
     }
-    MK_UNROLL for (int k = 0; k < kHead / 16; ++k) {
+    MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
       if (16 * k >= head_dim_) break;
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
@@ -68,52 +72,46 @@ class AttentionTile {
     }
   }
 
-  // Scores become probabilities, rounded to bf16, and the block's m and l; visible(i): tokens that row i sees.
+  // Scores become probabilities, rounded to bf16, and the block's m and l; visible(i): tokens that row i
+  // sees.
   template <class Visible>
   __device__ void softmax(float scale, Visible visible) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int tokens = visible(fragment_row(lane_, half)) - fragment_col(lane_);
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
-        MK_UNROLL for (int e = 0; e < 2; ++e) {
-          float& s = score_[n][2 * half + e];
-          s = 8 * n + e < tokens ? s * scale : minus_infinity();
-          m = fmaxf(m, s);
+        MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          score_[n][e] = 8 * n + e % 2 < tokens ? score_[n][e] * scale : minus_infinity();
+          m = fmaxf(m, score_[n][e]);
         }
       }
       m = fmaxf(m, shuffle_xor(m, 1));
       m = fmaxf(m, shuffle_xor(m, 2));
       const float base = m == minus_infinity() ? 0.0f : m;
       float l = 0.0f;
-      MK_UNROLL for (int n = 0; n < 16; ++n) {
-        MK_UNROLL for (int e = 0; e < 2; ++e) {
-          float& s = score_[n][2 * half + e];
-          s = exp_fast(s - base);
-          l += s;
+      // The accumulators of 16 tokens are the A fragment of those tokens.
+      MK_UNROLL for (int k = 0; k < 8; ++k) {
+        MK_UNROLL for (int n = 0; n < 2; ++n) {
+          const float* pair = &score_[2 * k + n][2 * half];
+          const float first = exp_fast(pair[0] - base), second = exp_fast(pair[1] - base);
+          l += first;
+          l += second;
+          probability_[k][2 * n + half] = pack_bf16(first, second);
         }
       }
       l += shuffle_xor(l, 1);
-      block_l_[half] = l + shuffle_xor(l, 2);
-      block_m_[half] = m;
-    }
-    // The accumulators of 16 tokens are the A fragment of those tokens.
-    MK_UNROLL for (int k = 0; k < 8; ++k) {
-      MK_UNROLL for (int w = 0; w < 4; ++w) {
-        const float* pair = &score_[2 * k + w / 2][w % 2 * 2];
-        probability_[k][w] = pack_bf16(pair[0], pair[1]);
-      }
+      block_[half] = {m, l + shuffle_xor(l, 2)};
+      seen_[half] = tokens + fragment_col(lane_) > 0;
     }
   }
 
-  // The block's o of 64 elements, [element0, element0 + 64); values: a tile [token][64 elements].
-  __device__ void values(const unsigned char* values, int element0) {
+  // The block's o of elements [64 * kHalf, 64 * kHalf + 64); values: a tile [token][64 elements].
+  template <int kHalf>
+  __device__ void values(const unsigned char* values) {
     const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(values));
-    MK_UNROLL for (int n = 0; n < 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) block_out_[n][e] = 0.0f;
-    }
+    MK_UNROLL for (int n = 0; n < 8; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) block_out_[n][e] = 0.0f; }
     MK_UNROLL for (int k = 0; k < 8; ++k) {
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
-        if (element0 + 8 * n >= head_dim_) break;
         uint32_t b[4];
         load_b(b, tile, lane_, 16 * k, 8 * n);
         mma_16x8x16(block_out_[n], probability_[k], b[0], b[1]);
@@ -122,12 +120,10 @@ class AttentionTile {
     }
   }
 
-  // Adds the block's m and l to those of the blocks before, for rows that see it; then its o, of elements 64 * kHalf ..
-  template <class Visible>
-  __device__ void merge(Visible visible) {
+  // The block's m and l join those of the blocks before, in rows that see it; then, half by half, its o.
+  __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      seen_[half] = visible(fragment_row(lane_, half)) > 0;
-      if (seen_[half]) sums_[half].merge(block_m_[half], block_l_[half]);
+      if (seen_[half]) sums_[half].merge(block_[half].v[0], block_[half].v[1]);
     }
   }
   template <int kHalf>
@@ -142,41 +138,45 @@ class AttentionTile {
     }
   }
 
-  // f(row, m, l) of the block.
-  template <class F>
-  __device__ void block_sums(F f) const {
+  // m, l, and the half of o that there is, at to(i) for rows i that see the block.
+  template <int kHalf, class To>
+  __device__ void store_block(To to) const {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      if (lane_ % 4 == 0) f(fragment_row(lane_, half), block_m_[half], block_l_[half]);
-    }
-  }
-  // f(row, element, value, next element's value) of the block's o, elements counted from 0 of the 64.
-  template <class F>
-  __device__ void block_values(F f) const {
-    MK_UNROLL for (int n = 0; n < 8; ++n) {
-      MK_UNROLL for (int half = 0; half < 2; ++half) {
-        f(fragment_row(lane_, half), 8 * n + fragment_col(lane_), block_out_[n][2 * half],
-          block_out_[n][2 * half + 1]);
+      if (!seen_[half]) continue;
+      float* out = to(fragment_row(lane_, half));
+      if (kHalf == 0 && lane_ % 4 == 0) store_two(out, block_[half]);
+      MK_UNROLL for (int n = 0; n < 8; ++n) {
+        const int element = 64 * kHalf + 8 * n + fragment_col(lane_);
+        if (element < head_dim_)
+          store_two(out + 2 + element, {block_out_[n][2 * half], block_out_[n][2 * half + 1]});
       }
     }
   }
-  // f(row, element, value, next element's value) of all blocks, divided by l.
-  template <class F>
-  __device__ void results(F f) const {
+
+  // o / l of all blocks, rounded, at to(i) unless that is null.
+  template <class To>
+  __device__ void store_results(To to) const {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const float l = sums_[half].l;
-      MK_UNROLL for (int n = 0; n < kHead / 8; ++n) {
-        f(fragment_row(lane_, half), 8 * n + fragment_col(lane_), out_[n][2 * half] / l, out_[n][2 * half + 1] / l);
+      uint16_t* out = to(fragment_row(lane_, half));
+      const float share = 1.0f / sums_[half].l;
+      if (!out) continue;
+      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+        const int element = 8 * n + fragment_col(lane_);
+        if (element < head_dim_)
+          *reinterpret_cast<uint32_t*>(out + element) =
+              pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share);
       }
     }
   }
 
  private:
   const int lane_, head_dim_;
-  uint32_t query_[kHead / 16][4];
-  float out_[kHead / 8][4];
+  uint32_t query_[kMaxHeadDim / 16][4];
+  float out_[kMaxHeadDim / 8][4];
   Softmax sums_[2];
-  float score_[16][4], block_out_[8][4], block_m_[2], block_l_[2];
+  float score_[16][4], block_out_[8][4];
   uint32_t probability_[8][4];
+  Two block_[2];  // m, l
   bool seen_[2];
 };
 

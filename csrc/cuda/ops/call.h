@@ -5,8 +5,6 @@
 
 namespace mk {
 
-
-
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
 // Shared memory of the consumer warps of a block. Nothing in it outlives a body.
@@ -50,7 +48,8 @@ MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 // The same on every lane: a tree of a fixed shape.
 template <class P, class T, class F>
 MK_FN T reduce_lanes(T value, F combine) {
-  MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value = combine(value, shuffle_xor(value, mask));
+  MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
+      combine(value, shuffle_xor(value, mask));
   return value;
 }
 
@@ -63,8 +62,8 @@ class Team {
     p_.consumer_sync();
   }
 
-  // The warps' values, in order. They stay until the call after the next: one barrier a call is enough, since who
-  // writes them again has seen that all came to the call between.
+  // The warps' values, in order. They stay until the call after the next: one barrier a call is enough, since
+  // who writes them again has seen that all came to the call between.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;

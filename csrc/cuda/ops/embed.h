@@ -13,7 +13,8 @@ MK_FN void embed(P& p, const Call& call, const Embed& op) {
   float* x = call.at<float>(Buffer::X);
   for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {
     int32_t token = call.step->token_ids[r];
-    if (token < 0) token = load_int(history + int64_t{-1 - token} * (d.max_context + 1) + call.step->positions[r]);
+    if (token < 0)
+      token = load_int(history + int64_t{-1 - token} * (d.max_context + 1) + call.step->positions[r]);
     const uint16_t* row = table + int64_t{token} * d.hidden;
     for (int k = 8 * p.lane(); k < d.hidden; k += 8 * P::kLanes) {
       store_eight(x + int64_t{r} * d.hidden + k, read_eight(row + k));

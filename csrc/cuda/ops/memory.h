@@ -1,5 +1,5 @@
-// Global memory, as the bodies of instructions touch it. What this launch has written is read past the first-level
-// cache, which other SMs' stores do not reach.
+// Global memory, as the bodies of instructions touch it. What this launch has written is read past the
+// first-level cache, which other SMs' stores do not reach.
 #pragma once
 #include "../arithmetic.h"
 
@@ -61,10 +61,14 @@ MK_FN void store_words(void* to, const Words& value) {
 #endif
 }
 
+MK_FN void store_word(void* to, uint32_t value) { *static_cast<uint32_t*>(to) = value; }
+
 // Two float32, at a multiple of 8 bytes.
 struct alignas(8) Two {
   float v[2];
 };
+
+MK_FN void store_two(float* to, const Two& value) { *reinterpret_cast<Two*>(to) = value; }
 
 // Eight consecutive elements of a row as float32; their first is a multiple of eight.
 struct Eight {

@@ -1,5 +1,5 @@
-// attn_norm, mlp_norm and final_norm: RMS norm of rows of X. All warps share a row, so that one row alone is fast too.
-// A lane holds its part of it, and fetches that of the next row while the sums of this one meet.
+// attn_norm, mlp_norm and final_norm: RMS norm of rows of X. All warps share a row, so that one row alone is
+// fast too. A lane holds its part of it, and fetches that of the next row while the sums of this one meet.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -26,8 +26,8 @@ class Norm {
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // out[i] = norm of X[source(i)] * weight, at every rank that needs it, for rows i in [row, row + rows). Where source
-  // gives kNone it is zero, where kSkip it is left alone.
+  // out[i] = norm of X[source(i)] * weight, at every rank that needs it, for rows i in [row, row + rows).
+  // Where source gives kNone it is zero, where kSkip it is left alone.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -37,7 +37,8 @@ class Norm {
       const NormPart held = next;
       if (i + 1 < row + rows) next = fetch(source(i + 1));
       if (r >= 0) {
-        const float scale = 1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(hidden_) + call_.dims->rms_eps);
+        const float scale =
+            1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(hidden_) + call_.dims->rms_eps);
         each(held, r, [&](int k, const Eight& v) {
           const Eight w = read_eight(weight_ + k);
           Eight y;
@@ -74,9 +75,8 @@ class Norm {
 
   MK_FN float sum_of_squares(const NormPart& held, int r) {
     float squares = 0.0f;
-    each(held, r, [&](int, const Eight& v) {
-      MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e];
-    });
+    each(held, r,
+         [&](int, const Eight& v) { MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e]; });
     const float lanes = reduce_lanes<P>(squares, [](float a, float b) { return a + b; });
     const uint64_t* warps = team_.gather(float_to_bits(lanes));
     float sum = 0.0f;

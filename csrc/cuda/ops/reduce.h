@@ -5,9 +5,11 @@
 
 namespace mk {
 
-// X[r] += (REDUCE[0][r] + REDUCE[1][r] + ..) + bias on a tile whose columns are multiples of eight; bias may be null.
+// X[r] += (REDUCE[0][r] + REDUCE[1][r] + ..) + bias on a tile whose columns are multiples of eight; bias may
+// be null.
 template <class P>
-MK_FN void add_partials(P& p, const Call& call, int ranks, const float* bias, int row, int rows, int col, int cols) {
+MK_FN void add_partials(P& p, const Call& call, int ranks, const float* bias, int row, int rows, int col,
+                        int cols) {
   const Dims& d = *call.dims;
   const uint16_t* partials = call.at<uint16_t>(Buffer::REDUCE);
   const int groups = cols / 8;
@@ -32,15 +34,15 @@ MK_FN void add_partials(P& p, const Call& call, int ranks, const float* bias, in
 template <class P>
 MK_FN void o_reduce(P& p, const Call& call, const OReduce& op) {
   const Dims& d = *call.dims;
-  add_partials(p, call, d.head_ranks(), d.attention_bias ? call.at<float>(Buffer::B_O) : nullptr, op.row, op.rows,
-               op.col, op.cols);
+  add_partials(p, call, d.head_ranks(), d.attention_bias ? call.at<float>(Buffer::B_O) : nullptr, op.row,
+               op.rows, op.col, op.cols);
 }
 
 template <class P>
 MK_FN void down_reduce(P& p, const Call& call, const DownReduce& op) {
   const Dims& d = *call.dims;
-  add_partials(p, call, d.ffn_ranks(), d.mlp_bias ? call.at<float>(Buffer::B_DOWN) : nullptr, op.row, op.rows, op.col,
-               op.cols);
+  add_partials(p, call, d.ffn_ranks(), d.mlp_bias ? call.at<float>(Buffer::B_DOWN) : nullptr, op.row, op.rows,
+               op.col, op.cols);
 }
 
 }  // namespace mk

@@ -8,7 +8,8 @@ struct CosSin {
   float cos, sin;
 };
 
-// Of an angle from 0 to some 2^30: reduced to +-pi/4 and summed as Taylor series in double, so good to float32.
+// Of an angle from 0 to some 2^30: reduced to +-pi/4 and summed as Taylor series in double, so good to
+// float32.
 MK_FN CosSin cos_sin(float angle) {
   constexpr double kQuarters = 0.63661977236758134308;  // quarter turns in a radian
   constexpr double kQuarter = 1.57079632679489655800, kQuarterRest = 6.12323399573676603587e-17;

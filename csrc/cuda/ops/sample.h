@@ -1,6 +1,7 @@
-// One token from a row of logits; the eight warps share the row. Penalties, bias, temperature, min-p, top-k, top-p, then
-// one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and top-p search the logit below
-// which nothing is kept. Weights are summed as integers, so that a sum has the same bits in any order.
+// One token from a row of logits; the eight warps share the row. Penalties, bias, temperature, min-p, top-k,
+// top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and top-p
+// search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the same
+// bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -110,8 +111,9 @@ class Sampler {
   MK_FN int32_t choose(int i, const float* raw, int32_t greatest) {
     const StepView& s = *call_.step;
     const float temperature = s.temperature[i];
-    const bool penalised = s.sample_slot[i] >= 0 && (s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f ||
-                                                     s.frequency_penalty[i] != 0.0f);
+    const bool penalised =
+        s.sample_slot[i] >= 0 &&
+        (s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f || s.frequency_penalty[i] != 0.0f);
     const bool biased = s.bias_begin[i] < s.bias_end[i];
     if (temperature == 0.0f && !penalised && !biased) return greatest;
     MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) z_[id] = load_float(raw + id);
@@ -161,8 +163,8 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // The first id up to which, in the order of ids, more than `wanted` has been measured: each round, the warps measure an
-  // eighth each of what is left.
+  // The first id up to which, in the order of ids, more than `wanted` has been measured: each round, the
+  // warps measure an eighth each of what is left.
   template <class Measure>
   MK_FN int32_t locate(uint64_t wanted, Measure measure) {
     int begin = 0, end = vocab_;
@@ -182,8 +184,9 @@ class Sampler {
 
   // Leaves of what is kept the fewest greatest that measure at least `wanted`, which all do; equals by id.
   //
-  // Bisection between `low` and `high`, order keys: above `low` lies enough, above `high` too little. Both move to values
-  // that exist, so it ends when one is left. After some rounds only what lies between is looked at, as a list.
+  // Bisection between `low` and `high`, order keys: above `low` lies enough, above `high` too little. Both
+  // move to values that exist, so it ends when one is left. After some rounds only what lies between is
+  // looked at, as a list.
   MK_FN Cut shorten(uint64_t wanted, bool count) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
@@ -202,7 +205,7 @@ class Sampler {
       };
       if (listed < 0) {
         MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow)
-          look(order_key(load_float(z_ + id)), measure(id, count));
+            look(order_key(load_float(z_ + id)), measure(id, count));
       } else {
         for (int j = thread_; j < listed; j += kThreadsOfRow) {
           const float z = load_float(other_ + j);
@@ -233,7 +236,8 @@ class Sampler {
     return greater(a & high, b & high) | greater(a & ~high, b & ~high);
   }
 
-  // Copies the kept logits with keys in (low, high] to the other half of the scratch, in any order; gives their number.
+  // Copies the kept logits with keys in (low, high] to the other half of the scratch, in any order; gives
+  // their number.
   MK_FN int list(uint32_t low, uint32_t high) {
     int32_t* count = &call_.shared->listed;
     if (thread_ == 0) *count = 0;
@@ -247,12 +251,13 @@ class Sampler {
     return *count;
   }
 
-  // Repetition for every token of the history, then frequency and presence for those after the prompt. The thread that
-  // meets a token first changes its logit.
+  // Repetition for every token of the history, then frequency and presence for those after the prompt. The
+  // thread that meets a token first changes its logit.
   MK_FN void penalise(int i) {
     const Dims& d = *call_.dims;
     const StepView& s = *call_.step;
-    const int32_t* history = call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.sample_slot[i]} * (d.max_context + 1);
+    const int32_t* history =
+        call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.sample_slot[i]} * (d.max_context + 1);
     int32_t* counts = reinterpret_cast<int32_t*>(other_);
     const int end = s.sample_position[i];
     const float repetition = s.repetition_penalty[i];
@@ -267,12 +272,15 @@ class Sampler {
     p_.consumer_sync();
     for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
     p_.consumer_sync();
-    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) fetch_add(counts + load_int(history + t), 1);
+    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow)
+      fetch_add(counts + load_int(history + t), 1);
     p_.consumer_sync();
     for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) {
       const int32_t id = load_int(history + t);
       const int32_t n = exchange(counts + id, 0);
-      if (n > 0) z_[id] = load_float(z_ + id) - (s.frequency_penalty[i] * static_cast<float>(n) + s.presence_penalty[i]);
+      if (n > 0)
+        z_[id] =
+            load_float(z_ + id) - (s.frequency_penalty[i] * static_cast<float>(n) + s.presence_penalty[i]);
     }
     p_.consumer_sync();
   }

@@ -1,11 +1,11 @@
-// Softmax over KV blocks: each block gives a fresh (m, l, o), m = max score, l = sum e^(score - m), o = sum e^(score - m)
-// value, and blocks merge in ascending order, by the same operations wherever it happens.
+// Softmax over KV blocks: each block gives a fresh (m, l, o), m = max score, l = sum e^(score - m), o = sum
+// e^(score - m) value, and blocks merge in ascending order, by the same operations wherever it happens.
 #pragma once
 #include "call.h"
 
 namespace mk {
 
-constexpr int kKvBlock = 128;    // tokens of a block, and of a page of the cache
+constexpr int kKvBlock = 128;  // tokens of a block, and of a page of the cache
 constexpr int kMaxHeadDim = 128;
 
 MK_FN float exp_fast(float x) {
@@ -16,12 +16,6 @@ MK_FN float exp_fast(float x) {
 #else
   return expf(x);
 #endif
-}
-
-// Tokens of a KV block that the row at `position` may see.
-MK_FN int visible_tokens(int position, int block) {
-  const int tokens = position + 1 - block * kKvBlock;
-  return tokens < 0 ? 0 : lower(tokens, kKvBlock);
 }
 
 // m and l of some blocks, and what a further one does to them and to o.

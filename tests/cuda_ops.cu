@@ -1,0 +1,76 @@
+// Every body compiled for the device alone, a kernel each: what ptxas says of one kernel is about one body.
+#include "ops/attention.h"
+#include "ops/embed.h"
+#include "ops/norm.h"
+#include "ops/reduce.h"
+#include "ops/rope.h"
+#include "ops/sample.h"
+
+namespace {
+
+using namespace mk;
+
+constexpr int kThreadsOfConsumers = 32 * kConsumerWarps;
+
+struct Warp {
+  static constexpr int kLanes = 32;
+
+  __device__ int lane() const { return threadIdx.x % 32; }
+  __device__ void consumer_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+  __device__ int32_t arrive_acq_rel(int32_t* at) {
+    int32_t before = 0;
+    if (lane() == 0)
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+    return __shfl_sync(0xFFFFFFFFu, before, 0);
+  }
+  __device__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+};
+
+extern __shared__ __align__(1024) unsigned char pages_of_block[];
+
+struct AnyPages {
+  volatile int taken;
+  __device__ const unsigned char* take() { return pages_of_block + taken * kPageBytes; }
+  __device__ void release() { taken = taken + 1; }
+  __device__ void skip(int n) { taken = taken + n; }
+  __device__ void done(int) {}
+};
+
+struct Arguments {
+  Params params;
+  const Dims* dims;
+  const StepView* step;
+};
+
+__device__ Call make_call(const Arguments& a) {
+  __shared__ Scratch scratch;
+  return {&a.params,
+          a.dims,
+          a.step,
+          &scratch,
+          a.params.sample_scratch,
+          0,
+          static_cast<int32_t>(threadIdx.x / 32)};
+}
+
+}  // namespace
+
+#define BODY(name, Operands)                                           \
+  extern "C" __global__ void __launch_bounds__(kThreadsOfConsumers, 1) \
+      name##_body(const __grid_constant__ Arguments a, Operands op) {  \
+    Warp p;                                                            \
+    name(p, make_call(a), op);                                         \
+  }
+
+BODY(embed, Embed)
+BODY(rope, Rope)
+BODY(attn_norm, AttnNorm)
+BODY(final_norm, FinalNorm)
+BODY(o_reduce, OReduce)
+BODY(sample, Sample)
+
+extern "C" __global__ void __launch_bounds__(kThreadsOfConsumers, 1)
+    attention_body(const __grid_constant__ Arguments a, Attention op, AnyPages pages) {
+  Warp p;
+  attention(p, make_call(a), op, pages);
+}
