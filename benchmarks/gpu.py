@@ -1,7 +1,7 @@
 """Everything that a Hopper GPU has to show, as one JSON and one trace: `python benchmarks/gpu.py -o FILE -t FILE`.
 
 Runs from a checkout (`PYTHONPATH=.` where the package is not installed) with torch, cuda-python and CuPy, in under
-eight minutes. Each part is a process of its own; a part that fails or finds no time left is named, and the others go on.
+eight minutes. Each part is a process of its own; one that fails or finds no time left is named, and the others go on.
 `--part NAME` runs one.
 
 probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,9 @@ def timeline(program: Any, trace: Any) -> Json:
 
     summary = summarise(program, trace).to_json()
     keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
-    return {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
+    return (
+        {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
+    )
 
 
 def loads_ahead(trace: Any) -> float | None:
@@ -162,7 +165,7 @@ def loads_ahead(trace: Any) -> float | None:
         ends = {int(k): int(mine["end"][compute & (key == k)].max()) for k in np.unique(key[compute])}
         begins = {int(k): int(mine["begin"][load & (key == k)].min()) for k in np.unique(key[load])}
         order = sorted(ends, key=lambda k: ends[k])
-        for before, after in zip(order, order[1:], strict=False):
+        for before, after in pairwise(order):
             if after in begins:
                 pairs += 1
                 ahead += begins[after] < ends[before]
@@ -262,7 +265,9 @@ def mixed(_: Path | None) -> Json:
     work = step_work(
         program.dims, [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts, decodes + prompts
     )
-    dense = step_work(program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)
+    dense = step_work(
+        program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts
+    )
     out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
     first = backend.launch(program, table).tokens.tobytes()
 
@@ -300,10 +305,7 @@ def partitions(_: Path | None) -> Json:
             program = llm.engine.programs.get(rows, rows)
             backend: Any = llm.engine.backend
             per = program.dims.pages_per_seq
-            chunks = [
-                Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)])
-                for i in range(rows)
-            ]
+            chunks = [Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)]) for i in range(rows)]
             table = build_step(program.dims, chunks)
             seconds = [backend.launch(program, table).seconds for _ in range(20)]
             trace = backend.launch(program, table, trace=True).trace

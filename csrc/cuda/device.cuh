@@ -193,7 +193,7 @@ class Device {
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
 
-  MK_DEVICE void reads(const void*) {}
+  MK_DEVICE void reads(const void*, bool) {}
   MK_DEVICE void writes(const void*) {}
 
   MK_DEVICE float warp_sum(float v) {

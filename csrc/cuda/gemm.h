@@ -1,6 +1,7 @@
 // Matmuls on the tensor cores, chunk by chunk of the columns, all from pages. Pages: tensor_pages (plan.h).
 #pragma once
 #include "plan.h"
+#include "tensor_core.h"
 #include "results.h"
 
 namespace mk {

@@ -56,10 +56,11 @@ class Grid:
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
+        dims = b"".join(bytes(CDims.of(program.rank_dims(rank))) for rank in range(program.ranks))
         self._tables = Tables(
             gpu,
             {
-                "dims": np.frombuffer(b"".join(bytes(CDims.of(program.rank_dims(r))) for r in range(program.ranks)), "u1"),
+                "dims": np.frombuffer(dims, np.uint8),
                 **{f"records{i}": s.records for i, s in enumerate(lists)},
                 **{f"offsets{i}": s.offsets.astype(np.int32) for i, s in enumerate(lists)},
                 "totals0": program.totals_first.astype(np.int32),
@@ -71,7 +72,7 @@ class Grid:
                 "maps": heap.maps(program.dims),
                 "words": StepTable(program.dims).words,
             },
-        )  # fmt: skip
+        )
         t = self._tables
         self.params: Any = Params(
             dims=t["dims"],
