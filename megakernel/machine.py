@@ -47,7 +47,7 @@ def _gpu(name: str, sms: int, matrix: float, vector: float, memory: float, capac
         link_bytes_per_s=link,
         tile_rows=128,
         tile_cols=256,
-        col_unit=64,
+        col_unit=32,
         page=128,
         pages=13,
         signal_s=1.0e-6,
