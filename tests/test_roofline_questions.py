@@ -459,6 +459,24 @@ def test_kv_heads_are_copied_beyond_their_number() -> None:
         assert two - one == pytest.approx(kv / ways)
 
 
+def test_experts_are_read_where_a_token_chose_them() -> None:
+    shape = SHAPES["gpt-oss-120b"]
+    dense = 2 * (shape.dense_parameters - shape.embedding_parameters)
+    for sequences, part in ((1, 4 / 128), (2, 1 - (124 / 128) ** 2), (1e5, 1.0)):
+        time = decode_step(shape, H100, Layout(), sequences, 0)
+        assert time.memory_s * H100.chip.hbm_bytes_per_s == pytest.approx(dense + 2 * shape.expert_parameters * part)
+
+
+def test_stages_cost_bubbles_hops_and_reading_weights_again() -> None:
+    time = train_step(LLAMA_70B, H100, Layout(tp=8, pp=4, dp=2), 64 * 4096, 4096)
+    m = time.microbatches
+    assert 1 < m <= 32 and time.layout.gpus == 64
+    hops = 2 * lim.pipeline_comms_s(32 * 4096, LLAMA_70B.hidden, m, 4, W_NODE)
+    assert time.fixed_s == pytest.approx(time.overlapped_s * 3 / m + hops)
+    weights = 2 * (LLAMA_70B.parameters - LLAMA_70B.embedding_parameters) / 32
+    assert time.memory_s == pytest.approx(3 * m * weights / H100.chip.hbm_bytes_per_s)
+
+
 def test_matrix_work_of_llama_70b() -> None:
     """8,192 tokens on eight ranks: 142 ms at 989 TFLOP/s without the LM head, 144 with it."""
     rate = 989e12
