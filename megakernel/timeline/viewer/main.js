@@ -91,6 +91,8 @@ window.timeline = {
   visibleRange: () => [view.t0 * meta.unit_s, view.t1 * meta.unit_s],
   show: (from, to) => setView(from / meta.unit_s, to / meta.unit_s),
   select: choose,
+  /** Scroll the row of an interval to the middle. */
+  showRow: (i) => scrollRows(rowY(rowOf(i)) + rowOf(i).h / 2 - (rowsTop() + size.h) / 2),
   selected: () => selected,
   find,
   frameMs: () => { draw(); return lastFrame; },

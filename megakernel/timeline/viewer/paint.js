@@ -133,22 +133,30 @@ function paintColumns(share, whole, y0, h) {
     }
   }
 }
-/** Intervals of a worker that are two columns of `wide` pixels or wider: waits, then strips, then work, so that work is never covered. */
+/** Intervals of a worker that are two columns of `columns` pixels or wider; work comes last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
-  const least = 2 * columns, wide = wideIntervals(row.lane0, least), l = row.lane0, px = scale();
-  // Of waits only what neither work nor stores cover. Where all are in columns already (see `wideIntervals`), none.
-  if (!wide.few) wide[SHAPE.wait] = [];
-  else for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], view.t0); n < pieceStart[l + 1] && pieceBegin[n] <= view.t1; n++) {
-    const i = pieceOf[n];
-    if (shapeOf[i] === SHAPE.wait && length[i] * px >= least) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
+  const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
+  // Where too many are in sight, waits and stores are in the columns already.
+  if (wide.few) paintPieces(row, least, y, box, labelled);
+  for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
+    for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);
   }
-  for (const shape of [SHAPE.load, SHAPE.store, SHAPE.work]) {
-    for (const i of wide[shape]) {
-      const strip = shape === SHAPE.load ? box.loadY : shape === SHAPE.store ? box.storeY : -1;
-      if (strip < 0) paintBar(i, y + box.y, box.h, labelled);
-      else if (box.strip) paintBar(i, y + strip, box.strip, null);
-    }
+  for (const i of wide[SHAPE.work]) paintBar(i, y + box.y, box.h, labelled);
+}
+/** Waits, and in rows without strips stores, where work does not cover them. Where strips show stores, waits are whole. */
+function paintPieces(row, least, y, box, labelled) {
+  const l = row.lane0, px = scale();
+  if (box.strip) for (const i of wideIntervals(l, least)[SHAPE.wait]) paintBar(i, y + box.y, box.h, null);
+  for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], view.t0); n < pieceStart[l + 1] && pieceBegin[n] <= view.t1; n++) {
+    const i = pieceOf[n], shape = shapeOf[i];
+    if (pieceWhole[n] * px < least || shape === SHAPE.work || (box.strip && shape === SHAPE.store)) continue;
+    if (!box.strip) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
+    else if (!hiddenAt(i)) note(i, Math.round(toX(pieceBegin[n])), Math.round(toX(pieceEnd[n])), y + box.y, box.h, labelled);
   }
+}
+/** Have a bar labelled if there is room. */
+function note(i, x0, x1, y, h, labelled) {
+  if (!dimmed(i) && x1 - Math.max(x0, gutter()) > 26 * size.k && h >= 11 * size.k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
 /** Of `least` pixels at least, by shape. Where many are in sight (not `few`), most are narrow, and the list of the longest is the shorter way. */
 function wideIntervals(l, least) {
@@ -200,7 +208,7 @@ function paintBar(i, y, h, labelled, t0 = begin[i], t1 = endOf(i)) {
     hatch(x0, y, x1, y + h, faint);
     if (x1 - x0 > 6 * k && h > 4 * k) frame(x0, y, x1, y + h, faint ? colours.dimmed32[WAITING] : colours.wait32);
   } else fill(x0, y, x1, y + h, faint ? colours.dimmed32[shadeOf[i]] : colours.part32[shadeOf[i]]);
-  if (labelled && !faint && x1 - Math.max(x0, gutter()) > 26 * k && h >= 11 * k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
+  if (labelled) note(i, x0, x1, y, h, labelled);
 }
 function frame(x0, y0, x1, y1, colour) {
   const n = Math.max(1, Math.round(size.k));

@@ -1,0 +1,102 @@
+"""The pictures of docs/timeline.md, from saved steps.
+
+    megakernel timeline --model smollm2-135m --phase prefill --prompt-tokens 512 --save cpu
+    python benchmarks/pictures.py --node STEM --cpu cpu [--faster STEM]
+
+A STEM stands for STEM.program and STEM.trace. --node is a step of many ranks, --faster another one of its program or
+bucket, --cpu one of a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from megakernel.program import Program
+from megakernel.timeline import write_html
+from megakernel.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from browser import Browser, browser
+
+DOCS = Path(__file__).parents[1] / "docs"
+FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i); if (WHICH) return i; }"
+
+
+def load(stem: Path) -> tuple[Program, Trace]:
+    return Program.load(stem.with_name(stem.name + ".program")), Trace.load(stem.with_name(stem.name + ".trace"))
+
+
+def first(page: Browser, which: str) -> int:
+    """The first interval whose description `d` fits."""
+    return int(page.run(FIRST.replace("WHICH", which)))
+
+
+def take(page: Browser, name: str) -> None:
+    page.run("timeline.frameMs()")
+    page.screenshot(DOCS / f"timeline-{name}.png")
+    print(f"docs/timeline-{name}.png: {page.run('return timeline.visibleRange()')}")
+
+
+def around(page: Browser, i: int, width_s: float) -> None:
+    """Select interval i and show this much time around its end."""
+    page.run("timeline.select(arguments[0])", i)
+    d = page.run("return timeline.describe(arguments[0])", i)
+    middle = d["begin_s"] + d["duration_s"]
+    page.run("timeline.show(arguments[0], arguments[1])", middle - 0.55 * width_s, middle + 0.45 * width_s)
+
+
+def node(page: Browser, step_s: float) -> None:
+    ranks = page.run("return timeline.rows().length")  # closed at first
+    workers = int(page.run("return timeline.laneCount")) // ranks
+    take(page, "node")
+    remote = f"Math.floor(d.lane / {workers}) !== Math.floor(timeline.describe(d.releaser).lane / {workers})"
+    wait = first(
+        page,
+        f"d.kind === 'counter wait' && d.releaser >= 0 && {remote} "
+        f"&& d.duration_s > {step_s / 200} && d.begin_s > {step_s / 5} && d.layer !== 'epilogue'",
+    )
+    around(page, wait, step_s / 12)
+    page.run("timeline.showRow(arguments[0])", wait)
+    take(page, "rank")
+    page.keys("]]]]")
+    page.run("timeline.toggle('worker ' + timeline.describe(timeline.selected()).lane)")
+    around(page, wait, step_s / 40)
+    page.run("timeline.showRow(arguments[0])", wait)
+    take(page, "roles")
+
+
+def cpu(page: Browser, step_s: float) -> None:
+    wait = first(page, f"d.kind === 'counter wait' && d.releaser >= 0 && d.begin_s > {step_s / 3}")
+    around(page, wait, step_s / 14)
+    take(page, "cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--node", type=Path)
+    parser.add_argument("--faster", type=Path)
+    parser.add_argument("--cpu", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.html"
+        for stem, shots, dark in ((arguments.node, node, False), (arguments.cpu, cpu, True)):
+            if stem is None:
+                continue
+            step = load(stem)
+            write_html(*step, path)
+            with browser(1500, 900, dark=dark) as page:
+                page.open(path, "window.timeline")
+                shots(page, float(page.run("return timeline.visibleRange()[1]")))
+        if arguments.node and arguments.faster:
+            write_html(*load(arguments.node), path, load(arguments.faster))
+            with browser(1500, 900) as page:
+                page.open(path, "window.timeline")
+                take(page, "compare")
+
+
+if __name__ == "__main__":
+    main()
