@@ -66,7 +66,8 @@ class Costs:
 
 def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
     known, rate = np.array(rates).T
-    return np.interp(np.log(np.maximum(rows, 1)), np.log(known), rate)
+    between: NDArray[np.float64] = np.interp(np.log(np.maximum(rows, 1)), np.log(known), rate)
+    return between
 
 
 # -- GPUs
@@ -139,7 +140,8 @@ def _gpu_costs(machine: Machine, gpu: _Gpu) -> Costs:
     )
 
 
-# -- the host: not yet measured, nominal
+# -- the host
+# Nominal until benchmarks/simulate_host.py has run on an idle machine: reads as in docs/results.md, the rest guessed.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
         matmul_flops=((1.0, 20e9), (96.0, 110e9)),
