@@ -55,8 +55,10 @@ def _arithmetic(
     cost = instruction.cost(columns, dims)
     share = float(machine.workers)
     if instruction.matmul and dims.pages and not dims.dots:
-        flops, loads = tile_work(instruction.matmul, columns["rows"], columns["cols"], dims)
-        return np.maximum(flops * (share / machine.matrix_flops), loads / _SM_CACHE_BYTES_PER_S)
+        rows, cols = (columns[name].astype(np.int64) for name in ("rows", "cols"))
+        flops, loads = tile_work(instruction.matmul, rows, cols, dims)
+        tiles: NDArray[np.float64] = np.maximum(flops * (share / machine.matrix_flops), loads / _SM_CACHE_BYTES_PER_S)
+        return tiles
     return cost.matrix_flops * (share / _matmul_flops(dims, machine)) + cost.vector_flops * (
         share / machine.vector_flops
     )

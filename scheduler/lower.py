@@ -214,8 +214,9 @@ def _tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: M
 
 def _column_unit(instruction: Instruction, d: Dims, machine: Machine) -> int:
     """The machine's, or whole pages of what matrix units store by pages."""
-    by_pages = d.pages and not d.dots and instruction.matmul
-    return max(machine.col_unit, instruction.matmul.output_columns(d)) if by_pages else machine.col_unit
+    if instruction.matmul is None or not d.pages or d.dots:
+        return machine.col_unit
+    return max(machine.col_unit, instruction.matmul.output_columns(d))
 
 
 def _column_tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: Machine) -> int:

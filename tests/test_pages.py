@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mutants import edit
+from test_protocol import make
+from test_protocol_plan import plan
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
@@ -108,6 +110,31 @@ def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
         loads = sum(len(set(units[first : first + 8])) for first in range(0, len(units), 8))
         one = (np.array([n], np.int32) for n in (rows, heads, blocks))
         assert attention_pages(*one, d)[0] == (loads * blocks * (2 if head_dim <= 64 else 4) or 1)
+
+
+@pytest.mark.parametrize(("shape", "tp", "matmul"), [("wide", 1, "dots"), ("grouped", 2, "tensor")])
+def test_counts_are_those_of_the_interpreter(shape: str, tp: int, matmul: str) -> None:
+    _, program, table = make(shape, tp, Options(matmul=matmul))
+    seen = set()
+    for segment in (program.body, program.epilogue):
+        for stream, record in [(s, r) for s in range(tp * program.workers) for r in segment.stream(s)]:
+            kind, rank = BY_OPCODE[int(opcode(record))], stream // program.workers
+            d, t = program.rank_dims(rank), table.rank(rank)
+            taken = plan(d, t, record)
+            page, first = np.unique(taken["page"], return_index=True)
+            found = np.bincount(taken["fill"][first], minlength=3).tolist()
+            c = kind.columns(record[None])
+            if kind.matmul:
+                counts = matmul_pages(kind.matmul, c["rows"], c["cols"], d)
+                assert found == [counts.weights[0], counts.inputs[0], counts.output[0]], kind.name
+            elif kind.name == "attention":
+                items = slice(*t.slot_items[c["slot"][0] : c["slot"][0] + 2])
+                counts = attention_pages(t.item_rows[items], t.item_kv_heads[items], t.item_blocks[items], d)
+                assert found == [0, counts.sum(), 0]
+            else:
+                assert not len(page)
+            seen.add(kind.name)
+    assert {"qkv_rope", "attention", "gate_up_silu", "lm_head"} < seen
 
 
 @pytest.mark.parametrize(("tokens", "tp"), [(1, 1), (4, 1), (7, 1), (300, 1), (1, 8), (40, 8), (600, 4)])

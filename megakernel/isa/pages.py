@@ -105,9 +105,9 @@ def _tensor(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
 
 
-def tile_work(matmul: Matmul, rows: Column, cols: Column, dims: Dims) -> tuple[Ints, Ints]:
+def tile_work(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
     """FLOPs and loaded bytes of tiles on matrix units, which multiply whole WARPGROUP_ROWS rows and weight pages."""
-    inner, columns = matmul.length(dims), matmul.width * cols.astype(np.int64)
+    inner, columns = matmul.length(dims), matmul.width * cols
     computed = WARPGROUP_ROWS * _ceil(rows, WARPGROUP_ROWS) * matmul.width * PAGE_ROWS * _ceil(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * _ceil(rows, BOX_ROWS) * _ceil(columns, CHUNK)
     return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
