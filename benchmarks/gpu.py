@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 PROMPT, STEPS, RUNS = 32, 127, 5
+MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
 LIMIT_S = 460.0
 _SEED = 1
@@ -257,8 +258,14 @@ def mixed(_: Path | None) -> Json:
     from megakernel.roofline import step_work
     from megakernel.runtime import Chunk, SampleRow, build_step
 
-    prompts, rows, decodes, context = 15, 512, 512, 512
-    llm = LLM(MODELS["8b"], backend="cuda", max_seqs=decodes + prompts, max_context=context, step_tokens=8192)
+    prompts, rows, decodes, context = MIXED
+    llm = LLM(
+        MODELS["8b"],
+        backend="cuda",
+        max_seqs=decodes + prompts,
+        max_context=context,
+        step_tokens=prompts * rows + decodes,
+    )
     program = llm.engine.programs.get(prompts * rows + decodes, decodes + prompts)
     rng = np.random.default_rng(_SEED)
     backend: Any = llm.engine.backend

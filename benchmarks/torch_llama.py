@@ -18,7 +18,11 @@ _B = Buffer
 
 
 class TorchLlama(torch.nn.Module):
-    """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32."""
+    """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
+
+    `backend.array(buffer, layer, dims=dims)` gives a weight as something that torch takes by DLPack, bfloat16 as 16-bit
+    integers.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -38,14 +42,15 @@ class TorchLlama(torch.nn.Module):
                     bits = weight.dtype in (torch.uint16, torch.int16)
                     weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
                     self.register_buffer(f"{buffer.name}_{layer}", weight)
-        positions = torch.arange(capacity, device="cuda", dtype=torch.float32)
+        where = self._weight(_B.INV_FREQ).device
+        positions = torch.arange(capacity, device=where, dtype=torch.float32)
         angle = positions[:, None] * self._weight(_B.INV_FREQ)
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
         shape = (d.layers, d.kv_heads, capacity, d.head_dim)
-        self.register_buffer("keys", torch.zeros(shape, device="cuda", dtype=dtype))
-        self.register_buffer("values", torch.zeros(shape, device="cuda", dtype=dtype))
-        self.register_buffer("places", torch.arange(capacity, device="cuda"))
+        self.register_buffer("keys", torch.zeros(shape, device=where, dtype=dtype))
+        self.register_buffer("values", torch.zeros(shape, device=where, dtype=dtype))
+        self.register_buffer("places", torch.arange(capacity, device=where))
 
     def _weight(self, buffer: Buffer, layer: int = 0) -> torch.Tensor:
         weight: torch.Tensor = getattr(self, f"{buffer.name}_{layer}")

@@ -98,7 +98,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",
-            "folder of fetched models",
+            "folder of fetched models and of compiled GPU code",
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from model_helpers import byte_model, tiny_gguf
+from tiny_llama import error, hf_logits, make_llama
 
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import open_checkpoint
+from megakernel.model.checkpoint import weight_dims
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -33,6 +35,38 @@ def test_many_requests_through_the_server(tmp_path: Path) -> None:
     assert result["ours"]["tokens_per_s"] == result["raw"]["runs"][1]["tokens_per_s"]  # the first warms up
     assert result["published"]["ours_tokens_per_s"] == "not yet run"
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
+
+
+def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It judges the CUDA backend, so it is judged by transformers."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import torch
+    from torch_llama import TorchLlama
+
+    hf, checkpoint = make_llama(3, attention_bias=True, mlp_bias=True)
+    dims = weight_dims(checkpoint.config, Dtype.F32)
+
+    class Weights:
+        def __init__(self) -> None:
+            self.dims = dims
+
+        def array(self, buffer: Buffer, layer: int, *, dims: object) -> object:
+            return checkpoint.load(buffer, layer, Dtype.F32)
+
+    tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
+    model = TorchLlama(Weights(), 20, torch.float32)
+    cut = 13
+    parts = [model(torch.tensor(t), torch.arange(a, a + len(t))) for a, t in ((0, tokens[:cut]), (cut, tokens[cut:]))]
+    assert error(torch.cat(parts).numpy(), hf_logits(hf, tokens)) < 1e-4
+
+
+def test_gpu_figures_need_a_gpu() -> None:
+    from megakernel.runtime.cuda.availability import missing
+
+    if missing() is None:
+        pytest.skip("there is one")
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"gpu: {missing()}\n")
 
 
 def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
