@@ -148,9 +148,9 @@ class AttentionItem {
         const float* from = partial(r, head, g, block);
         const float m = load_float(from), l = load_float(from + 1);
         const float block_a = load_float(from + 2 + e), block_b = load_float(from + 3 + e);
-        sums.merge(m, l);
-        a = sums.merged(a, block_a);
-        b = sums.merged(b, block_b);
+        const Rescale scale = sums.merge(m, l);
+        a = scale.merged(a, block_a);
+        b = scale.merged(b, block_b);
       }
       const float share = 1.0f / sums.l;
       for (int rank = ranks.begin; rank < ranks.end; ++rank)

@@ -54,7 +54,7 @@ class AttentionTile {
 
   void merge() {
     for (int i = 0; i < rows_; ++i) {
-      if (seen_[i]) sums_[i].merge(block_[i].v[0], block_[i].v[1]);
+      if (seen_[i]) scale_[i] = sums_[i].merge(block_[i].v[0], block_[i].v[1]);
     }
   }
 
@@ -70,7 +70,7 @@ class AttentionTile {
         if (store) {
           store[2 + e] = o;
         } else {
-          out_[i][e] = sums_[i].merged(out_[i][e], o);
+          out_[i][e] = scale_[i].merged(out_[i][e], o);
         }
       }
     }
@@ -98,6 +98,7 @@ class AttentionTile {
   Softmax sums_[kQueryTile];
   float score_[kQueryTile][kKvBlock];
   Two block_[kQueryTile];  // m, l
+  Rescale scale_[kQueryTile];
   bool seen_[kQueryTile];
 };
 

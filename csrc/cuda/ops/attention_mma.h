@@ -18,11 +18,11 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
 }
 
 // Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight
-// columns, then of the others.
+// columns, then of the others. Eight rows further the swizzle is the same, so a constant `row` costs nothing.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane, int row, int col) {
   const int matrix = ldmatrix_matrix(lane);
-  const uint32_t at =
-      tile + tile_offset(row + matrix % 2 * 8 + ldmatrix_row(lane), (col + matrix / 2 * 8) * 2);
+  const uint32_t at = tile + tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), (col + matrix / 2 * 8) * 2) +
+                      row * kTileRowBytes;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                : "r"(at)
@@ -109,7 +109,8 @@ class AttentionTile {
   // The block's m and l join those of the blocks before, in rows that see it. Its o does in add_values.
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      if (seen_[half]) sums_[half].merge(block_[half].v[0], block_[half].v[1]);
+      const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].v[0], block_[half].v[1]) : Rescale{};
+      block_[half] = {scale.keep, scale.add};
     }
   }
 
@@ -144,7 +145,8 @@ class AttentionTile {
               store_two(store[half] + 2 + fragment_col(lane_) + element, {pair[0], pair[1]});
           } else {
             float* out = &out_[8 * kHalf + first + n][2 * half];
-            MK_UNROLL for (int e = 0; e < 2; ++e) out[e] = sums_[half].merged(out[e], pair[e]);
+            MK_UNROLL for (int e = 0; e < 2; ++e) out[e] =
+                Rescale{block_[half].v[0], block_[half].v[1]}.merged(out[e], pair[e]);
           }
         }
       }
@@ -174,7 +176,7 @@ class AttentionTile {
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Two block_[2];  // m, l
+  Two block_[2];  // m, l; once merged, keep and add
   bool seen_[2];
 };
 
