@@ -1,7 +1,7 @@
 """Everything that a Hopper GPU has to show, as one JSON and one trace: `python benchmarks/gpu.py -o FILE -t FILE`.
 
 Runs from a checkout (`PYTHONPATH=.` where the package is not installed) with torch, cuda-python and CuPy, in under
-eight minutes. Each part is a process of its own; a part that fails or finds no time left is named, and the others go on.
+eight minutes. Each part is a process of its own; one that fails or finds no time left is named, and the others go on.
 `--part NAME` runs one.
 
 probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 PROMPT, STEPS, RUNS = 32, 127, 5
+PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
 LIMIT_S = 460.0
 _SEED = 1
 
@@ -55,25 +57,33 @@ class Decode:
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
-        from megakernel.runtime import Chunk, SampleRow, build_step
 
-        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=64)
+        # Steps of so few tokens make it an engine for few rows: matmuls as dots.
+        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
-        self.prefill = self.llm.engine.programs.get(PROMPT, 1)
-        pages = list(range(self.program.dims.pages_per_seq))
-        ids = prompt(self.llm.config.vocab)
-        self._first = build_step(self.prefill.dims, [Chunk(0, 0, ids, pages, [SampleRow(PROMPT - 1)])])
-        self._chunk, self._sample, self._build, self._pages = Chunk, SampleRow, build_step, pages
+        self.pages = list(range(self.program.dims.pages_per_seq))
+
+    def prefill(self) -> Any:
+        """The prompt, in chunks: what the last one gave."""
+        from megakernel.runtime import Chunk, SampleRow, build_step
+
+        program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab)
+        for start in range(0, PROMPT, PREFILL):
+            chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
+            out = self.backend.launch(program, build_step(program.dims, [chunk]))
+        return out
 
     def tables(self) -> Iterator[Any]:
         """Of the decode steps: the token is the one that the step before has sampled."""
+        from megakernel.runtime import Chunk, SampleRow, build_step
+
         for i in range(STEPS):
-            yield self._build(self.program.dims, [self._chunk(0, PROMPT + i, [-1], self._pages, [self._sample(0)])])
+            yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
     def run(self, trace: bool = False) -> tuple[list[float], bytes, Any]:
         """(seconds of each decode step with its table, tokens and log-probabilities as bits, the last step's trace)."""
-        out = self.backend.launch(self.prefill, self._first)
+        out = self.prefill()
         bits = [out.tokens.tobytes() + out.logprobs.tobytes()]
         seconds = []
         begin = time.perf_counter()
@@ -145,7 +155,9 @@ def timeline(program: Any, trace: Any) -> Json:
 
     summary = summarise(program, trace).to_json()
     keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
-    return {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
+    return (
+        {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
+    )
 
 
 def loads_ahead(trace: Any) -> float | None:
@@ -162,7 +174,7 @@ def loads_ahead(trace: Any) -> float | None:
         ends = {int(k): int(mine["end"][compute & (key == k)].max()) for k in np.unique(key[compute])}
         begins = {int(k): int(mine["begin"][load & (key == k)].min()) for k in np.unique(key[load])}
         order = sorted(ends, key=lambda k: ends[k])
-        for before, after in zip(order, order[1:], strict=False):
+        for before, after in pairwise(order):
             if after in begins:
                 pairs += 1
                 ahead += begins[after] < ends[before]
@@ -262,7 +274,9 @@ def mixed(_: Path | None) -> Json:
     work = step_work(
         program.dims, [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts, decodes + prompts
     )
-    dense = step_work(program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)
+    dense = step_work(
+        program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts
+    )
     out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
     first = backend.launch(program, table).tokens.tobytes()
 
@@ -300,10 +314,7 @@ def partitions(_: Path | None) -> Json:
             program = llm.engine.programs.get(rows, rows)
             backend: Any = llm.engine.backend
             per = program.dims.pages_per_seq
-            chunks = [
-                Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)])
-                for i in range(rows)
-            ]
+            chunks = [Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)]) for i in range(rows)]
             table = build_step(program.dims, chunks)
             seconds = [backend.launch(program, table).seconds for _ in range(20)]
             trace = backend.launch(program, table, trace=True).trace
@@ -367,7 +378,7 @@ def delay(_: Path | None) -> Json:
     """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
     it = Decode("1b")
     table = next(it.tables())
-    it.backend.launch(it.prefill, it._first)
+    it.prefill()
     plain = it.backend.launch(it.program, table, trace=True)
     middle, row = it.program.dims.layers // 2, int(it.program.body.offsets[1]) // 2
     it.backend.delay(1, row, middle, 5e-3)

@@ -12,7 +12,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..runtime import choose_backend, create, join_ranks, rank_machine
-from ..scheduler import compile_program
+from ..scheduler import Options, compile_program, settle
 from .engine import SCORED_ROWS, Engine, Step, Token
 from .memory import kv_capacity
 from .programs import Programs
@@ -128,6 +128,7 @@ class LLM:
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
+        options = settle(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         programs = Programs(
             partial(
@@ -138,6 +139,7 @@ class LLM:
                 max_seqs=max_seqs,
                 max_context=context,
                 tp=tp,
+                options=options,
             ),
             step_tokens,
             max(max_seqs, SCORED_ROWS),

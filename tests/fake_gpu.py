@@ -36,15 +36,16 @@ def _driver(folder: str) -> str:
     source = ROOT / "tests" / "fake_cuda" / "libcuda.cpp"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
     target = str(Path(folder) / "libcuda.so.1")
-    subprocess.run([*command, f"-I{ROOT / 'csrc' / 'cuda'}", str(source), "-o", target], check=True)
+    subprocess.run([*command, "-U_FORTIFY_SOURCE", str(source), "-o", target], check=True)
     return folder
 
 
-def run(tmp_path_factory: pytest.TempPathFactory, module: str, function: str, **env: object) -> str:
-    """Call `function` of a module of tests in a process with the pretended driver: what it printed."""
+def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], **env: object) -> str:
+    """Call a function of a module of tests in a process with the pretended driver: what it printed."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
     folder = _driver(str(tmp_path_factory.getbasetemp()))
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import {module}; {module}.{function}()"
+    module = Path(function.__code__.co_filename).stem
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import {module}; {module}.{function.__name__}()"
     settings = {key: str(value) for key, value in env.items()}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
@@ -70,6 +71,12 @@ def no_compiler() -> None:
 
     compile.cubin = lambda *, trace: b"code"  # type: ignore[assignment]
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
+
+
+def print_missing() -> None:
+    from megakernel.runtime.cuda.availability import missing
+
+    print(missing())
 
 
 def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -161,6 +168,24 @@ class PretendedKernel:
     def check(self) -> None:
         if self.errors:
             raise self.errors[0]
+
+
+class FibreKernel:
+    """Runs launches on the interpreter's own roles and bodies, on fibres of the host, in ever other orders."""
+
+    def __init__(self, fibres: str) -> None:
+        self._fibres = ctypes.CDLL(fibres)
+        self.wrong: list[str] = []
+        self._seed = 0
+        self._callback = _CALLBACK(self._run)
+        library().fake_set_kernel(self._callback)
+
+    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
+        said = ctypes.create_string_buffer(16384)
+        self._seed += 1
+        self._fibres.mk_protocol_run(pointer, ctypes.c_uint64(self._seed), 0, said, len(said))
+        if said.value:
+            self.wrong.append(said.value.decode())
 
 
 def _reference_on(a: Arguments, pages: int) -> Any:

@@ -4,8 +4,12 @@ what runs it, on fibres or on threads.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ BUGS = (
     "early signal",
 )
 TIMEOUT_NS = 20_000_000_000
-_FLAGS = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+_FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
 _MESSAGE = 16384
 _MAP = np.dtype(
@@ -49,9 +53,17 @@ _MAP = np.dtype(
 Array = NDArray[Any]
 
 
-def build_fibres(folder: Path) -> ctypes.CDLL:
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="megakernel-protocol-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
+@functools.cache
+def build_fibres() -> ctypes.CDLL:
     """The library that runs launches on fibres."""
-    out = folder / "protocol.so"
+    out = _folder() / "protocol.so"
     sources = [ROOT / "csrc" / "host" / name for name in ("protocol.cpp", "fibre.cpp")]
     subprocess.run(["g++", *_FLAGS, "-shared", "-fPIC", *map(str, sources), "-o", str(out)], check=True)
     library = ctypes.CDLL(str(out))
@@ -65,9 +77,10 @@ def build_fibres(folder: Path) -> ctypes.CDLL:
     return library
 
 
-def build_threads(folder: Path) -> Path:
+@functools.cache
+def build_threads() -> Path:
     """The command that runs a launch on threads under ThreadSanitizer."""
-    out = folder / "threads"
+    out = _folder() / "threads"
     source = ROOT / "csrc" / "host" / "threads.cpp"
     subprocess.run(
         ["g++", *_FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread", str(source), "-o", str(out)], check=True
@@ -183,24 +196,25 @@ class LaunchImage:
             left[place : place + 8] = self.memory[place : place + 8]
         self.memory[:] = left
 
-    def run(self, library: ctypes.CDLL, seed: int, bug: str = "none") -> str:
+    def run(self, seed: int, bug: str = "none") -> str:
         """One launch on fibres; what went wrong, or nothing."""
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        library.mk_protocol_run(address, seed, BUGS.index(bug), message, _MESSAGE)
+        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), message, _MESSAGE)
         return message.value.decode()
 
-    def run_threads(self, command: Path, folder: Path, bug: str = "none") -> subprocess.CompletedProcess[str]:
+    def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
         """One launch on threads; a race is on standard error."""
         self.params.launch += 1
-        path = folder / "image"
+        path = _folder() / "image"
         self.save(path)
-        done = subprocess.run([str(command), str(path), str(BUGS.index(bug))], capture_output=True, text=True)
+        command = [str(build_threads()), str(path), str(BUGS.index(bug))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         self.load(path)
         return done
 
-    def run_in_sequence(self, library: ctypes.CDLL, seed: int) -> None:
+    def run_in_sequence(self) -> None:
         """One launch, instruction by instruction in the order of their meaning: by layer, then by opcode."""
         params = self.params
         saved = STRUCTURES["Params"].from_buffer_copy(params)
@@ -222,7 +236,7 @@ class LaunchImage:
                     params.segments, params.first_rank = 1 << segment, rank
                     params.layer_begin, params.layer_end = layer, layer + 1
                     message = ctypes.create_string_buffer(_MESSAGE)
-                    library.mk_protocol_run(ctypes.addressof(params), seed, 0, message, _MESSAGE)
+                    build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, message, _MESSAGE)
                     if message.value:
                         raise AssertionError(message.value.decode())
         ctypes.memmove(ctypes.addressof(params), ctypes.addressof(saved), ctypes.sizeof(saved))

@@ -5,6 +5,7 @@ Functions named `in_process_*` run there; the tests start them.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -13,18 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_support import RandomCheckpoint
-from fake_gpu import Arguments, PretendedKernel, library, no_compiler, poll, run, view
+from fake_gpu import Arguments, FibreKernel, PretendedKernel, library, no_compiler, poll, print_missing, run, view
+from protocol import _MAP as MAP
+from protocol import build_fibres
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, BY_NAME, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
+from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
 from megakernel.isa.launch import MAP_BYTES, STRUCTURES
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import Options, compile_program
 
 WORKERS, PAGES = 3, 5
 CONFIG = LlamaConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True, attention_bias=True)
@@ -44,6 +47,7 @@ def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Pr
         max_seqs=2,
         max_context=256,
         tp=tp,
+        options=Options(matmul="tensor"),
     )
 
 
@@ -78,7 +82,7 @@ def _bits(out: Any) -> tuple[bytes, bytes, bytes]:
 
 def in_process_steps() -> None:
     """Prefill and decode steps, of two programs, from memory that moves in between."""
-    tp = int(__import__("os").environ["TP"])
+    tp = int(os.environ["TP"])
     small, large = _program(4, tp), _program(40, tp)
     backend, kernel = _backend(small.dims), PretendedKernel(PAGES)
     tables = [
@@ -106,11 +110,11 @@ def in_process_steps() -> None:
     print("launches", library().fake_launches())
 
 
-@pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
 def test_steps_equal_the_references(
     tmp_path_factory: pytest.TempPathFactory, tp: int, devices: int, grids: int
 ) -> None:
-    said = run(tmp_path_factory, __name__, "in_process_steps", TP=tp, FAKE_CUDA_DEVICES=devices)
+    said = run(tmp_path_factory, in_process_steps, TP=tp, FAKE_CUDA_DEVICES=devices)
     assert said.split() == ["launches", str(4 * grids)]
 
 
@@ -128,7 +132,8 @@ def in_process_memory() -> None:
     backend.launch(program, _table(program.dims))
     kernel.check()
     [a] = seen
-    assert a.program.to_bytes() == replace(program, machine="pretended").to_bytes()
+    assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # which is float32 there
+    assert replace(a.program, dims=program.dims, machine=program.machine).to_bytes() == program.to_bytes()
     assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
     for buffer, spec in BUFFERS.items():
@@ -142,7 +147,7 @@ def in_process_memory() -> None:
     assert a.addresses[0, Buffer.W_QKV] != a.addresses[1, Buffer.W_QKV]
     heap = [b for b, spec in BUFFERS.items() if spec.space is not Space.WEIGHT and spec.space is not Space.STATE]
     assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # symmetric
-    maps = view(a.params.maps, (2, len(Buffer), MAP_BYTES // 8), np.uint64)
+    maps = view(a.params.maps, (2, len(Buffer), MAP_BYTES), np.uint8)
     d = a.ranks[1]
     shapes = {
         Buffer.W_QKV: (d.hidden, d.qkv_cols, d.layers),
@@ -155,21 +160,18 @@ def in_process_memory() -> None:
         Buffer.V_CACHE: (d.head_dim, PAGES * d.rank_kv_heads * d.page, d.layers),
     }
     for buffer, sizes in shapes.items():
-        address, *rest = (int(word) for word in maps[1, buffer][:10])
         item = 4 if buffer is Buffer.X else 2
-        assert address == int(a.addresses[1, buffer]), buffer.name
-        assert tuple(rest[:3]) == sizes, buffer.name
-        assert rest[3:5] == [sizes[0] * item, sizes[0] * sizes[1] * item], buffer.name
-        assert rest[5:] == [128 // item, 32, 1, item], buffer.name
+        address = int(a.addresses[1, buffer])
+        expected = (address, sizes[0] * item, sizes[0] * sizes[1] * item, *sizes, item, 0)
+        assert maps[1, buffer][: MAP.itemsize].view(MAP)[0].item() == expected, buffer.name
         if BUFFERS[buffer].layered:
-            layers = a.strides[1, buffer] * (d.layers - 1)
-            assert address + int(layers) <= address + rest[4] * (sizes[2] - 1)
+            assert expected[2] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
     assert not maps[1, Buffer.EMBED].any()
     backend.close()
 
 
 def test_arguments_point_to_what_they_say(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_memory")
+    run(tmp_path_factory, in_process_memory)
 
 
 # -- launches that fail
@@ -239,7 +241,7 @@ def in_process_failures() -> None:
 
 
 def test_failed_launches_end_and_the_next_one_works(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_failures")
+    run(tmp_path_factory, in_process_failures)
 
 
 def in_process_refusals() -> None:
@@ -265,7 +267,7 @@ def in_process_refusals() -> None:
 
 
 def test_refuses_what_it_cannot_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_refusals", FAKE_CUDA_SMS=4)
+    run(tmp_path_factory, in_process_refusals, FAKE_CUDA_SMS=4)
 
 
 # -- single instructions, traces
@@ -298,7 +300,7 @@ def in_process_execute() -> None:
 
 
 def test_executes_one_instruction(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_execute")
+    run(tmp_path_factory, in_process_execute)
 
 
 def in_process_trace() -> None:
@@ -318,11 +320,11 @@ def in_process_trace() -> None:
         assert not counts.any() and (params.delay.segment, params.delay.record, params.delay.ns) == (1, 4, 5_000_000)
         for block in range(blocks):
             # SMs at 2 cycles a nanosecond, counting from moments of their own; the timer steps by 32.
-            clocks[block] = (1000 * block, 3200, 1000 * block + 20_000, 13_184)
-            clocks[block, 2] = clocks[block, 0] + 2 * (clocks[block, 3] - clocks[block, 1])
+            clocks[block] = (1000 * block, 3200, 1000 * block + 20_032, 13_216)
+            clocks[block, 1::2] += 32 * np.uint64(block % 2)
             for i in range(2):
                 row = intervals[block, i]
-                row["begin"] = 1000 * block + 2 * (100 + 50 * i)
+                row["begin"] = 1000 * block + 2 * (100 + 50 * i - 32 * (block % 2))
                 row["end"] = row["begin"] + 2 * 10
                 row["worker"], row["layer"], row["instruction"] = block, 1, i
                 row["role"], row["kind"] = Role.CONSUMER, IntervalKind.COMPUTE
@@ -345,7 +347,7 @@ def in_process_trace() -> None:
 
 
 def test_traces_are_nanoseconds_of_one_clock(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_trace")
+    run(tmp_path_factory, in_process_trace)
 
 
 # -- everything that a person types
@@ -368,17 +370,81 @@ def in_process_llm() -> None:
     np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=0.05)
     assert [sorted(t) for t in result.top_logprobs or []] == [sorted(t) for t in expected.top_logprobs or []]
     with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_seqs=2, max_context=256) as llm:
-        assert llm.engine.backend.name == "cpu"
+        assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
 
 def test_generates(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, __name__, "in_process_llm", FAKE_CUDA_SMS=6)
+    run(tmp_path_factory, in_process_llm, FAKE_CUDA_SMS=6)
 
 
-def in_process_missing() -> None:
-    from megakernel.runtime.cuda.availability import missing
+# -- with the interpreter's own roles and bodies
 
-    print(missing())
+
+def in_process_interpreter() -> None:
+    """Prompts and decode through engine, launcher and interpreter; by phases too, with the same bits."""
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    prompts = [[3, 4, 5], list(range(40))]
+    results = {}
+    for backend in ("cuda", "reference"):
+        with LLM(_weights(_program().dims), backend=backend, dtype="bf16", max_seqs=2, max_context=256) as llm:
+            results[backend] = [r.token_ids for r in llm.generate(prompts, params)]
+    assert kernel.wrong == []
+    assert results["cuda"] == results["reference"]
+
+    program = _program(40, tp=int(os.environ["TP"]))
+    backend = _backend(program.dims)
+    table = _table(program.dims, tuple(range(30)))
+    first = _bits(backend.launch(program, table))
+    backend.by_phases = True
+    assert _bits(backend.launch(program, table)) == first
+    backend.by_phases, backend.pipelined = False, False
+    assert _bits(backend.launch(program, table)) == first
+    assert kernel.wrong == []
+    backend.close()
+
+
+def test_the_interpreter_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_interpreter, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=6, TP=2)
+
+
+def in_process_check() -> None:
+    """What doctor finds: nothing, then a wrong element, a stray one, and one that differs from run to run."""
+    from megakernel.cli import doctor_gpu
+    from megakernel.runtime.cuda.backend import CudaBackend
+
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    shape = LlamaConfig(131, 72, 104, 1, 6, 2, 16, 256, attention_bias=True, mlp_bias=True)
+    case = doctor_gpu.Case("few rows", shape, 3, "dots")
+    assert doctor_gpu.check(case, seeds=1, repeats=2) == [] and kernel.wrong == []
+
+    plain, runs = CudaBackend.execute, 0
+
+    def faulty(self: Any, instruction: Any, layer: int, table: StepTable, rank: int = 0) -> None:
+        nonlocal runs
+        plain(self, instruction, layer, table, rank)
+        name = BY_OPCODE[int(record.opcode(instruction))].name
+        runs += 1
+        buffer, row = {"mlp_norm": (Buffer.H, 0), "embed": (Buffer.Y, 0), "down_proj": (Buffer.X, 0)}.get(
+            name, (None, 0)
+        )
+        if buffer is not None and (name != "down_proj" or runs % 2):
+            values = self.buffer(buffer, layer if BUFFERS[buffer].layered else 0, rank, table.dims)
+            values[row, 5] = 0x4120 if values.dtype == np.uint16 else 10.0
+            self.set_buffer(buffer, values)
+
+    CudaBackend.execute = faulty  # type: ignore[method-assign]
+    found = doctor_gpu.check(case, seeds=1, repeats=2)
+    said = {line.split(": ")[1].split(" ")[0]: line for line in found}
+    assert set(said) == {"mlp_norm", "embed", "down_proj"}
+    assert "H is off by" in said["mlp_norm"] and "Y is not a number in" in said["embed"]
+    assert "X " in said["down_proj"]
+
+
+def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_check, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=2)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +458,5 @@ def in_process_missing() -> None:
 def test_says_what_is_missing(
     tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], words: str
 ) -> None:
-    said = run(tmp_path_factory, __name__, "in_process_missing", **settings)
+    said = run(tmp_path_factory, print_missing, **settings)
     assert words in said and said.count("\n") == 1
-
-

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from ground_truth import Verdict, adversarial, expected, explore, make_table
+from mutants import edit
 from mutate import KINDS
 from small_programs import large, make, small
 
@@ -71,8 +72,13 @@ def without(program: Program, name: str, opcode: str, first: int, count: int) ->
 
 
 def test_the_judge_sees_a_race() -> None:
-    base = make(workers=2)
-    found = judge(base, without(base, "body", "gate_up_silu", record.WAIT_WORD, record.WAITS))
+    """One worker's tile does not wait for the norm, which the other has."""
+    base = make(workers=2, tokens=1, layers=2)
+    kinds, second = record.opcode(base.body.records), base.body.offsets[1]
+    [norm] = np.flatnonzero(kinds == BY_NAME["mlp_norm"].opcode)
+    tiles = np.flatnonzero(kinds == BY_NAME["gate_up_silu"].opcode)
+    [away] = tiles[(tiles < second) != (norm < second)]
+    found = judge(base, edit(base, "body", int(away), record.WAIT_WORD, 0))
     assert found.safe is False and "race" in found.why
 
 
@@ -115,4 +121,4 @@ def test_the_judge_sees_a_total_that_drifts() -> None:
     assert not records[-1, record.SIGNAL_WORD]
     records[-1, record.SIGNAL_WORD] = record.counter_word(int(np.flatnonzero(base.totals_last[0])[0]))
     found = judge(base, replace(base, epilogue=Segment(records, base.epilogue.offsets)))
-    assert found.safe is False and found.why == "totals"
+    assert found.safe is False and ("totals" in found.why or "final_norm" in found.why)  # early in the next launch

@@ -47,7 +47,7 @@ class Runner:
         from megakernel.runtime.cuda.backend import CudaBackend
 
         self.checkpoint, self.tp, self.max_seqs = checkpoint, tp, max_seqs
-        self.options = options or Options()
+        self.options = options or Options(matmul="tensor")
         self._programs: dict[tuple[int, int], Program] = {}
         dims = self.program(1, 1).dims
         self.per = dims.pages_per_seq
@@ -124,7 +124,7 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
     expected = hf_logits(hf, tokens)
     for o in ("sharded", "replicated"):
         for residual in ("dealt", "replicated"):
-            runner = Runner(checkpoint, tp=tp, options=Options(o=o, residual=residual))
+            runner = Runner(checkpoint, tp=tp, options=Options(o=o, residual=residual, matmul="tensor"))
             got = runner.step([(0, 0, tokens)]).logits.copy()
             assert error(got, expected) < 0.1, (o, residual)
             runner.backend.close()
@@ -148,7 +148,7 @@ def test_switches_change_no_bit(runner: Runner) -> None:
 def test_queues_change_no_bit(runner: Runner, queue: str) -> None:
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
     expected = runner.step([(0, 0, tokens)]).logits.copy()
-    other = Runner(runner.checkpoint, options=Options(queue=queue))
+    other = Runner(runner.checkpoint, options=Options(queue=queue, matmul="tensor"))
     for _ in range(5):
         np.testing.assert_array_equal(other.step([(0, 0, tokens)]).logits.copy(), expected)
     other.backend.close()

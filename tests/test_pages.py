@@ -122,7 +122,7 @@ def test_programs_for_gpus_are_made_of_boxes_and_fit_the_ring(tokens: int, tp: i
             own = slice(*program.body.offsets[[rank * program.workers, (rank + 1) * program.workers]])
             records = program.body.records[own]
             c = i.columns(records[opcode(records) == i.opcode])
-            assert (c["col"] % (8 if d.dots else 64) == 0).all()
+            assert i.matmul and (c["col"] % (8 if d.dots else max(32, i.matmul.output_columns(d))) == 0).all()
 
 
 def test_one_row_is_read_by_dots_once_on_all_sms() -> None:
@@ -191,12 +191,12 @@ def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:
     program = compiled(300)
     assert program.dims.dots == 0
     small = replace(program, dims=replace(program.dims, pages=5))
-    assert any("gate_up_silu(row=0" in v and "holds 6 pages at once, of 5" in v for v in violations(small))
+    assert all(v.startswith("gate_up_silu(") and "holds 6 pages at once, of 5" in v for v in violations(small)[:-1])
     smaller = replace(program, dims=replace(program.dims, pages=1))
     assert any(v.startswith("attention") and "holds 2 pages at once, of 1" in v for v in violations(smaller))
     few = compiled(1)
     small = replace(few, dims=replace(few.dims, pages=2))
-    assert any("gate_up_silu" in v and "of 2" in v for v in violations(small))
+    assert any(v.startswith("qkv_rope(") and "holds 3 pages at once, of 2" in v for v in violations(small))
 
 
 def test_rows_that_no_page_or_dot_holds_are_named() -> None:
@@ -228,8 +228,8 @@ def test_phases_hold_each_instruction_once_kind_by_kind(tp: int, queue: str) -> 
     program = compiled(40, tp=tp, queue=queue)
     for index, segment in enumerate((program.prologue, program.body, program.epilogue)):
         phases = program.phases(index)
-        kinds = [np.unique(opcode(phase.records)) for phase in phases]
-        assert all(len(kind) == 1 for kind in kinds) and sorted(map(int, kinds)) == list(map(int, kinds))
+        kinds = [np.unique(opcode(phase.records)).tolist() for phase in phases]
+        assert all(len(kind) == 1 for kind in kinds) and sorted(kinds) == kinds
         every = np.concatenate([segment.records, program.queues.records if index == 1 else segment.records[:0]])
         control = [i.opcode for i in INSTRUCTIONS if i.family.name == "CONTROL"]
         wanted = every[~np.isin(opcode(every), control)]

@@ -22,16 +22,11 @@ COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", 
 CAPACITY = 4096
 
 
-@pytest.fixture(scope="module")
-def fibres(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build_fibres(tmp_path_factory.mktemp("plan"))
-
-
-def plan(library: ctypes.CDLL, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+def plan(dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
     """Columns of the boxes of a record in layer 1."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
-    n = library.mk_protocol_plan(*(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)), 1,
+    n = build_fibres().mk_protocol_plan(*(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)), 1,
                                  ctypes.c_void_p(rows.ctypes.data), CAPACITY)
     assert n < CAPACITY
     return dict(zip(COLUMNS, rows[:n].T, strict=True))
@@ -144,7 +139,7 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
     [("grouped", 1, "tensor"), ("wide", 1, "dots"), ("wide", 2, "tensor"), ("fewer heads than ranks", 4, "dots")],
 )
 @pytest.mark.parametrize("o", ["sharded", "replicated"])
-def test_pages_are_the_regions_of_the_instruction(fibres: ctypes.CDLL, shape: str, tp: int, matmul: str, o: str) -> None:
+def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: str, o: str) -> None:
     _, program, table = make(shape, tp, Options(matmul=matmul, o=o))
     seen = set()
     for segment in range(3):
@@ -152,7 +147,7 @@ def test_pages_are_the_regions_of_the_instruction(fibres: ctypes.CDLL, shape: st
         for record, rank in zip(records, ranks, strict=True):
             name = BY_OPCODE[int(opcode(record))].name
             dims, view = program.rank_dims(int(rank)), table.rank(int(rank))
-            boxes = plan(fibres, dims, view, record)
+            boxes = plan(dims, view, record)
             words = record[OPERAND_WORD:][: len(BY_NAME[name].operands)].tolist()
             if name in MATMULS:
                 check_pages(boxes)

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
-from pathlib import Path
 
 import pytest
-from protocol import LaunchImage, build_fibres, build_threads
+from protocol import LaunchImage
 from test_protocol import make, results, same
 
 from megakernel.scheduler import Options
 
+CHUNKS = ((130, 2), (0, 3))
 
-@pytest.fixture(scope="module")
-def threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("threads")
-    empty = folder / "empty.cpp"
-    empty.write_text("int main() { return 0; }\n")
-    built = subprocess.run(["g++", "-fsanitize=thread", str(empty), "-o", str(folder / "empty")], capture_output=True)
-    if built.returncode or subprocess.run([str(folder / "empty")], capture_output=True).returncode:
-        pytest.skip("ThreadSanitizer does not work here")
-    return build_threads(folder)
+
+@pytest.fixture(autouse=True, scope="module")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where ThreadSanitizer cannot be built or cannot run."""
+    folder = tmp_path_factory.mktemp("detector")
+    source, command = folder / "empty.cpp", folder / "empty"
+    source.write_text("int main() { return 0; }\n")
+    for step in (["g++", "-fsanitize=thread", str(source), "-o", str(command)], [str(command)]):
+        done = subprocess.run(step, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"ThreadSanitizer does not work here: {done.stderr.strip()[:200]}")
+
+
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (2, Options(matmul="tensor", o="sharded", residual="dealt", queue="body")),
+        (2, Options(matmul="dots", o="replicated", residual="replicated")),
+    ],
+    ids=["tensor", "dots"],
+)
+def test_threads_race_nowhere_and_give_the_bits_of_fibres(tp: int, options: Options) -> None:
+    backend, program, table = make("grouped", tp, options, chunks=CHUNKS)
+    image = LaunchImage(backend, program, table)
+    assert image.run(seed=0) == ""
+    expected = results(image)
+    image.restore()
+    done = image.run_threads()
+    assert done.stderr == "" and done.returncode == 0
+    assert same(results(image), expected) == []
+
+
+def test_finds_a_signal_that_releases_nothing() -> None:
+    backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded"), chunks=CHUNKS)
+    done = LaunchImage(backend, program, table).run_threads("relaxed signal")
+    assert "data race" in done.stderr

@@ -22,15 +22,6 @@ constexpr int32_t kOwner = 14;
 constexpr int32_t kShardUnit = 32;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
-constexpr int32_t kTileRows = 128;
-constexpr int32_t kTileInner = 64;
-constexpr int32_t kBoxRows = 32;
-constexpr int32_t kChunk = 256;
-constexpr int32_t kPiece = 1024;
-constexpr int32_t kPieces = 8;
-constexpr int32_t kDotInputPages = 4;
-constexpr int32_t kConsumerWarps = 8;
-constexpr int32_t kQueryTile = 16;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 
@@ -327,7 +318,7 @@ MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
   return v;
 }
 
-enum class Role : uint8_t { WORKER = 0, CONTROLLER = 1, LOADER = 2, CONSUMER = 3, STORER = 4 };
+enum class Role : uint8_t { WORKER = 0, CONTROLLER = 1, LOADER = 2, CONSUMER = 3, STORER = 4, INPUT_LOADER = 5 };
 enum class IntervalKind : uint8_t { FETCH = 0, PAGE_WAIT = 1, COUNTER_WAIT = 2, LOAD = 3, COMPUTE = 4, STORE = 5 };
 
 struct Interval {

@@ -3,14 +3,15 @@
 // Every page of a launch passes through one ring: page n of a block, counted from 0 over all of its instructions, lies
 // in slot n % kPages, and phase n / kPages of the slot's barriers is the page's:
 //
-//   full    whoever fills the page: one arrival, and the bytes of its loads. Of an output page the weight loader
-//           arrives at once: it may be written
+//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page. Of an output
+//           page: it may be written
 //   ready   output pages only: the consumer warps have written it
 //   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all of them
 //
 // Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so the roles
 // walk the same pages without a word. Nothing is ever re-initialised. A barrier tells two neighbouring phases apart,
-// no more: so every role that fills or frees pages waits for each page before, also where another role fills it.
+// no more: so both loaders wait for every page to be free and arrive at it, whoever fills it, and neither is ever
+// more than a lap ahead of the other or of the consumers.
 //
 // Instruction j of a block has slot j % kSlots; its barriers complete one phase per instruction:
 //
@@ -46,27 +47,13 @@ struct Slot {
   Task task;
 };
 
-// What a loader has filled: its pages up to `page`, and of each slot whether its last page before that was its own.
-struct Filled {
-  uint32_t page = 0, mine = 0;
-
-  MK_FN void pass(int slot, bool own) {
-    mine = own ? mine | 1u << slot : mine & ~(1u << slot);
-    ++page;
-  }
-  // Number of the last page in the slot that it has filled; 0 where none, else one more.
-  MK_FN uint32_t last(int slot) const {
-    return mine >> slot & 1 ? page - (page - 1 - slot) % kPages : 0;
-  }
-};
-
 template <class P>
 struct alignas(1024) Block {
   unsigned char pages[kPages][kPageBytes];
   typename P::Barrier full[kPages], ready[kPages], empty[kPages];
   Slot<P> slots[kSlots];
   typename P::Barrier parted;  // both loaders have come to their end
-  Filled filled[2];
+  uint32_t passed[2];            // pages that they have come by
   Dims dims;
   StepView step;
   Scratch scratch;

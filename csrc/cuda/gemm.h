@@ -2,6 +2,7 @@
 #pragma once
 #include "plan.h"
 #include "results.h"
+#include "tensor_core.h"
 
 namespace mk {
 

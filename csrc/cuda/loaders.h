@@ -25,50 +25,50 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use,
   }
 }
 
-// No block may end with loads under way, as after an abort. Both loaders come here in the end, so that the last fill
-// of each slot is known.
+// Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a block must not
+// end before they do. Whoever was behind arrives where the other was ahead, so that the phases of all pages complete.
 template <class P>
-MK_FN void settle_loads(P& p, Block<P>& block, int loader, const Filled& filled) {
-  if (p.lane() == 0) block.filled[loader] = filled;
+MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
+  if (p.lane() == 0) block.passed[loader] = page;
   p.arrive(block.parted);
   p.wait_always(block.parted, 0);
-  for (int s = 0; s < kPages; ++s) {
-    const uint32_t a = block.filled[0].last(s), b = block.filled[1].last(s), last = a > b ? a : b;
-    if (last > 0) p.wait_always(block.full[s], page_of(last - 1).parity);
-  }
+  const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
+  for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
+  for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
+    p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
 }
 
 template <class P>
 MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  Filled filled;
+  uint32_t page = 0;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     p.wait_always(slot.fetched, slot_parity(j));
     if (slot.task.end()) break;
     uint64_t begin = 0;
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
-      const Page at = page_of(filled.page);
+      const Page at = page_of(page);
       if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
       if (use.fill == Fill::kWeights) {
         if (begin == 0) begin = p.now();
         fill(p, block, params, use, at.slot);
-      } else if (use.fill == Fill::kOutput) {
+      } else {
         p.arrive(block.full[at.slot]);
       }
-      filled.pass(at.slot, use.fill != Fill::kInputs);
+      ++page;
       return true;
     });
     if (begin) p.trace(slot.task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.retired);
   }
-  settle_loads(p, block, 0, filled);
+  settle_loads(p, block, 0, page);
 }
 
 template <class P>
 MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  Filled filled;
+  uint32_t page = 0;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     p.wait_always(slot.fetched, slot_parity(j));
@@ -85,15 +85,19 @@ MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
         if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
         p.fence_async();
       }
-      const Page at = page_of(filled.page);
+      const Page at = page_of(page);
       if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
-      if (use.fill == Fill::kInputs) fill(p, block, params, use, at.slot);
-      filled.pass(at.slot, use.fill == Fill::kInputs);
+      if (use.fill == Fill::kInputs) {
+        fill(p, block, params, use, at.slot);
+      } else {
+        p.arrive(block.full[at.slot]);
+      }
+      ++page;
       return true;
     });
     p.arrive(slot.retired);
   }
-  settle_loads(p, block, 1, filled);
+  settle_loads(p, block, 1, page);
 }
 
 }  // namespace mk

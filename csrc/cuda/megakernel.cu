@@ -21,8 +21,8 @@ constexpr int kAlignment = 1024;
 static_assert(sizeof(Shared) + kAlignment <= kSharedBytes, "a block's shared memory must fit");
 
 // Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that compute.
-#define MK_SERVICE_REGISTERS 40
-#define MK_CONSUMER_REGISTERS 232
+#define MK_SERVICE_REGISTERS 64
+#define MK_CONSUMER_REGISTERS 224
 
 #if MK_TRACE
 // SM clock and wall clock, just after a step of the latter.

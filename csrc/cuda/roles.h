@@ -17,7 +17,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.dims = params.dims[block.rank];
     block.step = step_view(params.step_words, block.dims);
     for (int i = 0; i < kPages; ++i) {
-      p.init(block.full[i], 1);
+      p.init(block.full[i], 2);
       p.init(block.ready[i], kConsumerWarps);
       p.init(block.empty[i], kConsumerWarps);
     }

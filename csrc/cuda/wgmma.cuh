@@ -24,23 +24,6 @@ __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b, u
       : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ __forceinline__ void multiply_256(float* v, uint64_t a, uint64_t b, uint32_t add) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %130, 0;"
-      " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 0; }"
-      : MK_ACC_64(v, 0), MK_ACC_64(v, 64)
-      : "l"(a), "l"(b), "r"(add));
-}
-
 #undef MK_ACC_64
 #undef MK_ACC_32
 #undef MK_ACC_8
@@ -62,25 +45,17 @@ class Accumulators {
 
   __device__ __forceinline__ void clear() { add_ = 0; }
 
-  // Adds the product of pages a [128 rows][64] and b [256 columns][64], of which the second half may be missing
-  // (kHalves 1). The pages are being read until settle().
+  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1. The pages are being read until settle().
   template <int kHalves>
   __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
     const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
     const uint64_t first = k_major_descriptor(shared(b0));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    if (kHalves == 2 && static_cast<const char*>(b1) == static_cast<const char*>(b0) + 128 * kTileRowBytes) {
-      MK_UNROLL for (int k = 0; k < 4; ++k) {
-        multiply_256(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
-        add_ = 1;
-      }
-    } else {
-      const uint64_t second = kHalves == 2 ? k_major_descriptor(shared(b1)) : 0;
-      MK_UNROLL for (int k = 0; k < 4; ++k) {
-        multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
-        if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep, add_);
-        add_ = 1;
-      }
+    const uint64_t second = kHalves == 2 ? k_major_descriptor(shared(b1)) : 0;
+    MK_UNROLL for (int k = 0; k < 4; ++k) {
+      multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
+      if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep, add_);
+      add_ = 1;
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }

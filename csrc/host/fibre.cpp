@@ -81,7 +81,7 @@ void Scheduler::pause() {
 }
 
 void Scheduler::block(Waiters& waiters) {
-  current_->blocked = true;
+  current_->waiting = &waiters;
   current_->next = waiters.first;
   waiters.first = current_;
   leave();
@@ -90,9 +90,15 @@ void Scheduler::block(Waiters& waiters) {
 void Scheduler::wake(Waiters& waiters) {
   for (Fibre* fibre = std::exchange(waiters.first, nullptr); fibre != nullptr;) {
     Fibre* next = std::exchange(fibre->next, nullptr);
-    fibre->blocked = false;
+    fibre->waiting = nullptr;
     make_ready(fibre);
     fibre = next;
+  }
+}
+
+void Scheduler::wake_all() {
+  for (const std::unique_ptr<Fibre>& fibre : fibres_) {
+    if (fibre->waiting != nullptr) wake(*fibre->waiting);
   }
 }
 

@@ -11,12 +11,15 @@
 
 namespace mk {
 
+struct Waiters;
+
 struct Fibre {
   jmp_buf context;
   ucontext_t start;
   std::function<void()> body;
   Fibre* next = nullptr;  // of those who wait for the same
-  bool begun = false, ended = false, slow = false, blocked = false;
+  Waiters* waiting = nullptr;
+  bool begun = false, ended = false, slow = false;
 };
 
 // Who waits for one thing.

@@ -16,7 +16,18 @@ from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
 from .options import AddVerb
 
-_PACKAGES = ("megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings", "cupy-cuda13x")
+_PACKAGES = (
+    "megakernel",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "tokenizers",
+    "huggingface_hub",
+    "perfetto",
+    "torch",
+    "cuda-bindings",
+    "cupy-cuda13x",
+)
 _SEEDS, _REPEATS = 3, 20  # of each case: other data, and runs that must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 

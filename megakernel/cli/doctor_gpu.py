@@ -76,7 +76,7 @@ class Case:
     name: str
     config: LlamaConfig
     tokens: int
-    matmul: str = "auto"
+    matmul: str
     tp: int = 1
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..errors import MegakernelError
 from ..isa import KV_BLOCK, Dims, Dtype
+from ..isa.launch import PAGES
 from ..machine import Machine, host
 from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import LlamaConfig
@@ -47,8 +48,8 @@ def choose_backend(name: str, config: LlamaConfig, dtype: Dtype | None) -> tuple
     from .cuda.availability import missing
     from .cuda.limits import refusal
 
-    device_dtype = dtype or Dtype.BF16
-    lack = missing() or refusal(replace(weight_dims(config, device_dtype), page=KV_BLOCK))
+    device_dtype = Dtype.BF16 if dtype is None else dtype
+    lack = missing() or refusal(replace(weight_dims(config, device_dtype), page=KV_BLOCK, pages=PAGES))
     if lack is None:
         return "cuda", device_dtype
     if name == "auto":
@@ -75,7 +76,7 @@ def create(
     threads: int | None = None,
     ranks: str = "threads",
 ) -> Backend:
-    """The backend `name` (one of BACKENDS; auto as `choose_backend` says) with the checkpoint's weights and a KV pool of `pages` pages.
+    """The backend `name` (auto as `choose_backend` says) with the checkpoint's weights and a KV pool of `pages` pages.
 
     `threads` defaults to the cores this process may use; the reference backend has one. `null` is the CPU backend
     without arithmetic. `ranks` (one of RANKS) says what executes dims.tp ranks on a CPU; in a torchrun job these are

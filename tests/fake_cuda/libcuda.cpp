@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "params.h"
+#include "../../csrc/host/tensor_map.h"
 
 namespace {
 
@@ -332,7 +332,7 @@ int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads
                    Stream* stream, void** arguments, void**) {
   return launch(f, x, threads, shared, stream, arguments, false);
 }
-// The map holds what it was made from: address, sizes, strides, box.
+// As the host's bulk copy engine reads it.
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                            int swizzle, int, int) {
@@ -343,14 +343,20 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
     if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1)
       return kInvalidValue;
   }
-  if (strides[0] % 16 || strides[1] % 16 || box[0] * item > 128) return kInvalidValue;
+  if (strides[0] % 16 || strides[1] % 16) return kInvalidValue;
+  if (box[0] * item != 128 || box[1] != mk::kBoxRows || box[2] != 1) return kInvalidValue;
   if (!on_device(reinterpret_cast<uint64_t>(address), strides[1] * (sizes[2] - 1) + strides[0] * sizes[1]))
     return kInvalidValue;
-  uint64_t* words = static_cast<uint64_t*>(map);
-  memset(words, 0, mk::kMapBytes);
-  const uint64_t values[] = {reinterpret_cast<uint64_t>(address), sizes[0], sizes[1],  sizes[2], strides[0],
-                             strides[1],                          box[0],   uint64_t{box[1]}, uint64_t{box[2]}, item};
-  memcpy(words, values, sizeof values);
+  const mk::HostMap made{static_cast<char*>(address),
+                         static_cast<int64_t>(strides[0]),
+                         static_cast<int64_t>(strides[1]),
+                         static_cast<int32_t>(sizes[0]),
+                         static_cast<int32_t>(sizes[1]),
+                         static_cast<int32_t>(sizes[2]),
+                         static_cast<int32_t>(item),
+                         0};
+  memset(map, 0, mk::kMapBytes);
+  memcpy(map, &made, sizeof made);
   return kOk;
 }
 

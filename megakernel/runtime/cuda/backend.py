@@ -169,8 +169,8 @@ class CudaBackend:
             room, need = self._kernel(gpu, trace=False).blocks, len(ranks) * program.workers
             if need > room:
                 raise MegakernelError(
-                    f"the program has {program.workers} workers for each of {len(ranks)} ranks, GPU {gpu.ordinal} holds "
-                    f"{room} at once: compile it with --workers {room // len(ranks)}"
+                    f"the program has {program.workers} workers for each of {len(ranks)} ranks, "
+                    f"GPU {gpu.ordinal} holds {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
     def _kernel(self, gpu: Gpu, *, trace: bool) -> Kernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype
+from ...isa.launch import PAGES
 
 
 def refusal(dims: Dims) -> str | None:
@@ -14,6 +15,8 @@ def refusal(dims: Dims) -> str | None:
     for name in ("hidden", "ffn"):
         if (size := getattr(dims, name)) % 8:
             return f"{name} is {size}, it takes multiples of 8"
+    if dims.pages != PAGES:
+        return "the program was not compiled for its shared memory: compile it for an h100 or h200"
     if not dims.page == dims.kv_block == KV_BLOCK:
         return f"the program has KV pages of {dims.page} tokens, it takes {KV_BLOCK}: compile it for an h100 or h200"
     return None

@@ -56,10 +56,11 @@ class Grid:
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
+        dims = b"".join(bytes(CDims.of(program.rank_dims(rank))) for rank in range(program.ranks))
         self._tables = Tables(
             gpu,
             {
-                "dims": np.frombuffer(b"".join(bytes(CDims.of(program.rank_dims(r))) for r in range(program.ranks)), "u1"),
+                "dims": np.frombuffer(dims, np.uint8),
                 **{f"records{i}": s.records for i, s in enumerate(lists)},
                 **{f"offsets{i}": s.offsets.astype(np.int32) for i, s in enumerate(lists)},
                 "totals0": program.totals_first.astype(np.int32),
@@ -71,7 +72,7 @@ class Grid:
                 "maps": heap.maps(program.dims),
                 "words": StepTable(program.dims).words,
             },
-        )  # fmt: skip
+        )
         t = self._tables
         self.params: Any = Params(
             dims=t["dims"],
@@ -221,7 +222,7 @@ class Loaded:
         """Why the last launch was given up; None where it was not."""
         for answer in self._answers:
             if answer[_ABORT : _ABORT + 4].any():
-                diagnosis = Diagnosis.from_buffer_copy(answer)
+                diagnosis = Diagnosis.from_buffer_copy(answer.tobytes())
                 return describe(self.program, diagnosis) if diagnosis.set else "it was stopped"
         return None
 
@@ -265,7 +266,7 @@ def describe(program: Program, d: Any) -> str:
 def _check_records(program: Program) -> None:
     """Raise MegakernelError for words that would reach outside the program's tables."""
 
-    def bad(where: str, wrong: NDArray[np.bool_], what: str) -> None:
+    def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():
             index = int(np.argwhere(wrong)[0][0])
             raise MegakernelError(f"the program cannot be executed: record {index} of {where} {what}")

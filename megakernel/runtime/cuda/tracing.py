@@ -100,7 +100,7 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """Nanoseconds between two values of the global timer: what all its stamps are multiples of, apart from the first."""
+    """Nanoseconds between two values of the global timer: all its stamps lie so many apart, or a multiple."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 

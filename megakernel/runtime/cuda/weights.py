@@ -73,6 +73,6 @@ def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: 
         free, _ = gpu.memory()
         if need > free:
             raise MegakernelError(
-                f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, {free / 1e9:.1f} GB are free beside "
-                "its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
+                f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, {free / 1e9:.1f} GB are free "
+                "beside its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
             )
