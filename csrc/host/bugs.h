@@ -12,7 +12,7 @@ enum class Bug : int32_t {
   kRelaxedSignal,    // the storer's signals release nothing
   kNoInputFence,     // the input loader loads what it has waited for without a proxy fence
   kNoOutputFence,    // a consumer warp leaves what it has written unfenced
-  kWrongPhase,       // the weight loader forgets that phases alternate
+  kWrongPhase,       // a consumer warp waits for the phase of a page before the one it needs
   kEarlySignal,      // the storer signals before its stores have completed
 };
 
@@ -29,8 +29,8 @@ class Planted : public Base {
     Base::arrive(barrier, count);
   }
   bool wait(Barrier& barrier, uint32_t parity) {
-    const bool forgets = bug_ == Bug::kWrongPhase && this->warp() == kWeightWarp;
-    return Base::wait(barrier, forgets ? 1 : parity);
+    const bool wrong = bug_ == Bug::kWrongPhase && this->warp() == kWarps - 1 && this->is_full(barrier);
+    return Base::wait(barrier, wrong ? parity ^ 1 : parity);
   }
   void wait_read(int pending) {
     if (bug_ != Bug::kEarlyRelease) Base::wait_read(pending);

@@ -207,6 +207,7 @@ class FibreWarp {
   std::string describe() const;
 
  protected:
+  bool is_full(const Barrier& barrier) const { return FibreBlock::index(block_.full, barrier) >= 0; }
   bool is_empty(const Barrier& barrier) const { return FibreBlock::index(block_.empty, barrier) >= 0; }
 
  private:

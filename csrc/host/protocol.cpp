@@ -17,7 +17,7 @@ constexpr int kReportedWaits = 40;
 class Launch {
  public:
   Launch(const Params& params, uint64_t seed, Bug bug)
-      : count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
+      : seed_(seed), count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
     for (int32_t i = 0; i < count_; ++i) {
       Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
       FibreBlock& block = blocks_.emplace_back(
@@ -32,10 +32,10 @@ class Launch {
     }
   }
 
-  // What went wrong; empty: nothing.
+  // What went wrong, with the seed that repeats it; empty: nothing.
   std::string run() {
     if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
-    return world_.wrong;
+    return world_.wrong.empty() ? "" : "seed " + std::to_string(seed_) + ": " + world_.wrong;
   }
 
  private:
@@ -66,6 +66,7 @@ class Launch {
     return true;
   }
 
+  const uint64_t seed_;
   const int32_t count_;
   FibreWorld world_;
   std::deque<std::unique_ptr<Block<Warp>>> memory_;
@@ -78,7 +79,7 @@ class Launch {
 
 extern "C" {
 
-// Runs a launch; 0 and `message` says what went wrong. Its `seed` repeats a run.
+// Runs a launch. Where it gives 0, `message` says what went wrong.
 __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed, int32_t bug,
                                                                char* message, int32_t size) {
   mk::Launch launch(*params, seed, static_cast<mk::Bug>(bug));

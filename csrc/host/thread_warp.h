@@ -134,6 +134,7 @@ class ThreadWarp {
   void stall(uint64_t) {}
 
  protected:
+  bool is_full(const Barrier&) const { return false; }
   bool is_empty(const Barrier&) const { return false; }
 
  private:
