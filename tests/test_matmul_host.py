@@ -38,7 +38,7 @@ class Pair:
     def __init__(self, library: ctypes.CDLL, dims: Dims) -> None:
         self.library, self.dims = library, dims
         self.ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
-        self.reference = ReferenceBackend(RandomCheckpoint(dims), dims, PAGES, dtype=Dtype.BF16)
+        self.reference = ReferenceBackend(RandomCheckpoint(replace(dims, tp=1)), dims, PAGES, dtype=Dtype.BF16)
         rng = np.random.default_rng(0)
         self.arrays: list[dict[Buffer, NDArray[Any]]] = []
         for rank in range(dims.tp):

@@ -10,9 +10,11 @@
 #if defined(__CUDACC__)
 #define MK_FN __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
+#define MK_LOOP _Pragma("unroll 1")  // not unrolled
 #else
 #define MK_FN inline
 #define MK_UNROLL
+#define MK_LOOP
 #endif
 
 namespace mk {

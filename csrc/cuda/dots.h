@@ -27,7 +27,7 @@ class Dots {
   // Adds `n` products of each output. `input(r)` is the piece of row r.
   template <class Input>
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows, const Input& input) {
-    Eight first[kVectors], second[kVectors];
+    Words first[kVectors], second[kVectors];
     const int lane = p.lane();
     MK_UNROLL for (int v = 0; v < kVectors; ++v) {
       first[v] = part(w0, v, lane, n);
@@ -37,10 +37,12 @@ class Dots {
       if (r >= rows) break;
       const unsigned char* x = input(r);
       MK_UNROLL for (int v = 0; v < kVectors; ++v) {
-        const Eight in = part(x, v, lane, n);
-        MK_UNROLL for (int i = 0; i < 8; ++i) {
-          sum_[r].a += in.v[i] * first[v].v[i];
-          sum_[r].b += in.v[i] * second[v].v[i];
+        const Words in = part(x, v, lane, n);
+        MK_UNROLL for (int i = 0; i < 4; ++i) {
+          sum_[r].a += low_half(in.w[i]) * low_half(first[v].w[i]);
+          sum_[r].b += low_half(in.w[i]) * low_half(second[v].w[i]);
+          sum_[r].a += high_half(in.w[i]) * high_half(first[v].w[i]);
+          sum_[r].b += high_half(in.w[i]) * high_half(second[v].w[i]);
         }
       }
     }
@@ -66,16 +68,9 @@ class Dots {
   static constexpr int kVectors = kPiece / 8 / P::kLanes;
 
   // Eight elements of a piece of n; zero beyond its end.
-  MK_FN static Eight part(const unsigned char* piece, int vector, int lane, int n) {
+  MK_FN static Words part(const unsigned char* piece, int vector, int lane, int n) {
     const int at = (vector * P::kLanes + lane) * 8;
-    Words words{};
-    if (at < n) words = *reinterpret_cast<const Words*>(piece + 2 * at);
-    Eight out;
-    MK_UNROLL for (int i = 0; i < 4; ++i) {
-      out.v[2 * i] = low_half(words.w[i]);
-      out.v[2 * i + 1] = high_half(words.w[i]);
-    }
-    return out;
+    return at < n ? *reinterpret_cast<const Words*>(piece + 2 * at) : Words{};
   }
 
   Pair sum_[kDotRows];

@@ -16,7 +16,6 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   const auto release = [&](int first) {
     MK_UNROLL for (int i = 0; i < kStep; ++i) pages.release(first + i);
   };
-  acc.clear();
   for (int s = 0; s < steps; ++s, page += kStep) {
     const unsigned char* a = pages.full(page);
     const unsigned char* b0 = pages.full(page + 1);
@@ -41,46 +40,54 @@ MK_FN int pass_over(Pages& pages, int page, int count) {
   return page;
 }
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(block, h, e, to)` puts a
-// pair at an address. Returns the page after the last.
-template <int kElement, int kBlocks, class Accumulators, class Pages, class Write>
-MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, const Accumulators& acc,
-                     const Write& write) {
-  constexpr int kStep = kTileRowBytes / kElement / kBlockCols;
-  MK_UNROLL for (int first = 0; first < kBlocks; first += kStep) {
-    if (first >= blocks) break;
-    unsigned char* out = pages.writable(page);
+// Both below take the results kTurn blocks at a time: unrolled over all of them, their code would not fit a cache.
+constexpr int kTurn = 4;
+
+// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(i, h, e, block, to)` puts
+// a pair of accumulator block i, which is the chunk's block `block`, at an address. kSpan: as of shift(). Returns the page
+// after the last.
+template <int kElement, int kSpan, class Accumulators, class Pages, class Write>
+MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, Accumulators& acc, const Write& write) {
+  constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
+  unsigned char* out = nullptr;
+  MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
+    if (first % kOfPage == 0) out = pages.writable(page);
     if (!idle) {
-      MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-        MK_UNROLL for (int i = 0; i < kStep; ++i) {
-          if (first + i >= blocks) break;
+      MK_UNROLL for (int i = 0; i < kTurn; ++i) {
+        if (first + i >= blocks) break;
+        MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
           MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
-            write(first + i, h, e, out + tile_offset(acc.row(h), (i * kBlockCols + acc.col(e)) * kElement));
+            const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
+            write(i, h, e, first + i, out + tile_offset(acc.row(h), col * kElement));
           }
         }
       }
+      acc.template shift<kTurn, kSpan>();
     }
-    pages.ready(page++);
+    if ((first + kTurn) % kOfPage == 0 || first + kTurn >= blocks) pages.ready(page++);
   }
   return page;
 }
 
 // Hands each pair of results that the tile has to `to.store`; `cols` columns from `col` on.
 template <class Accumulators, class To>
-MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
+MK_FN void store_results(Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
   typename To::Row rows[Accumulators::kRows]{};
   MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
     if (acc.row(h) < m.rows) rows[h] = to.row(m.row + acc.row(h));
   }
-  MK_UNROLL for (int i = 0; i < 2 * kPageBlocks; ++i) {
-    if (i * kBlockCols >= cols) break;
-    MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
-      if (i * kBlockCols + acc.col(e) >= cols) continue;
-      const auto column = to.column(col + i * kBlockCols + acc.col(e));
-      MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-        if (acc.row(h) < m.rows) to.store(rows[h], column, acc.low(i, h, e), acc.high(i, h, e));
+  MK_LOOP for (int first = 0; first < cols; first += kTurn * kBlockCols) {
+    MK_UNROLL for (int i = 0; i < kTurn; ++i) {
+      MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
+        const int at = first + i * kBlockCols + acc.col(e);
+        if (at >= cols) continue;
+        const auto column = to.column(col + at);
+        MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
+          if (acc.row(h) < m.rows) to.store(rows[h], column, acc.low(i, h, e), acc.high(i, h, e));
+        }
       }
     }
+    acc.template shift<kTurn, 2 * kPageBlocks>();
   }
 }
 
@@ -88,10 +95,10 @@ MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m,
 template <class P, class Pages>
 MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
   const int steps = ceil_div(m.k, kTileInner);
-  typename P::Accumulators acc(c.warp);
-  const bool idle = acc.first_row() >= m.rows;
+  const bool idle = c.warp / 4 * 64 >= m.rows;  // the warpgroup
   for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
     const int col = m.col + done, cols = lower(m.cols - done, chunk_cols(m)), blocks = ceil_div(cols, kBlockCols);
+    typename P::Accumulators acc(c.warp);
     const bool both = m.halves == 2 || cols > kTileRows;
     if (idle) {
       page = pass_over(pages, page, steps * (both ? 3 : 2));
@@ -111,24 +118,24 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
       case Opcode::down_proj: {
         const ToResidual to = residual(c, opcode);
         page = fill_pages<4, 2 * kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, int block, unsigned char* out) {
               *reinterpret_cast<Pair*>(out) =
-                  to.value(col + i * kBlockCols + acc.col(e), acc.low(i, h, e), acc.high(i, h, e));
+                  to.value(col + block * kBlockCols + acc.col(e), acc.low(i, h, e), acc.high(i, h, e));
             });
         break;
       }
       case Opcode::o_partial:
       case Opcode::down_partial:
         page = fill_pages<2, 2 * kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, int, unsigned char* out) {
               store_pair(reinterpret_cast<uint16_t*>(out), acc.low(i, h, e), acc.high(i, h, e));
             });
         break;
       case Opcode::gate_up_silu: {
         const ToActivation to(c);
         page = fill_pages<2, kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, unsigned char* out) {
-              const int at = col + i * kBlockCols + acc.col(e), up = kPageBlocks + i;
+            pages, page, blocks, idle, acc, [&](int i, int h, int e, int block, unsigned char* out) {
+              const int at = col + block * kBlockCols + acc.col(e), up = kPageBlocks + i;
               store_pair(reinterpret_cast<uint16_t*>(out), to.value(at, acc.low(i, h, e), acc.low(up, h, e)),
                          to.value(at + 1, acc.high(i, h, e), acc.high(up, h, e)));
             });

@@ -41,7 +41,13 @@ class ToQkv {
   };
 
   MK_FN explicit ToQkv(const Call& c)
-      : c_(c), d_(*c.dims), bias_(d_.attention_bias ? c.at<float>(Buffer::B_QKV) : nullptr) {}
+      : c_(c),
+        d_(*c.dims),
+        q_cols_(d_.q_cols()),
+        kv_cols_(d_.kv_cols()),
+        head_dim_(d_.head_dim),
+        page_(d_.page),
+        bias_(d_.attention_bias ? c.at<float>(Buffer::B_QKV) : nullptr) {}
 
   MK_FN Row row(int r) const {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim, c_.at<uint16_t>(Buffer::Q) + int64_t{r} * d_.q_cols(),
@@ -64,13 +70,13 @@ class ToQkv {
   };
 
   MK_FN Column column(int col) const {
-    const int k = col - d_.q_cols(), v = k - d_.kv_cols();
+    const int k = col - q_cols_, v = k - kv_cols_;
     const Pair bias = bias_ ? *reinterpret_cast<const Pair*>(bias_ + col) : Pair{0, 0};
-    if (k < 0) return {Buffer::Q, col % d_.head_dim, col, bias};
+    if (k < 0) return {Buffer::Q, col % head_dim_, col, bias};
     // Heads follow each other, elements are a page's tokens apart.
-    if (v < 0) return {Buffer::K_CACHE, k % d_.head_dim, int64_t{k} * d_.page, bias};
-    const int head = v / d_.head_dim, element = v - head * d_.head_dim;
-    return {Buffer::V_CACHE, element, int64_t{head} * d_.page * d_.head_dim + element, bias};
+    if (v < 0) return {Buffer::K_CACHE, k % head_dim_, int64_t{k} * page_, bias};
+    const int head = v / head_dim_, element = v - head * head_dim_;
+    return {Buffer::V_CACHE, element, int64_t{head} * page_ * head_dim_ + element, bias};
   }
 
   MK_FN void store(const Row& row, const Column& column, float a, float b) const {
@@ -85,13 +91,14 @@ class ToQkv {
       store_pair(row.q + column.at, x, y);
     } else if (row.k) {
       row.k[column.at] = to_bf16(x);
-      row.k[column.at + d_.page] = to_bf16(y);
+      row.k[column.at + page_] = to_bf16(y);
     }
   }
 
  private:
   const Call& c_;
   const Dims& d_;
+  const int q_cols_, kv_cols_, head_dim_, page_;
   const float* const bias_;
 };
 

@@ -9,11 +9,10 @@ namespace mk {
 #define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
 #define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
 
-// v [64 rows][columns] = a [64][16] b [columns][16] ^T, plus v where `add` is not 0. The warpgroup's four warps
-// together; asynchronous.
-__device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b, uint32_t add) {
+// v [64 rows][128 columns] += a [64][16] b [128][16] ^T. The warpgroup's four warps together; asynchronous.
+__device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0;"
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0;"
       " wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -21,29 +20,27 @@ __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b, u
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, %64, %65, p, 1, 1, 0, 0; }"
       : MK_ACC_64(v, 0)
-      : "l"(a), "l"(b), "r"(add));
+      : "l"(a), "l"(b));
 }
 
 #undef MK_ACC_64
 #undef MK_ACC_32
 #undef MK_ACC_8
 
-// Results of rows row(0), row(1): blocks of 8 columns, of which a lane has one pair.
+// Results of rows row(0), row(1): 32 blocks of 8 columns, of which a lane has one pair.
 class Accumulators {
  public:
   static constexpr int kRows = 2, kPairs = 1;
 
-  __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp), lane_(threadIdx.x % 32) {}
+  __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp), lane_(threadIdx.x % 32) {
+    MK_UNROLL for (int i = 0; i < 128; ++i) v_[i] = 0.0f;
+  }
 
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
-  // Of its warpgroup.
-  __device__ __forceinline__ int first_row() const { return warp_ / 4 * 64; }
   // Column in its block of 8.
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
   __device__ __forceinline__ float low(int block, int h, int) const { return v_[4 * block + 2 * h]; }
   __device__ __forceinline__ float high(int block, int h, int) const { return v_[4 * block + 2 * h + 1]; }
-
-  __device__ __forceinline__ void clear() { add_ = 0; }
 
   // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1. The pages are being read until settle().
   template <int kHalves>
@@ -53,11 +50,19 @@ class Accumulators {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const uint64_t second = kHalves == 2 ? k_major_descriptor(shared(b1)) : 0;
     MK_UNROLL for (int k = 0; k < 4; ++k) {
-      multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep, add_);
-      if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep, add_);
-      add_ = 1;
+      multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep);
+      if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+
+  // Each span of kSpan blocks loses its first kBlocks, so that a loop that is no longer than it must be can take the
+  // results at places that are known when it is compiled.
+  template <int kBlocks, int kSpan>
+  __device__ __forceinline__ void shift() {
+    MK_UNROLL for (int i = 0; i < 128; ++i) {
+      if (i % (4 * kSpan) < 4 * (kSpan - kBlocks)) v_[i] = v_[i + 4 * kBlocks];
+    }
   }
 
   // All steps but the last `kPending` have read their pages. With 0 the results are there.
@@ -75,7 +80,6 @@ class Accumulators {
   }
 
   float v_[128];
-  uint32_t add_ = 0;
   const int warp_, lane_;
 };
 

@@ -10,13 +10,10 @@ class HostAccumulators {
 
   explicit HostAccumulators(int warp) : warp_(warp) {}
 
-  int first_row() const { return warp_ / 4 * 64; }
   int row(int h) const { return warp_ * kRows + h; }
   int col(int e) const { return 2 * e; }
-  float low(int block, int h, int e) const { return sum_[h][8 * block + 2 * e]; }
-  float high(int block, int h, int e) const { return sum_[h][8 * block + 2 * e + 1]; }
-
-  void clear() { memset(sum_, 0, sizeof sum_); }
+  float low(int block, int h, int e) const { return sum_[h][8 * (shifted_ + block) + 2 * e]; }
+  float high(int block, int h, int e) const { return sum_[h][8 * (shifted_ + block) + 2 * e + 1]; }
 
   template <int kHalves>
   void step(const unsigned char* a, const unsigned char* b0, const unsigned char* b1) {
@@ -32,6 +29,11 @@ class HostAccumulators {
   template <int kPending>
   void settle() {}
 
+  template <int kBlocks, int kSpan>
+  void shift() {
+    shifted_ += kBlocks;
+  }
+
  private:
   static float element(const unsigned char* page, int row, int k) {
     uint16_t bits;
@@ -40,7 +42,8 @@ class HostAccumulators {
   }
 
   const int warp_;
-  float sum_[kRows][256];
+  int shifted_ = 0;  // blocks
+  float sum_[kRows][256] = {};
 };
 
 }  // namespace mk
