@@ -10,8 +10,6 @@ namespace {
 
 using namespace mk;
 
-constexpr int kThreadsOfConsumers = 32 * kConsumerWarps;
-
 struct Warp {
   static constexpr int kLanes = 32;
 
@@ -29,10 +27,13 @@ struct Warp {
 extern __shared__ __align__(1024) unsigned char pages_of_block[];
 
 struct AnyPages {
-  volatile int taken;
-  __device__ const unsigned char* take() { return pages_of_block + taken * kPageBytes; }
-  __device__ void release() { taken = taken + 1; }
-  __device__ void skip(int n) { taken = taken + n; }
+  int taken;
+  __device__ const unsigned char* take() {
+    asm volatile("" : "+r"(taken)::"memory");
+    return pages_of_block + taken % kPages * kPageBytes;
+  }
+  __device__ void release() { ++taken; }
+  __device__ void skip(int n) { taken += n; }
   __device__ void done(int) {}
 };
 
@@ -50,16 +51,22 @@ __device__ Call make_call(const Arguments& a) {
           &scratch,
           a.params.sample_scratch,
           0,
-          static_cast<int32_t>(threadIdx.x / 32)};
+          static_cast<int32_t>(threadIdx.x / 32) - 4};
 }
 
 }  // namespace
 
-#define BODY(name, Operands)                                           \
-  extern "C" __global__ void __launch_bounds__(kThreadsOfConsumers, 1) \
-      name##_body(const __grid_constant__ Arguments a, Operands op) {  \
-    Warp p;                                                            \
-    name(p, make_call(a), op);                                         \
+// As in the megakernel: four warps give registers to eight, which run the body.
+#define BODY(name, Operands, ...)                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                           \
+      name##_body(const __grid_constant__ Arguments a, Operands op, AnyPages pages) { \
+    if (threadIdx.x / 32 < 4) {                                                       \
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");                            \
+    } else {                                                                          \
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");                           \
+      Warp p;                                                                         \
+      name(p, make_call(a), op, ##__VA_ARGS__);                                       \
+    }                                                                                 \
   }
 
 BODY(embed, Embed)
@@ -68,9 +75,4 @@ BODY(attn_norm, AttnNorm)
 BODY(final_norm, FinalNorm)
 BODY(o_reduce, OReduce)
 BODY(sample, Sample)
-
-extern "C" __global__ void __launch_bounds__(kThreadsOfConsumers, 1)
-    attention_body(const __grid_constant__ Arguments a, Attention op, AnyPages pages) {
-  Warp p;
-  attention(p, make_call(a), op, pages);
-}
+BODY(attention, Attention, pages)

@@ -296,7 +296,7 @@ def test_hostile_logits(library: ctypes.CDLL) -> None:
 
 
 def test_device_code(tmp_path: Path) -> None:
-    """No body spills, has a stack or needs more registers than a consumer thread has."""
+    """With the registers of a consumer thread no body spills or has a stack, and the compiler obeys."""
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not found")
@@ -304,9 +304,7 @@ def test_device_code(tmp_path: Path) -> None:
     source, target = str(ROOT / "tests" / "cuda_ops.cu"), str(tmp_path / "ops.cubin")
     done = subprocess.run([nvcc, *flags, *INCLUDES, "-cubin", source, "-o", target], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    line = r"function '(\w+)_body'.*?(\d+) bytes stack frame, (\d+) bytes spill.*?Used (\d+) registers"
-    report = re.findall(line, done.stderr, re.S)
+    assert "C75" not in done.stderr, "setmaxnreg is ignored"
+    report = re.findall(r"function '(\w+)_body'.*?(\d+) bytes stack frame, (\d+) bytes spill", done.stderr, re.S)
     assert len(report) == 7
-    for name, stack, spill, registers in report:
-        assert (stack, spill) == ("0", "0"), name
-        assert int(registers) <= 232, name
+    assert [name for name, stack, spill in report if (stack, spill) != ("0", "0")] == []

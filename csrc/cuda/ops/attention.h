@@ -55,20 +55,20 @@ class AttentionItem {
   MK_FN void run_pass(int begin, int end, int tiles) {
     const int unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
-    const QueryRows q = query_rows(own < 0 ? 0 : own, unit % tiles * kQueryTile);
+    const int first = unit % tiles * kQueryTile;
+    const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0, narrow = d_.head_dim <= kTileInner;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
     bool started = false;
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       for (int head = begin / tiles; head <= (end - 1) / tiles; ++head) {
-        if (head != own || !sees(q, block)) {
+        if (head != own || last < block * kKvBlock) {
           pages_.skip(narrow ? 2 : 4);  // keys and values: of narrow heads a page each, else halves
           continue;
         }
         const unsigned char* keys = pages_.take();
-        if (!started)
-          tile.start([&](int i) { return query(q, i); });  // its counters hold when a page is full
+        if (!started) start(tile, query_rows(own, first));  // its counters hold when a page is full
         started = true;
         tile.template scores<0>(keys);
         if (!narrow) {
@@ -77,30 +77,37 @@ class AttentionItem {
         }
         tile.template scores<1>(keys + (narrow ? kPageBytes / 2 : 0));
         pages_.release();
-        tile.softmax(scale, [&](int i) { return q.has(i) ? visible_tokens(d_, position(q, i), block) : 0; });
+        tile.softmax(scale, block);
         if (!split) tile.merge();
-        take_values<0>(tile, q, own, block, split);
-        if (!narrow) take_values<1>(tile, q, own, block, split);
+        take_values<0>(tile, own, first, block, split);
+        if (!narrow) take_values<1>(tile, own, first, block, split);
       }
     }
     if (own < 0 || split) return;
+    const QueryRows q = query_rows(own, first);
     const Ranks ranks = output_ranks();
-    for (int rank = ranks.begin; rank < ranks.end; ++rank)
+    for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       tile.store_results([&](int i) {
         return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) : nullptr;
       });
+    }
   }
 
-  // The block's values, half of them: into the sum, or with m and l to PARTIALS.
+  MK_FN void start(AttentionTile<P>& tile, const QueryRows& q) {
+    tile.start([&](int i) { return query(q, i); },
+               [&](int i) { return s_.positions[q.first_row + q.row(i)]; });
+  }
+
+  // The block's values, half of them: into the sum, or with m and l to PARTIALS. Registers are scarce: what
+  // only a split needs is made anew.
   template <int kHalf>
-  MK_FN void take_values(AttentionTile<P>& tile, const QueryRows& q, int head, int block, bool split) {
-    tile.template values<kHalf>(pages_.take());
+  MK_FN void take_values(AttentionTile<P>& tile, int head, int first, int block, bool split) {
+    tile.template values<kHalf>(pages_.take(), [&](int i) -> float* {
+      if (!split) return nullptr;
+      const QueryRows q = query_rows(head, first);
+      return partial(q.row(i), head, q.head(i), block);
+    });
     pages_.release();
-    if (split) {
-      tile.template store_block<kHalf>([&](int i) { return partial(q.row(i), head, q.head(i), block); });
-    } else {
-      tile.template merge_values<kHalf>();
-    }
   }
 
   // Whether all items of this one's split have left their partials, this one as the last.
@@ -141,9 +148,9 @@ class AttentionItem {
         const float* from = partial(r, head, g, block);
         const float m = load_float(from), l = load_float(from + 1);
         const float block_a = load_float(from + 2 + e), block_b = load_float(from + 3 + e);
-        sums.merge(m, l);
-        a = sums.merged(a, block_a);
-        b = sums.merged(b, block_b);
+        const Rescale scale = sums.merge(m, l);
+        a = scale.merged(a, block_a);
+        b = scale.merged(b, block_b);
       }
       const float share = 1.0f / sums.l;
       for (int rank = ranks.begin; rank < ranks.end; ++rank)
@@ -169,13 +176,11 @@ class AttentionItem {
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
   }
 
-  MK_FN int32_t position(const QueryRows& q, int i) const { return s_.positions[q.first_row + q.row(i)]; }
-
-  // Whether a row of the tile sees the block: the last one sees most.
-  MK_FN bool sees(const QueryRows& q, int block) const {
-    if (!q.has(0)) return false;
+  // Of the tile's last row, which sees most; -1 where it has none.
+  MK_FN int32_t last_position(const QueryRows& q) const {
+    if (!q.has(0)) return -1;
     const int last = lower(kQueryTile, q.rows * q.heads - q.begin) - 1;
-    return visible_tokens(d_, position(q, last), block) > 0;
+    return s_.positions[q.first_row + q.row(last)];
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {

@@ -12,11 +12,12 @@ class AttentionTile {
  public:
   AttentionTile(P&, int head_dim) : head_dim_(head_dim) {}
 
-  template <class Row>
-  void start(Row row) {
+  template <class Row, class Position>
+  void start(Row row, Position position) {
     for (rows_ = 0; rows_ < kQueryTile && row(rows_); ++rows_) {
       for (int e = 0; e < head_dim_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
       for (float& out : out_[rows_]) out = 0.0f;
+      position_[rows_] = position(rows_);
       sums_[rows_] = Softmax{};
     }
   }
@@ -32,10 +33,9 @@ class AttentionTile {
     }
   }
 
-  template <class Visible>
-  void softmax(float scale, Visible visible) {
+  void softmax(float scale, int block) {
     for (int i = 0; i < rows_; ++i) {
-      const int tokens = visible(i);
+      const int tokens = position_[i] + 1 - block * kKvBlock;
       float m = minus_infinity(), l = 0.0f;
       for (int t = 0; t < kKvBlock; ++t) {
         score_[i][t] = t < tokens ? score_[i][t] * scale : minus_infinity();
@@ -52,37 +52,27 @@ class AttentionTile {
     }
   }
 
-  template <int kHalf>
-  void values(const unsigned char* values) {
-    for (int i = 0; i < rows_; ++i) {
-      for (int e = 0; e < 64 && 64 * kHalf + e < head_dim_; ++e) {
-        float sum = 0.0f;
-        for (int t = 0; t < kKvBlock; ++t) sum += score_[i][t] * element(values, t, e);
-        block_out_[i][e] = sum;
-      }
-    }
-  }
-
   void merge() {
     for (int i = 0; i < rows_; ++i) {
-      if (seen_[i]) sums_[i].merge(block_[i].v[0], block_[i].v[1]);
-    }
-  }
-  template <int kHalf>
-  void merge_values() {
-    for (int i = 0; i < rows_; ++i) {
-      for (int e = 64 * kHalf; seen_[i] && e < lower(64 * kHalf + 64, head_dim_); ++e)
-        out_[i][e] = sums_[i].merged(out_[i][e], block_out_[i][e % 64]);
+      if (seen_[i]) scale_[i] = sums_[i].merge(block_[i].v[0], block_[i].v[1]);
     }
   }
 
   template <int kHalf, class To>
-  void store_block(To to) const {
+  void values(const unsigned char* values, To to) {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
-      float* out = to(i);
-      if (kHalf == 0) store_two(out, block_[i]);
-      for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) out[2 + e] = block_out_[i][e % 64];
+      float* store = to(i);
+      if (kHalf == 0 && store) store_two(store, block_[i]);
+      for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) {
+        float o = 0.0f;
+        for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * element(values, t, e % 64);
+        if (store) {
+          store[2 + e] = o;
+        } else {
+          out_[i][e] = scale_[i].merged(out_[i][e], o);
+        }
+      }
     }
   }
 
@@ -103,10 +93,12 @@ class AttentionTile {
 
   const int head_dim_;
   int rows_ = 0;  // those that there are come first
+  int position_[kQueryTile];
   float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
   Softmax sums_[kQueryTile];
-  float score_[kQueryTile][kKvBlock], block_out_[kQueryTile][64];
+  float score_[kQueryTile][kKvBlock];
   Two block_[kQueryTile];  // m, l
+  Rescale scale_[kQueryTile];
   bool seen_[kQueryTile];
 };
 

@@ -18,35 +18,38 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
 }
 
 // Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight
-// columns, then of the others.
+// columns, then of the others. Eight rows further the swizzle is the same, so a constant `row` costs nothing.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane, int row, int col) {
   const int matrix = ldmatrix_matrix(lane);
-  const uint32_t at =
-      tile + tile_offset(row + matrix % 2 * 8 + ldmatrix_row(lane), (col + matrix / 2 * 8) * 2);
+  const uint32_t at = tile + tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), (col + matrix / 2 * 8) * 2) +
+                      row * kTileRowBytes;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                : "r"(at)
                : "memory");
 }
 
-// A lane holds parts of two rows: lane / 4 and 8 more.
+// A lane holds parts of two rows: lane / 4 and 8 more. head_dim is a multiple of 8, so what is asked of an
+// element is asked of all eight of its columns: that costs no register.
 template <class P>
 class AttentionTile {
  public:
   // head_dim: at most kMaxHeadDim and a multiple of 8.
   __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {}
 
-  // row(i): where the elements of query row i lie, null where there is none. Forgets what was before.
-  template <class Row>
-  __device__ void start(Row row) {
+  // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
+  // Forgets what was before.
+  template <class Row, class Position>
+  __device__ void start(Row row, Position position) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const uint16_t* from = row(fragment_row(lane_, half));
       MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
         MK_UNROLL for (int w = half; w < 4; w += 2) {
-          const int element = 16 * k + a_k(lane_, w);
-          query_[k][w] = from && element < head_dim_ ? load_word(from + element) : 0;
+          const int first = 16 * k + a_k(0, w);
+          query_[k][w] = from && first < head_dim_ ? load_word(from + fragment_col(lane_) + first) : 0;
         }
       }
+      position_[half] = from ? position(fragment_row(lane_, half)) : -1;
       sums_[half] = Softmax{};
     }
     MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
@@ -72,12 +75,10 @@ class AttentionTile {
     }
   }
 
-  // Scores become probabilities, rounded to bf16, and the block's m and l; visible(i): tokens that row i
-  // sees.
-  template <class Visible>
-  __device__ void softmax(float scale, Visible visible) {
+  // Scores of what a row sees of the block become probabilities, rounded to bf16, and its m and l.
+  __device__ void softmax(float scale, int block) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int tokens = visible(fragment_row(lane_, half)) - fragment_col(lane_);
+      const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(lane_);
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
         MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
@@ -101,54 +102,53 @@ class AttentionTile {
       }
       l += shuffle_xor(l, 1);
       block_[half] = {m, l + shuffle_xor(l, 2)};
-      seen_[half] = tokens + fragment_col(lane_) > 0;
+      seen_[half] = seen > 0;
     }
   }
 
-  // The block's o of elements [64 * kHalf, 64 * kHalf + 64); values: a tile [token][64 elements].
-  template <int kHalf>
-  __device__ void values(const unsigned char* values) {
-    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(values));
-    MK_UNROLL for (int n = 0; n < 8; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) block_out_[n][e] = 0.0f; }
-    MK_UNROLL for (int k = 0; k < 8; ++k) {
-      MK_UNROLL for (int n = 0; n < 8; n += 2) {
-        uint32_t b[4];
-        load_b(b, tile, lane_, 16 * k, 8 * n);
-        mma_16x8x16(block_out_[n], probability_[k], b[0], b[1]);
-        mma_16x8x16(block_out_[n + 1], probability_[k], b[2], b[3]);
-      }
-    }
-  }
-
-  // The block's m and l join those of the blocks before, in rows that see it; then, half by half, its o.
+  // The block's m and l join those of the blocks before, in rows that see it. Its o does in add_values.
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      if (seen_[half]) sums_[half].merge(block_[half].v[0], block_[half].v[1]);
-    }
-  }
-  template <int kHalf>
-  __device__ void merge_values() {
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
-      if (!seen_[half]) continue;
-      MK_UNROLL for (int n = 0; n < 8; ++n) {
-        MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          out_[8 * kHalf + n][e] = sums_[half].merged(out_[8 * kHalf + n][e], block_out_[n][e]);
-        }
-      }
+      const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].v[0], block_[half].v[1]) : Rescale{};
+      block_[half] = {scale.keep, scale.add};
     }
   }
 
-  // m, l, and the half of o that there is, at to(i) for rows i that see the block.
+  // The block's o of elements [64 * kHalf, 64 * kHalf + 64), in rows that see it; values: a tile [token][64
+  // elements]. It joins those of the blocks before, or with m and l it goes to to(i) where that is not null.
+  // Four columns of accumulators at a time: what a warp can hold besides all else.
   template <int kHalf, class To>
-  __device__ void store_block(To to) const {
+  __device__ void values(const unsigned char* values, To to) {
+    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(values));
+    float* store[2];
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      if (!seen_[half]) continue;
-      float* out = to(fragment_row(lane_, half));
-      if (kHalf == 0 && lane_ % 4 == 0) store_two(out, block_[half]);
-      MK_UNROLL for (int n = 0; n < 8; ++n) {
-        const int element = 64 * kHalf + 8 * n + fragment_col(lane_);
-        if (element < head_dim_)
-          store_two(out + 2 + element, {block_out_[n][2 * half], block_out_[n][2 * half + 1]});
+      store[half] = seen_[half] ? to(fragment_row(lane_, half)) : nullptr;
+      if (kHalf == 0 && store[half] && lane_ % 4 == 0) store_two(store[half], block_[half]);
+    }
+    MK_UNROLL for (int first = 0; first < 8; first += 4) {
+      float o[4][4] = {};
+      MK_UNROLL for (int k = 0; k < 8; ++k) {
+        MK_UNROLL for (int n = 0; n < 4; n += 2) {
+          uint32_t b[4];
+          load_b(b, tile, lane_, 16 * k, 8 * (first + n));
+          mma_16x8x16(o[n], probability_[k], b[0], b[1]);
+          mma_16x8x16(o[n + 1], probability_[k], b[2], b[3]);
+        }
+      }
+      MK_UNROLL for (int half = 0; half < 2; ++half) {
+        if (!seen_[half]) continue;
+        MK_UNROLL for (int n = 0; n < 4; ++n) {
+          const float* pair = &o[n][2 * half];
+          if (store[half]) {
+            const int element = 64 * kHalf + 8 * (first + n);
+            if (element < head_dim_)
+              store_two(store[half] + 2 + fragment_col(lane_) + element, {pair[0], pair[1]});
+          } else {
+            float* out = &out_[8 * kHalf + first + n][2 * half];
+            MK_UNROLL for (int e = 0; e < 2; ++e) out[e] =
+                Rescale{block_[half].v[0], block_[half].v[1]}.merged(out[e], pair[e]);
+          }
+        }
       }
     }
   }
@@ -161,22 +161,22 @@ class AttentionTile {
       const float share = 1.0f / sums_[half].l;
       if (!out) continue;
       MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-        const int element = 8 * n + fragment_col(lane_);
-        if (element < head_dim_)
-          *reinterpret_cast<uint32_t*>(out + element) =
-              pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share);
+        if (8 * n < head_dim_)
+          store_word(out + fragment_col(lane_) + 8 * n,
+                     pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
       }
     }
   }
 
  private:
   const int lane_, head_dim_;
+  int position_[2];
   uint32_t query_[kMaxHeadDim / 16][4];
   float out_[kMaxHeadDim / 8][4];
   Softmax sums_[2];
-  float score_[16][4], block_out_[8][4];
+  float score_[16][4];
   uint32_t probability_[8][4];
-  Two block_[2];  // m, l
+  Two block_[2];  // m, l; once merged, keep and add
   bool seen_[2];
 };
 

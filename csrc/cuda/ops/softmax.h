@@ -18,20 +18,24 @@ MK_FN float exp_fast(float x) {
 #endif
 }
 
-// m and l of some blocks, and what a further one does to them and to o.
+// What a further block does to o, element by element.
+struct Rescale {
+  float keep, add;
+
+  MK_FN float merged(float o, float block_o) const { return fmaf(block_o, add, o * keep); }
+};
+
+// m and l of some blocks.
 struct Softmax {
   float m = minus_infinity(), l = 0.0f;
-  float keep = 0.0f, add = 0.0f;
 
-  // Before the block's o is merged, element by element.
-  MK_FN void merge(float block_m, float block_l) {
+  MK_FN Rescale merge(float block_m, float block_l) {
     const float top = fmaxf(m, block_m);
-    keep = exp_fast(m - top);
-    add = exp_fast(block_m - top);
+    const Rescale scale{exp_fast(m - top), exp_fast(block_m - top)};
     m = top;
-    l = fmaf(block_l, add, l * keep);
+    l = scale.merged(l, block_l);
+    return scale;
   }
-  MK_FN float merged(float o, float block_o) const { return fmaf(block_o, add, o * keep); }
 };
 
 }  // namespace mk
