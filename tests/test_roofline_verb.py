@@ -184,6 +184,8 @@ def test_every_factorisation_is_considered() -> None:
     assert {(x.tp, x.pp, x.dp) for x in considered} == cuts and len(considered) == len(cuts)
     experts = plan(SHAPES["gpt-oss-120b"], H100, 16, 10_000, 128)
     assert any(t.layout.ep == 8 for t in experts.ranked)
+    thirds = plan(SHAPES["gpt-oss-120b"], H100, 24, 10_000, 128)
+    assert {t.layout.ep for t in thirds.ranked} <= {1, 2, 4, 8}  # three do not share 128 experts
 
 
 def test_no_layout_is_possible() -> None:
