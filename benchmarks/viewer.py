@@ -11,6 +11,7 @@ time inside the page's draw function, without the browser's own compositing. --p
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -100,7 +101,13 @@ def main() -> None:
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
         if arguments.json:
-            figures = {"intervals": len(trace.intervals), "page_bytes": size, "written_s": round(written_s, 2)}
+            load = round(os.getloadavg()[0], 1)  # of the last minute: 1 is this script's own
+            figures = {
+                "load_average": load,
+                "intervals": len(trace.intervals),
+                "page_bytes": size,
+                "written_s": round(written_s, 2),
+            }
             write(arguments.json, figures | {"opened_s": round(opened_s, 2), "worst_ms": worst, "rows": rows})
 
 
