@@ -125,7 +125,7 @@ def table_70b(batches: list[int]) -> list[dict[str, Any]]:
             busy = found["busy"]
             print(
                 f"70B tp 8, batch {batch:>5}, {name:<16} {found['step_s'] * 1e3:8.2f} ms"
-                f" {found['tokens_per_s']:8,.0f} tokens/s (-{loss:.1%})  matrix {busy['matrix']:.3f}"
+                f" {found['tokens_per_s']:8,.0f} tokens/s ({-loss:+.1%})  matrix {busy['matrix']:.3f}"
                 f" memory {busy['memory']:.2f} cache {busy['cache']:.2f}"
                 f" link {busy['link']:.2f}  exposed {found['exposed_communication']:.3f}  published {published}"
                 f"  [{found['simulate_s']:.1f} s]",
