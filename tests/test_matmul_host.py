@@ -58,7 +58,9 @@ class Pair:
         flat = [a for copies in self.arrays for a in copies.values()]
         pointers = (ctypes.c_void_p * len(flat))(*(a.ctypes.data for a in flat))
         strides = (ctypes.c_uint64 * len(flat))(*(a[0].nbytes if len(a) > 1 else 0 for a in flat))
-        shapes = (ctypes.c_int64 * (2 * len(flat)))(*(n for dims in self.ranks for b in BUFFERS for n in _shape(b, dims)))
+        shapes = (ctypes.c_int64 * (2 * len(flat)))(
+            *(n for dims in self.ranks for b in BUFFERS for n in _shape(b, dims))
+        )
         dims = (CDims * self.dims.tp)(*(CDims.of(d) for d in self.ranks))
         words = np.ascontiguousarray(table.words)
         status = self.library.run_matmul(
