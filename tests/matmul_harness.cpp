@@ -1,5 +1,6 @@
-// One matmul instruction on the host, without the roles: every page is filled as the plan says, each consumer warp runs
-// the body in turn, and output pages go where the storer would send them. Pages are NaN where nothing is loaded.
+// One matmul instruction on the host, without the roles: every page is filled as the plan says, each consumer
+// warp runs the body in turn, and output pages go where the storer would send them. Pages are NaN where
+// nothing is loaded.
 #include <string.h>
 
 #include <memory>
@@ -86,7 +87,8 @@ void store(const Memory& page, const Shape& shape, char* matrix) {
 
 // 0, or what was done to pages that should not have been. buffers, layer_stride and shapes: [tp][kBuffers].
 extern "C" int run_matmul(const mk::Dims* dims, int rank, void* const* buffers, const uint64_t* layer_stride,
-                          const mk::Shape* shapes, const int32_t* step_words, int layer, const int32_t* record) {
+                          const mk::Shape* shapes, const int32_t* step_words, int layer,
+                          const int32_t* record) {
   using namespace mk;
   const Dims& d = dims[rank];
   Params params{};

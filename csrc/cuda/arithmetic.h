@@ -1,5 +1,5 @@
-// Arithmetic that host and device share. bf16 values travel as 16 bits, or as two in a 32-bit word, the first in
-// the low half.
+// Arithmetic that host and device share. bf16 values travel as 16 bits, or as two in a 32-bit word, the first
+// in the low half.
 #pragma once
 #include "../common/isa.h"
 #if !defined(__CUDACC__)

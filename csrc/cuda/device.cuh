@@ -1,4 +1,5 @@
-// The platform of platform.h on a Hopper GPU. All that the roles need from the hardware, in PTX; no CUDA header.
+// The platform of platform.h on a Hopper GPU. All that the roles need from the hardware, in PTX; no CUDA
+// header.
 #pragma once
 #include "block.h"
 #include "wgmma.cuh"
@@ -7,7 +8,9 @@
 
 namespace mk {
 
-MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+MK_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // Steps of 32 ns or so.
 MK_DEVICE uint64_t wall_ns() {
@@ -58,7 +61,8 @@ class Device {
   MK_DEVICE int warp() const { return warp_; }
 
   MK_DEVICE void init(Barrier& b, int arrivals) {
-    if (lane_ == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(b)), "r"(arrivals) : "memory");
+    if (lane_ == 0)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(b)), "r"(arrivals) : "memory");
   }
   MK_DEVICE void sync_block() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -78,14 +82,16 @@ class Device {
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
     __syncwarp();
     if (lane_ == 0)
-      asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)), "r"(count)
+      asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)),
+                   "r"(count)
                    : "memory");
   }
   MK_DEVICE void expect(Barrier& b, uint32_t bytes) {
     if (lane_ == 0)
-      asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)),
-                   "r"(bytes)
-                   : "memory");
+      asm volatile(
+          "{ .reg .b64 s; mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)),
+          "r"(bytes)
+          : "memory");
   }
 
   MK_DEVICE void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& b) {
@@ -107,15 +113,15 @@ class Device {
   MK_DEVICE void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     if (lane_ == 0)
       asm volatile(
-          "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(x),
-          "r"(y), "r"(z), "r"(shared_address(from))
+          "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+          "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
           : "memory");
   }
   MK_DEVICE void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     if (lane_ == 0)
       asm volatile(
-          "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
-              &map),
+          "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::
+              "l"(&map),
           "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
           : "memory");
   }
@@ -205,7 +211,7 @@ class Device {
     if (lane_ != 0) return;
     const int32_t i = atomicAdd(traced_, 1);
     if (i >= params_.trace_capacity) return;
-    const int32_t layer = where.segment == kPrologue ? kTracePrologue
+    const int32_t layer = where.segment == kPrologue   ? kTracePrologue
                           : where.segment == kEpilogue ? kTraceEpilogue
                                                        : where.layer;
     Interval& to = params_.trace[static_cast<int64_t>(blockIdx.x) * params_.trace_capacity + i];

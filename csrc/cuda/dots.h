@@ -1,11 +1,11 @@
 // Matmuls of few rows on the CUDA cores: a dot product per output, its weights streamed through pages once.
 //
-// A consumer warp has one piece of each page: so of a unit of columns it gets two outputs, one by member 0 of each
-// pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or gate and up of column w. The activations
-// are held to the end of their lap. Pages: dot_pages (plan.h).
+// A consumer warp has one piece of each page: so of a unit of columns it gets two outputs, one by member 0 of
+// each pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or gate and up of column w. The
+// activations are held to the end of their lap. Pages: dot_pages (plan.h).
 //
-// The bits of an output depend on K alone: a lane adds its products in ascending k, then the lanes' sums are added in a
-// tree.
+// The bits of an output depend on K alone: a lane adds its products in ascending k, then the lanes' sums are
+// added in a tree.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -20,13 +20,12 @@ static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer w
 template <class P>
 class Dots {
  public:
-  MK_FN void clear() {
-    MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0;
-  }
+  MK_FN void clear() { MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0; }
 
   // Adds `n` products of each output. `input(r)` is the piece of row r.
   template <class Input>
-  MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows, const Input& input) {
+  MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
+                 const Input& input) {
     Words first[kVectors], second[kVectors];
     const int lane = p.lane();
     MK_UNROLL for (int v = 0; v < kVectors; ++v) {

@@ -6,16 +6,15 @@
 
 namespace mk {
 
-// A warp's accumulators are blocks of 8 columns, first those of a K step's first weight page, then of its second.
+// A warp's accumulators are blocks of 8 columns, first those of a K step's first weight page, then of its
+// second.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
 // A chunk's K loop; two steps are in flight. Returns the page after its last.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   constexpr int kStep = 1 + kHalves;
-  const auto release = [&](int first) {
-    MK_UNROLL for (int i = 0; i < kStep; ++i) pages.release(first + i);
-  };
+  const auto release = [&](int first) { MK_UNROLL for (int i = 0; i < kStep; ++i) pages.release(first + i); };
   for (int s = 0; s < steps; ++s, page += kStep) {
     const unsigned char* a = pages.full(page);
     const unsigned char* b0 = pages.full(page + 1);
@@ -40,12 +39,13 @@ MK_FN int pass_over(Pages& pages, int page, int count) {
   return page;
 }
 
-// Both below take the results kTurn blocks at a time: unrolled over all of them, their code would not fit a cache.
+// Both below take the results kTurn blocks at a time: unrolled over all of them, their code would not fit a
+// cache.
 constexpr int kTurn = 4;
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(i, h, e, block, to)` puts
-// a pair of accumulator block i, which is the chunk's block `block`, at an address. kSpan: as of shift(). Returns the page
-// after the last.
+// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(i, h, e,
+// block, to)` puts a pair of accumulator block i, which is the chunk's block `block`, at an address. kSpan:
+// as of shift(). Returns the page after the last.
 template <int kElement, int kSpan, class Accumulators, class Pages, class Write>
 MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, Accumulators& acc, const Write& write) {
   constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
@@ -97,7 +97,8 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
   const int steps = ceil_div(m.k, kTileInner);
   const bool idle = c.warp / 4 * 64 >= m.rows;  // the warpgroup
   for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
-    const int col = m.col + done, cols = lower(m.cols - done, chunk_cols(m)), blocks = ceil_div(cols, kBlockCols);
+    const int col = m.col + done, cols = lower(m.cols - done, chunk_cols(m)),
+              blocks = ceil_div(cols, kBlockCols);
     typename P::Accumulators acc(c.warp);
     const bool both = m.halves == 2 || cols > kTileRows;
     if (idle) {

@@ -1,12 +1,11 @@
-// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last. The only
-// translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals.
+// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
+// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
-#include "integers.h"
-
 #include "bodies.h"
 #include "device.cuh"
+#include "integers.h"
 #include "roles.h"
 
 namespace mk {
@@ -20,7 +19,8 @@ struct Shared {
 constexpr int kAlignment = 1024;
 static_assert(sizeof(Shared) + kAlignment <= kSharedBytes, "a block's shared memory must fit");
 
-// Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that compute.
+// Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that
+// compute.
 #define MK_SERVICE_REGISTERS 64
 #define MK_CONSUMER_REGISTERS 224
 
@@ -37,12 +37,13 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 
 }  // namespace mk
 
-extern "C" __global__ void __launch_bounds__(mk::kThreads, 1) megakernel(const __grid_constant__ mk::Params params) {
+extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
+    megakernel(const __grid_constant__ mk::Params params) {
   using namespace mk;
   extern __shared__ unsigned char memory[];
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
-  Shared& shared = *reinterpret_cast<Shared*>(
-      memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment);
+  Shared& shared =
+      *reinterpret_cast<Shared*>(memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment);
 #if MK_TRACE
   Device p(params, &shared.traced);
   if (threadIdx.x == 0) {

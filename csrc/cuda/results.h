@@ -1,6 +1,7 @@
-// What becomes of a matmul's results: a class for each place they go to. `store` puts the results of a row and two
-// neighbouring columns where they belong, by ordinary stores; `row` and `column` (even; both counted in the output) are
-// what it needs to know of them. Where the tensor path stores through output pages, `value` is what the page gets.
+// What becomes of a matmul's results: a class for each place they go to. `store` puts the results of a row
+// and two neighbouring columns where they belong, by ordinary stores; `row` and `column` (even; both counted
+// in the output) are what it needs to know of them. Where the tensor path stores through output pages,
+// `value` is what the page gets.
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -50,8 +51,8 @@ class ToQkv {
         bias_(d_.attention_bias ? c.at<float>(Buffer::B_QKV) : nullptr) {}
 
   MK_FN Row row(int r) const {
-    Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim, c_.at<uint16_t>(Buffer::Q) + int64_t{r} * d_.q_cols(),
-            nullptr, nullptr};
+    Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
+            c_.at<uint16_t>(Buffer::Q) + int64_t{r} * d_.q_cols(), nullptr, nullptr};
     const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % d_.page;
     if (seq >= 0) {
       const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / d_.page];
@@ -61,7 +62,8 @@ class ToQkv {
     return out;
   }
 
-  // Q, K or V; where in it the column lies, counted from what Row points to; of q and k, its element of the head.
+  // Q, K or V; where in it the column lies, counted from what Row points to; of q and k, its element of the
+  // head.
   struct Column {
     Buffer to;
     int element;

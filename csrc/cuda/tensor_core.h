@@ -1,29 +1,31 @@
-// Where the tensor cores and the bulk copy engine want bytes and leave results (PTX ISA: wgmma, mma, ldmatrix, tensor
-// swizzling modes). Plain arithmetic, so that the CPU tests it and the host's stand-ins use it.
+// Where the tensor cores and the bulk copy engine want bytes and leave results (PTX ISA: wgmma, mma,
+// ldmatrix, tensor swizzling modes). Plain arithmetic, so that the CPU tests it and the host's stand-ins use
+// it.
 #pragma once
 #include "arithmetic.h"
 
 namespace mk {
 
-// A tile of 128-byte rows, 1024-byte aligned, in the 128-byte swizzle: the 16-byte chunk of a row is XORed with the
-// row's number modulo 8.
+// A tile of 128-byte rows, 1024-byte aligned, in the 128-byte swizzle: the 16-byte chunk of a row is XORed
+// with the row's number modulo 8.
 constexpr int kTileRowBytes = 128;
 MK_FN constexpr uint32_t swizzle(uint32_t byte) { return byte ^ (byte >> 3 & 0x70); }
 MK_FN constexpr uint32_t tile_offset(int row, int byte) {
   return swizzle(static_cast<uint32_t>(row * kTileRowBytes + byte));
 }
 
-// wgmma's descriptor of such a tile whose rows run along k. One instruction takes 32 bytes of k; the next 32 bytes are
-// kDescriptorStep further. Bits: 0-13 address, 16-29 leading offset (unused in this mode), 32-45 offset of
-// the next 8 rows, all in units of 16 bytes; 62-63 swizzle.
+// wgmma's descriptor of such a tile whose rows run along k. One instruction takes 32 bytes of k; the next 32
+// bytes are kDescriptorStep further. Bits: 0-13 address, 16-29 leading offset (unused in this mode), 32-45
+// offset of the next 8 rows, all in units of 16 bytes; 62-63 swizzle.
 MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
   constexpr uint64_t kUnit = 16, kEightRows = 8 * kTileRowBytes, kSwizzle128 = 1;
-  return (shared_address & 0x3FFFF) / kUnit | uint64_t{1} << 16 | kEightRows / kUnit << 32 | kSwizzle128 << 62;
+  return (shared_address & 0x3FFFF) / kUnit | uint64_t{1} << 16 | kEightRows / kUnit << 32 |
+         kSwizzle128 << 62;
 }
 constexpr uint64_t kDescriptorStep = 32 / 16;
 
-// Fragments of mma.m16n8k16 and, for its 16 rows and each 8 columns, of wgmma: element e of register i of a lane.
-// Accumulators, four floats: two columns of row 0 .. 7, then of row 8 .. 15.
+// Fragments of mma.m16n8k16 and, for its 16 rows and each 8 columns, of wgmma: element e of register i of a
+// lane. Accumulators, four floats: two columns of row 0 .. 7, then of row 8 .. 15.
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
 // A [16 rows][16 k], four words of two k.
@@ -33,8 +35,8 @@ MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8
 MK_FN constexpr int b_k(int lane, int word) { return lane % 4 * 2 + word * 8; }
 MK_FN constexpr int b_col(int lane) { return lane / 4; }
 
-// ldmatrix.x4 loads four [8][8] matrices of 16-bit elements: a lane names one row of one matrix, and gets one word of
-// each: two neighbours in a row, with .trans in a column.
+// ldmatrix.x4 loads four [8][8] matrices of 16-bit elements: a lane names one row of one matrix, and gets one
+// word of each: two neighbours in a row, with .trans in a column.
 MK_FN constexpr int ldmatrix_matrix(int lane) { return lane / 8; }
 MK_FN constexpr int ldmatrix_row(int lane) { return lane % 8; }
 

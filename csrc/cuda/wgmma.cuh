@@ -4,8 +4,9 @@
 
 namespace mk {
 
-#define MK_ACC_8(v, i) "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), \
-  "+f"(v[i + 5]), "+f"(v[i + 6]), "+f"(v[i + 7])
+#define MK_ACC_8(v, i)                                                                        \
+  "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), "+f"(v[i + 5]), \
+      "+f"(v[i + 6]), "+f"(v[i + 7])
 #define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
 #define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
 
@@ -42,7 +43,8 @@ class Accumulators {
   __device__ __forceinline__ float low(int block, int h, int) const { return v_[4 * block + 2 * h]; }
   __device__ __forceinline__ float high(int block, int h, int) const { return v_[4 * block + 2 * h + 1]; }
 
-  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1. The pages are being read until settle().
+  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1.
+  // The pages are being read until settle().
   template <int kHalves>
   __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
     const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
@@ -56,8 +58,8 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // Each span of kSpan blocks loses its first kBlocks, so that a loop that is no longer than it must be can take the
-  // results at places that are known when it is compiled.
+  // Each span of kSpan blocks loses its first kBlocks, so that a loop that is no longer than it must be can
+  // take the results at places that are known when it is compiled.
   template <int kBlocks, int kSpan>
   __device__ __forceinline__ void shift() {
     MK_UNROLL for (int i = 0; i < 128; ++i) {

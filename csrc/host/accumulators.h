@@ -1,4 +1,5 @@
-// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, over pages laid out as the device has them.
+// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, over pages laid out as the device has
+// them.
 #pragma once
 #include "../cuda/tensor_core.h"
 
