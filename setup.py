@@ -76,7 +76,7 @@ setup(
     ext_modules=[
         Extension(
             "megakernel._native",
-            sources=sorted(str(p) for room in ("cpu", "verify") for p in Path("csrc", room).glob("*.cpp")),
+            sources=sorted(str(p) for room in ("cpu", "simulate", "verify") for p in Path("csrc", room).glob("*.cpp")),
             depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
         )
     ],

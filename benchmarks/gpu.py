@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 PROMPT, STEPS, RUNS = 32, 127, 5
+PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
 LIMIT_S = 460.0
 _SEED = 1
 
@@ -56,25 +57,33 @@ class Decode:
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
-        from megakernel.runtime import Chunk, SampleRow, build_step
 
-        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=64)
+        # Steps of so few tokens make it an engine for few rows: matmuls as dots.
+        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
-        self.prefill = self.llm.engine.programs.get(PROMPT, 1)
-        pages = list(range(self.program.dims.pages_per_seq))
-        ids = prompt(self.llm.config.vocab)
-        self._first = build_step(self.prefill.dims, [Chunk(0, 0, ids, pages, [SampleRow(PROMPT - 1)])])
-        self._chunk, self._sample, self._build, self._pages = Chunk, SampleRow, build_step, pages
+        self.pages = list(range(self.program.dims.pages_per_seq))
+
+    def prefill(self) -> Any:
+        """The prompt, in chunks: what the last one gave."""
+        from megakernel.runtime import Chunk, SampleRow, build_step
+
+        program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab)
+        for start in range(0, PROMPT, PREFILL):
+            chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
+            out = self.backend.launch(program, build_step(program.dims, [chunk]))
+        return out
 
     def tables(self) -> Iterator[Any]:
         """Of the decode steps: the token is the one that the step before has sampled."""
+        from megakernel.runtime import Chunk, SampleRow, build_step
+
         for i in range(STEPS):
-            yield self._build(self.program.dims, [self._chunk(0, PROMPT + i, [-1], self._pages, [self._sample(0)])])
+            yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
     def run(self, trace: bool = False) -> tuple[list[float], bytes, Any]:
         """(seconds of each decode step with its table, tokens and log-probabilities as bits, the last step's trace)."""
-        out = self.backend.launch(self.prefill, self._first)
+        out = self.prefill()
         bits = [out.tokens.tobytes() + out.logprobs.tobytes()]
         seconds = []
         begin = time.perf_counter()
@@ -369,7 +378,7 @@ def delay(_: Path | None) -> Json:
     """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
     it = Decode("1b")
     table = next(it.tables())
-    it.backend.launch(it.prefill, it._first)
+    it.prefill()
     plain = it.backend.launch(it.program, table, trace=True)
     middle, row = it.program.dims.layers // 2, int(it.program.body.offsets[1]) // 2
     it.backend.delay(1, row, middle, 5e-3)

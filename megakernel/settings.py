@@ -60,7 +60,12 @@ SETTINGS: dict[str, Setting] = {
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
         ),
         Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
-        Setting("machine", "host, v100, a100, h100, h200, b200 or a .toml file", "host", "--machine"),
+        Setting(
+            "machine",
+            "host, v100, a100, h100, h200, h800, gh200, b200, gb200-nvl72, a node such as h100x8, or a .toml file",
+            "host",
+            "--machine",
+        ),
         Setting("host", "address to listen on; 0.0.0.0 is every one of this machine", "127.0.0.1", "--host"),
         Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
         Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),

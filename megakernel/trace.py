@@ -17,13 +17,17 @@ from .errors import MegakernelError
 
 
 class Role(IntEnum):
-    """Which part of a worker. A CPU thread is all of them and reports WORKER."""
+    """Which part of a worker. A CPU thread is all of them and reports WORKER.
+
+    LOADER brings weights and waits for pages only; INPUT_LOADER waits for counters, then brings activations.
+    """
 
     WORKER = 0
     CONTROLLER = 1
     LOADER = 2
     CONSUMER = 3
     STORER = 4
+    INPUT_LOADER = 5
 
 
 class IntervalKind(IntEnum):

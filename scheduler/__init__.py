@@ -5,6 +5,17 @@ from .compile import compile_program
 from .describe import describe
 from .disasm import disassemble
 from .options import Options
+from .simulate import Simulation, simulate
 from .verify import Report, verify
 
-__all__ = ["Options", "Report", "compile_program", "describe", "disassemble", "settle", "verify"]
+__all__ = [
+    "Options",
+    "Report",
+    "Simulation",
+    "compile_program",
+    "describe",
+    "disassemble",
+    "settle",
+    "simulate",
+    "verify",
+]

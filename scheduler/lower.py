@@ -197,11 +197,11 @@ def _runs(instruction: Instruction, rows: _Rows, d: Dims, machine: Machine) -> P
 
 
 def _tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: Machine) -> Phase:
-    """Row blocks x near-equal column tiles that start on multiples of the machine's column unit."""
-    blocks = len(rows.blocks)
-    units = -(-cols // machine.col_unit)
+    """Row blocks x near-equal column tiles that start on multiples of the column unit."""
+    blocks, unit = len(rows.blocks), _column_unit(instruction, d, machine)
+    units = -(-cols // unit)
     count = _column_tiles(instruction, rows, cols, d, machine) if blocks and cols else 0
-    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * machine.col_unit, cols).astype(np.int32)
+    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     at = np.repeat(rows.blocks, count)
     columns = {
         "row": at * rows.length,
@@ -212,6 +212,12 @@ def _tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: M
     return Phase(instruction, columns, at, d.rank)
 
 
+def _column_unit(instruction: Instruction, d: Dims, machine: Machine) -> int:
+    """The machine's, or whole pages of what matrix units store by pages."""
+    by_pages = d.pages and not d.dots and instruction.matmul
+    return max(machine.col_unit, instruction.matmul.output_columns(d)) if by_pages else machine.col_unit
+
+
 def _column_tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, machine: Machine) -> int:
     """How many column tiles make the phase shortest: waves of tiles over the workers x seconds of the widest tile.
 
@@ -219,13 +225,13 @@ def _column_tiles(instruction: Instruction, rows: _Rows, cols: int, d: Dims, mac
     about one tile per worker. Tiles are cut narrower only to fill the workers or to even out the last wave; with
     several panels the next phase fills the last wave, so a part of a wave counts as that.
     """
-    blocks = len(rows.blocks)
-    units = -(-cols // machine.col_unit)
-    widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * machine.col_unit))
+    blocks, unit = len(rows.blocks), _column_unit(instruction, d, machine)
+    units = -(-cols // unit)
+    widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
     fewest = -(-units // widest)
     most = min(units, 2 * max(fewest, -(-machine.workers // blocks)))
     counts = np.arange(fewest, most + 1)
-    width = np.minimum(-(-units // counts) * machine.col_unit, cols).astype(np.int32)
+    width = np.minimum(-(-units // counts) * unit, cols).astype(np.int32)
     zero = np.zeros_like(width)
     first = {"row": zero + rows.blocks[0] * rows.length, "rows": zero + rows.length, "col": zero, "cols": width}
     tile = seconds(instruction, first, d, machine)

@@ -29,6 +29,8 @@ _FLAGS = (
     "--disable-dev-shm-usage",
 )
 
+_SHIFT = "\ue008"
+
 
 def missing() -> str | None:
     """Why no browser can be driven here, or None."""
@@ -95,8 +97,13 @@ class Browser:
     def click(self, x: float, y: float) -> None:
         self._pointer([(x, y)], press=True)
 
-    def drag(self, start: tuple[float, float], stop: tuple[float, float]) -> None:
+    def drag(self, start: tuple[float, float], stop: tuple[float, float], *, shift: bool = False) -> None:
+        """From one point to another, with the shift key held where asked."""
+        if shift:
+            self._actions({"type": "key", "id": "keyboard", "actions": [{"type": "keyDown", "value": _SHIFT}]})
         self._pointer([start, stop], press=True)
+        if shift:
+            self._actions({"type": "key", "id": "keyboard", "actions": [{"type": "keyUp", "value": _SHIFT}]})
 
     def _pointer(self, points: list[tuple[float, float]], *, press: bool) -> None:
         moves = [{"type": "pointerMove", "x": round(x), "y": round(y), "duration": 30} for x, y in points]

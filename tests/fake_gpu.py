@@ -73,6 +73,12 @@ def no_compiler() -> None:
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 
+def print_missing() -> None:
+    from megakernel.runtime.cuda.availability import missing
+
+    print(missing())
+
+
 def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Memory of the pretended device."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -193,6 +193,12 @@ def run(p: Program, seed: int = 0, stall: tuple[int, int] | None = None) -> Trac
     return trace(p, rows)
 
 
+def stalled() -> tuple[Program, Trace, tuple[int, int]]:
+    """A step of three layers in which the instruction (body record, layer) stalls."""
+    p, where = llama(layers=3), (2, 1)
+    return p, run(p, stall=where), where
+
+
 def _runs(p: Program) -> list[tuple[str, int, int, Segment]]:
     body = [("body", layer, layer, p.body) for layer in range(p.dims.layers)]
     return [("prologue", 0, PROLOGUE, p.prologue), *body, ("epilogue", p.dims.layers, EPILOGUE, p.epilogue)]
@@ -221,3 +227,120 @@ def trace(p: Program, rows: Sequence[tuple[int, ...]], *, dropped: int = 0, tick
     intervals = intervals[np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))]
     header = TraceHeader(p.hash, "simulator", tick_s, read_s=0.0, clock_error_s=0.0, dropped=dropped)
     return Trace(header, intervals)
+
+
+# Phases of a layer in `node`: instruction, instructions per worker, mean microseconds, whether it signals every rank.
+PHASES = (
+    ("attn_norm", 1, 6, True),
+    ("qkv_rope", 3, 92, False),
+    ("attention", 4, 64, False),
+    ("o_partial", 16, 12, True),
+    ("o_reduce", 2, 5, False),
+    ("mlp_norm", 1, 6, True),
+    ("gate_up_silu", 7, 180, False),
+    ("down_partial", 16, 41, True),
+    ("down_reduce", 2, 5, True),
+)
+_GROUPS = 4  # counters of a phase: its instructions in order, in so many parts
+_SIGNAL, _LOAD, _STORE = 400, 3000, 700  # nanoseconds
+
+
+def node(
+    ranks: int = 8, workers: int = 132, layers: int = 2, slow: float = 1.0, seed: int = 0, clock_error_s: float = 0.0
+) -> tuple[Program, Trace]:
+    """Layers of a 70B-like model over a node's GPUs, in virtual time, with the roles of a GPU's worker.
+
+    Matmuls take `slow` times as long. At full size the trace has more than 400 thousand intervals.
+    """
+    d = dims(layers, 8192, 128, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256, tp=ranks)
+    rng = np.random.default_rng(seed)
+    count = sum(n for _, n, _, _ in PHASES)
+    body = np.zeros((ranks, workers, count, rec.WORDS), dtype=np.int32)
+    lane = np.arange(ranks * workers).reshape(ranks, workers)
+    clock = np.zeros((ranks, workers), dtype=np.int64)
+    done = np.zeros((len(PHASES), _GROUPS, ranks), dtype=np.int64)  # last arrival at each counter
+    loaded, stored = clock.copy(), clock.copy()
+    parts: list[tuple[object, ...]] = []
+    for layer in range(layers):
+        place = 0
+        for phase, (name, n, mean, everywhere) in enumerate(PHASES):
+            before = (phase - 1) % len(PHASES)
+            ahead = phase == len(PHASES) - 1
+            done[phase] = 0
+            matmul = BY_NAME[name].family.name == "MATMUL"
+            for k in range(n):
+                wanted = ((k + 1) * _GROUPS - 1) // n
+                groups = range(k * _GROUPS // n, wanted + 1)
+                here = body[:, :, place]
+                here[..., 0] = BY_NAME[name].opcode
+                tile = (lane % 64 * 128, 128, (lane // 64 * n + k) % 16 * 256, 256)
+                if name == "attention":
+                    tile = (lane % workers * n + k, 1, 1, 0)
+                for word, value in enumerate(tile[: len(BY_NAME[name].operands)]):
+                    here[..., rec.OPERAND_WORD + word] = value
+                here[..., rec.WAIT_WORD] = rec.counter_word(before * _GROUPS + wanted)
+                for rank in range(ranks):
+                    to = rec.ALL_RANKS if everywhere else rank
+                    for nth, g in enumerate(groups):
+                        signal = rec.counter_word(phase * _GROUPS + g, rank=to, next_layer=ahead)
+                        here[rank, :, rec.SIGNAL_WORD + nth] = signal
+                first = layer == 0 and phase == 0
+                arrived = 0 if first else done[before, wanted][:, None] + _SIGNAL
+                begin = np.maximum(clock + 200, arrived)
+                last = loaded + rng.integers(0, 2000, clock.shape)
+                last_load = np.maximum(last, begin - 12_000) + _LOAD
+                begin = np.maximum(begin, last_load if matmul else begin)
+                duration = (mean * 1000 * rng.uniform(0.85, 1.15, clock.shape)).astype(np.int64)
+                if matmul:
+                    duration = (duration * slow).astype(np.int64)
+                end = begin + duration
+                kept = np.maximum(end, stored) + _STORE
+                common = (place, layer)
+                if matmul:
+                    parts.append((Role.LOADER, IntervalKind.PAGE_WAIT, *common, loaded, last_load - _LOAD))
+                    parts.append((Role.LOADER, IntervalKind.LOAD, *common, last_load - _LOAD, last_load))
+                if not first:
+                    met = np.maximum(arrived, clock - 3000)
+                    parts.append((Role.INPUT_LOADER, IntervalKind.COUNTER_WAIT, *common, np.minimum(clock, met), met))
+                parts.append((Role.CONSUMER, IntervalKind.COMPUTE, *common, begin, end))
+                parts.append((Role.STORER, IntervalKind.STORE, *common, kept - _STORE, kept))
+                clock, stored = end, kept
+                loaded = np.where(matmul, last_load, loaded)
+                latest = kept.max(axis=1)
+                for g in groups:
+                    done[phase, g] = np.maximum(done[phase, g], latest.max() if everywhere else latest)
+                place += 1
+    return _node_trace(d, body, parts, ranks, workers, clock_error_s)
+
+
+def _node_trace(
+    d: Dims, body: np.ndarray, parts: list[tuple[object, ...]], ranks: int, workers: int, clock_error_s: float
+) -> tuple[Program, Trace]:
+    lanes, count = ranks * workers, body.shape[2]
+    empty = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(lanes + 1, np.int32))
+    offsets = (np.arange(lanes + 1) * count).astype(np.int32)
+    zeros = np.zeros((ranks, len(PHASES) * _GROUPS), dtype=np.int32)
+    p = Program(
+        dims=d,
+        machine="h100",
+        ranks=ranks,
+        workers=workers,
+        counters=zeros.shape[1],
+        prologue=empty,
+        body=Segment(body.reshape(-1, rec.WORDS), offsets),
+        epilogue=empty,
+        totals_first=zeros,
+        totals_middle=zeros,
+        totals_last=zeros,
+    )
+    intervals = np.zeros((len(parts), lanes), dtype=DTYPE)
+    for row, (role, kind, place, layer, begin, end) in zip(intervals, parts, strict=True):
+        row["role"], row["kind"], row["layer"], row["launch"] = role, kind, layer, 1
+        row["begin"], row["end"] = np.ravel(begin), np.ravel(end)
+        row["rank"], row["worker"] = np.divmod(np.arange(lanes), workers)
+        row["instruction"] = offsets[:-1] + place
+    flat = intervals.ravel()
+    flat = flat[flat["end"] >= flat["begin"]]
+    flat = flat[np.lexsort((flat["begin"], flat["worker"], flat["rank"]))]
+    header = TraceHeader(p.hash, "simulator", 1e-9, read_s=0.0, clock_error_s=clock_error_s, dropped=0)
+    return p, Trace(header, flat)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_support import RandomCheckpoint
-from fake_gpu import Arguments, FibreKernel, PretendedKernel, library, no_compiler, poll, run, view
+from fake_gpu import Arguments, FibreKernel, PretendedKernel, library, no_compiler, poll, print_missing, run, view
 from protocol import _MAP as MAP
 from protocol import build_fibres
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, BY_NAME, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
+from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
 from megakernel.isa.launch import MAP_BYTES, STRUCTURES
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
@@ -110,7 +110,7 @@ def in_process_steps() -> None:
     print("launches", library().fake_launches())
 
 
-@pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
 def test_steps_equal_the_references(
     tmp_path_factory: pytest.TempPathFactory, tp: int, devices: int, grids: int
 ) -> None:
@@ -406,15 +406,45 @@ def in_process_interpreter() -> None:
 
 
 def test_the_interpreter_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("fibres")
-    build_fibres(folder)
-    run(tmp_path_factory, in_process_interpreter, FIBRES=folder / "protocol.so", FAKE_CUDA_SMS=6, TP=2)
+    run(tmp_path_factory, in_process_interpreter, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=6, TP=2)
 
 
-def in_process_missing() -> None:
-    from megakernel.runtime.cuda.availability import missing
+def in_process_check() -> None:
+    """What doctor finds: nothing, then a wrong element, a stray one, and one that differs from run to run."""
+    from megakernel.cli import doctor_gpu
+    from megakernel.runtime.cuda.backend import CudaBackend
 
-    print(missing())
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    shape = LlamaConfig(131, 72, 104, 1, 6, 2, 16, 256, attention_bias=True, mlp_bias=True)
+    case = doctor_gpu.Case("few rows", shape, 3, "dots")
+    assert doctor_gpu.check(case, seeds=1, repeats=2) == [] and kernel.wrong == []
+
+    plain, runs = CudaBackend.execute, 0
+
+    def faulty(self: Any, instruction: Any, layer: int, table: StepTable, rank: int = 0) -> None:
+        nonlocal runs
+        plain(self, instruction, layer, table, rank)
+        name = BY_OPCODE[int(record.opcode(instruction))].name
+        runs += 1
+        buffer, row = {"mlp_norm": (Buffer.H, 0), "embed": (Buffer.Y, 0), "down_proj": (Buffer.X, 0)}.get(
+            name, (None, 0)
+        )
+        if buffer is not None and (name != "down_proj" or runs % 2):
+            values = self.buffer(buffer, layer if BUFFERS[buffer].layered else 0, rank, table.dims)
+            values[row, 5] = 0x4120 if values.dtype == np.uint16 else 10.0
+            self.set_buffer(buffer, values)
+
+    CudaBackend.execute = faulty  # type: ignore[method-assign]
+    found = doctor_gpu.check(case, seeds=1, repeats=2)
+    said = {line.split(": ")[1].split(" ")[0]: line for line in found}
+    assert set(said) == {"mlp_norm", "embed", "down_proj"}
+    assert "H is off by" in said["mlp_norm"] and "Y is not a number in" in said["embed"]
+    assert "X " in said["down_proj"]
+
+
+def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_check, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=2)
 
 
 @pytest.mark.parametrize(
@@ -428,5 +458,5 @@ def in_process_missing() -> None:
 def test_says_what_is_missing(
     tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], words: str
 ) -> None:
-    said = run(tmp_path_factory, in_process_missing, **settings)
+    said = run(tmp_path_factory, print_missing, **settings)
     assert words in said and said.count("\n") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
-from browser import Browser, browser, missing
 from rich.console import Console
 from synthetic import record
 
 from megakernel import machine
+from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa import BY_NAME
 from megakernel.isa.record import ALL_RANKS, counter_word
 from megakernel.program import Program
-from megakernel.timeline import render, summarise, write_html, write_perfetto
+from megakernel.timeline import compare, render, render_comparison, summarise, write_html, write_perfetto
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import resolve
+from megakernel.timeline.resources import curves, peaks, resources
 from megakernel.timeline.spans import Spans
-from megakernel.timeline.summary import wait_causes
 from megakernel.timeline.waits import causes, finishes, releasers
-from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Trace
+from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
 SECOND = 1.0  # traces made by hand tick in seconds
@@ -55,9 +54,11 @@ def chain() -> Program:
     return synthetic.program(dims, [[record("embed", (0, 32), [], [word(0)])], []], body, epilogue, counters=4)
 
 
-def rows(*items: tuple[IntervalKind, int, int, int, int, int], rank: int = 0) -> list[tuple[int, ...]]:
+def rows(
+    *items: tuple[IntervalKind, int, int, int, int, int], rank: int = 0, role: Role = Role.WORKER
+) -> list[tuple[int, ...]]:
     """(kind, worker, record, layer, begin, end) -> trace rows."""
-    return [(b, e, r, 1, w, layer, rank, 0, kind, 0) for kind, w, r, layer, b, e in items]
+    return [(b, e, r, 1, w, layer, rank, role, kind, 0) for kind, w, r, layer, b, e in items]
 
 
 CHAIN = rows(
@@ -163,6 +164,31 @@ def test_loads_are_hidden_under_waits_and_earlier_work() -> None:
     assert summarise(p, synthetic.trace(p, other[:1])).overlap.inside_worker is None
 
 
+def test_a_load_that_goes_on_under_its_own_compute_hides_nothing_of_others() -> None:
+    """Of [0, 10) before the own COMPUTE 8 lie under the one before; of all 30, 8 + 15 under some COMPUTE."""
+    p = chain()
+    before = rows((COMPUTE, 0, 0, 0, 0, 8), (COMPUTE, 0, 1, 0, 10, 25), role=Role.CONSUMER)
+    s = summarise(p, synthetic.trace(p, before + rows((LOAD, 0, 1, 0, 0, 30), role=Role.LOADER)))
+    assert s.overlap.inside_worker == pytest.approx(8 / 10)
+    assert s.overlap.loads_under_compute == pytest.approx(23 / 30)
+
+
+def test_a_remote_wait_under_compute_is_not_exposed() -> None:
+    """The input loader waits for rank 0 from 20 to 60; its worker computes until 35, so 25 of 2 x 100 are exposed."""
+    tile = (0, 32, 0, 32)
+    body = [
+        [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
+        [record("qkv_rope", tile), record("mlp_norm", (0, 32), [word(0)], [])],
+    ]
+    p = synthetic.program(synthetic.dims(1), [[], []], body, [[], []], counters=1, ranks=2)
+    intervals = (
+        rows((COMPUTE, 0, 0, 0, 0, 60), role=Role.CONSUMER)
+        + rows((COMPUTE, 0, 1, 0, 0, 35), (COMPUTE, 0, 2, 0, 60, 100), rank=1, role=Role.CONSUMER)
+        + rows((WAIT, 0, 2, 0, 20, 60), rank=1, role=Role.INPUT_LOADER)
+    )
+    assert summarise(p, synthetic.trace(p, intervals)).exposed_communication == pytest.approx(25 / 200)
+
+
 def test_memory_bound_work_beside_compute_bound_work() -> None:
     p = chain()
     balanced = replace(machine.load("h100"), matrix_flops=1.0, memory_bytes_per_s=1.0)
@@ -223,6 +249,26 @@ def test_critical_path_of_a_known_chain() -> None:
     assert (path.links[2].begin_s, path.links[2].end_s, path.links[2].worker, path.links[2].layer) == (25, 50, 1, 0)
 
 
+def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
+    """o_proj is computed right after attn_norm, whose store goes on beside it: nothing is counted twice."""
+    p = chain()
+    intervals = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 42, 90), role=Role.CONSUMER)
+    intervals += rows((STORE, 0, 0, 0, 40, 60), (STORE, 0, 1, 0, 90, 100), role=Role.STORER)
+    path = summarise(p, synthetic.trace(p, intervals, tick_s=SECOND)).critical_path
+    assert [link.after for link in path.links] == ["start", "order"]
+    assert path.by_instruction == {"o_proj": 58, "attn_norm": 60} and path.seconds == 100
+
+
+def test_releasers_of_a_node_are_the_true_ones() -> None:
+    p, t = synthetic.node(2, 3)
+    r = resolve(p, t)
+    found = releasers(r, finishes(r))
+    waits = np.flatnonzero(found >= 0)
+    late = r.end[waits] - r.end[found[waits]]
+    assert len(waits) == int(r.kind(WAIT).sum()) > 400
+    assert (r.rows["rank"][waits] != r.rows["rank"][found[waits]]).any() and (late >= 400).all()
+
+
 def test_releasers_are_the_true_ones() -> None:
     """In virtual time a wait ends one signal after its releaser, whatever the step table picked."""
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
@@ -272,7 +318,89 @@ def test_summary_is_json_with_the_promised_keys() -> None:
     p = synthetic.llama()
     data = json.loads(json.dumps(summarise(p, synthetic.run(p)).to_json(), allow_nan=False))
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
-    assert set(data["overlap"]) == {"inside_worker", "across_workers", "across_ranks", "phases"}
+    assert set(data["overlap"]) == {"inside_worker", "loads_under_compute", "across_workers", "across_ranks", "phases"}
+    assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory"]
+
+
+def test_work_is_spread_over_the_intervals_that_did_it() -> None:
+    """One o_partial of rank 1: FLOPs over COMPUTE [0, 60), weights over the LOAD [0, 20), bytes sent over [60, 80)."""
+    d = synthetic.dims(1, tp=2)
+    tile = (0, 32, 0, 64)  # rows of row block 0, which rank 0 owns
+    p = synthetic.program(d, [[], []], [[], [record("o_partial", tile)]], [[], []], counters=1, ranks=2)
+    own = {"rank": 1, "role": Role.CONSUMER}
+    intervals = rows((COMPUTE, 0, 0, 0, 0, 60), **own) + rows((LOAD, 0, 0, 0, 0, 20), rank=1, role=Role.LOADER)
+    intervals += rows((STORE, 0, 0, 0, 60, 80), rank=1, role=Role.STORER)
+    r = resolve(p, synthetic.trace(p, intervals, tick_s=SECOND))
+    amounts = curves(r, r.period)  # a bin per tick
+    flops, weights, sent = 2 * 32 * 64 * 64, 64 * 64 * 2, 32 * 64 * 2
+    matrix, vector, memory, out, into = amounts.transpose(1, 0, 2)
+    assert matrix[1, :60] == pytest.approx(flops / 60) and matrix.sum() == pytest.approx(flops)
+    assert memory[1, :20] == pytest.approx(weights / 20) and memory.sum() == pytest.approx(weights)
+    assert out[1, 60:80] == pytest.approx(sent / 20) and out.sum() == pytest.approx(sent)
+    assert into[0, 60:80] == pytest.approx(sent / 20) and into.sum() == pytest.approx(sent) and not vector.any()
+    for bins in (1, 3, 7, 64):
+        assert curves(r, bins).sum(axis=2) == pytest.approx(amounts.sum(axis=2))
+
+    matrix_of, *_ = resources(r, replace(machine.load("h100"), workers=1, matrix_flops=float(flops)))
+    assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
+    assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
+    assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "link out", "link in"]
+
+
+def test_a_cpu_loads_its_weights_while_it_computes() -> None:
+    """Without a loader, bytes belong to COMPUTE: a prefetch under a wait brings a part of them only."""
+    p = chain()
+    r = resolve(p, synthetic.trace(p, rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20))))
+    memory = curves(r, r.period)[0, 2]
+    assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
+
+
+def test_peaks_are_those_of_a_ranks_workers() -> None:
+    half = peaks(machine.load("h100"), 66)
+    whole = machine.load("h100")
+    assert half[:3] == [whole.matrix_flops / 2, whole.vector_flops / 2, whole.memory_bytes_per_s / 2]
+    assert half[3:] == [whole.link_bytes_per_s] * 2 and peaks(whole, 264)[0] == whole.matrix_flops
+
+
+def stretched(factor: int, keep: int | None = None) -> list[tuple[int, ...]]:
+    return [(b * factor, e * factor, *rest) for b, e, *rest in CHAIN[:keep]]
+
+
+def test_two_traces_of_a_program_compared() -> None:
+    p, t = chain_trace()
+    c = compare((p, t), (p, synthetic.trace(p, stretched(3), tick_s=SECOND)))
+    assert c.step_s == (100, 300) and c.ratio == pytest.approx(3)
+    assert (c.matched, c.only_first, c.only_second) == (8, 0, 0)  # joins are not work
+    qkv = next(i for i in c.instructions if i.name == "qkv_rope")
+    assert (qkv.count, qkv.first_mean_s, qkv.second_mean_s, qkv.ratio) == (2, 22, 66, pytest.approx(3))
+    assert [i.name for i in c.instructions][:2] == ["qkv_rope", "attn_norm"]  # by time in the first
+    phase = next(x for x in c.phases if x.instruction == "o_proj" and x.layer == 1)
+    assert phase.first_s == (91, 99) and phase.second_s == (273, 297)
+    assert [x.first_s[0] for x in c.phases] == sorted(x.first_s[0] for x in c.phases)
+    cut = compare((p, t), (p, synthetic.trace(p, stretched(1, keep=5), tick_s=SECOND)))
+    assert (cut.matched, cut.only_first, cut.only_second) == (3, 5, 0)
+
+
+def test_two_programs_are_compared_by_operands() -> None:
+    """The same tiles dealt to one worker instead of four."""
+    many, one = synthetic.llama(), synthetic.llama(workers=1)
+    c = compare((many, synthetic.run(many)), (one, synthetic.run(one)))
+    assert (c.matched, c.only_first, c.only_second) == (many.instructions, 0, 0) and c.ratio is not None and c.ratio > 2
+    other = synthetic.llama(row_blocks=1)
+    c = compare((many, synthetic.run(many)), (other, synthetic.run(other)))
+    assert c.only_first > 0 and c.only_second == 0
+    p, t = chain_trace()
+    wide = synthetic.program(synthetic.dims(2), [[]], [[record("o_proj", (64, 32, 0, 32))]], [[]], counters=1)
+    with pytest.raises(MegakernelError, match="no instruction in common"):
+        compare((p, t), (wide, synthetic.trace(wide, rows((COMPUTE, 0, 0, 0, 0, 1)))))
+
+
+def test_comparison_in_the_terminal() -> None:
+    p, t = chain_trace()
+    console = Console(width=100, record=True, file=io.StringIO())
+    render_comparison(compare((p, t), (p, synthetic.trace(p, stretched(3, keep=12), tick_s=SECOND))), console)
+    text = console.export_text()
+    assert "qkv_rope" in text and "× 3" in text and "only in the first" in text
 
 
 def test_terminal_table() -> None:
@@ -288,9 +416,31 @@ def test_terminal_table() -> None:
         "gate_up_silu",
         "qkv_rope ← attn_norm",
         "phases overlapping",
+        "FLOP/s",
         "critical path",
     ):
         assert wanted in text
+
+
+def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p, t = chain_trace()
+    files = {name: tmp_path / name for name in ("a.program", "a.trace", "b.trace", "c.program", "both.html")}
+    p.save(files["a.program"])
+    t.save(files["a.trace"])
+    synthetic.trace(p, stretched(2), tick_s=SECOND).save(files["b.trace"])
+    replace(p, machine="h100").save(files["c.program"])
+    start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
+    assert main([*start, str(files["b.trace"]), "-o", str(files["both.html"]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["ratio"] == 2 and files["both.html"].stat().st_size > 0
+    assert main([*start, str(files["b.trace"])]) == 0
+    assert "× 2" in capsys.readouterr().out
+    for wrong, message in (
+        ([files["c.program"], files["b.trace"]], "the trace is of program"),
+        ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),
+        ([files["a.program"]], "not a trace file"),
+    ):
+        assert main([*start, *map(str, wrong)]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_unwritable_paths_are_named(tmp_path: Path) -> None:
@@ -314,6 +464,8 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
     open_at: dict[int, tuple[int, pb.TrackEvent]] = {}
     for packet in (k for k in proto.packet if k.HasField("track_event")):
         event = packet.track_event
+        if event.type == pb.TrackEvent.TYPE_COUNTER:
+            continue
         if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
             assert event.track_uuid not in open_at  # slices of a track do not overlap
             open_at[event.track_uuid] = (packet.timestamp, event)
@@ -358,6 +510,35 @@ def test_loads_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
     assert [n for n in names if n.startswith("load")] == ["load", "load 2"]
 
 
+def test_roles_and_resources_in_perfetto(tmp_path: Path) -> None:
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+    p, t = synthetic.node(2, 3, layers=1, clock_error_s=2e-6)
+    write_perfetto(p, t, tmp_path / "t.pftrace")
+    proto = pb.Trace()
+    proto.ParseFromString((tmp_path / "t.pftrace").read_bytes())
+    tracks = {k.track_descriptor.uuid: k.track_descriptor for k in proto.packet if k.HasField("track_descriptor")}
+    processes = [d for d in tracks.values() if d.HasField("process")]
+    assert [d.process.process_name for d in processes] == ["rank 0 (clock ±2 µs)", "rank 1 (clock ±2 µs)"]
+    assert {d.name.removesuffix(" 2") for d in tracks.values() if "worker" not in d.name and d.parent_uuid} == {
+        *("loader wait", "loader load", "input loader wait", "consumer compute", "storer store"),
+        *("matrix", "vector", "memory", "link out", "link in"),
+    }
+    expected = curves(resolve(p, t), 2048)
+    end = int(t.intervals["end"].max()) + 1 - int(t.intervals["begin"].min())
+    for rank, process in enumerate(processes):
+        matrix = next(u for u, d in tracks.items() if d.parent_uuid == process.uuid and d.name == "matrix")
+        assert tracks[matrix].counter.unit_name == "FLOP/s"
+        samples = [
+            (k.timestamp, k.track_event.double_counter_value)
+            for k in proto.packet
+            if k.track_event.track_uuid == matrix
+        ]
+        work = sum(value * (b - a) * 1e-9 for (a, value), (b, _) in pairwise(samples))
+        assert work == pytest.approx(expected[rank, 0].sum(), rel=1e-3)
+        assert samples[-1][1] == 0 and samples[-1][0] <= end
+
+
 def test_page_is_one_file_without_references(tmp_path: Path) -> None:
     write_html(*chain_trace(), tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text()
@@ -365,21 +546,12 @@ def test_page_is_one_file_without_references(tmp_path: Path) -> None:
     assert " src=" not in page and 'href="data:,"' in page and page.count("href=") == 1
 
 
-STALLED = (2, 1)  # body record, layer
-
-
-@pytest.fixture(scope="module")
-def stalled() -> tuple[Program, Trace]:
-    p = synthetic.llama(layers=3)
-    return p, synthetic.run(p, stall=STALLED)
-
-
-def test_a_stall_shows_in_the_numbers_and_in_perfetto(stalled: tuple[Program, Trace], tmp_path: Path) -> None:
-    p, t = stalled
+def test_a_stall_shows_in_the_numbers_and_in_perfetto(tmp_path: Path) -> None:
+    p, t, stalled = synthetic.stalled()
     links = summarise(p, t).critical_path.links
     worst = max(links, key=lambda link: link.end_s - link.begin_s)
     assert worst.end_s - worst.begin_s > 5e-3
-    assert (int(t.intervals["instruction"][worst.interval]), worst.layer) == STALLED
+    assert (int(t.intervals["instruction"][worst.interval]), worst.layer) == stalled
     write_perfetto(p, t, tmp_path / "t.pftrace")
     write_perfetto(p, synthetic.run(p), tmp_path / "quiet.pftrace")
     longest = [_longest_slice(tmp_path / name) for name in ("t.pftrace", "quiet.pftrace")]
@@ -394,125 +566,3 @@ def _longest_slice(path: Path) -> int:
     compute = {k.track_descriptor.uuid for k in proto.packet if k.track_descriptor.name == "compute"}
     times = [k.timestamp for k in proto.packet if k.track_event.track_uuid in compute]
     return max(b - a for a, b in zip(times[::2], times[1::2], strict=True))
-
-
-@pytest.fixture(scope="module")
-def page(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """The page of the stalled trace in a browser, opened from the disk."""
-    if reason := missing():
-        pytest.skip(reason)
-    path = tmp_path_factory.mktemp("page") / "timeline.html"
-    write_html(*stalled, path)
-    with browser() as b:
-        b.open(path, "window.timeline")
-        yield b
-
-
-def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]) -> None:
-    p, t = stalled
-    assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [p.workers, len(t.intervals)]
-    r = resolve(p, t)
-    found = releasers(r, finishes(r))
-    names, cause = causes(p).names, wait_causes(r, causes(p))
-    assert "embed" in {names[n] for n in cause if n >= 0}
-    shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
-    for i, d in enumerate(shown):
-        assert d["name"] == r.instruction(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
-        assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9) and d["duration_s"] * 1e9 == pytest.approx(
-            r.end[i] - r.begin[i]
-        )
-        assert d["operands"] == r.operands(i) and d["cause"] == (names[cause[i]] if cause[i] >= 0 else "")
-    worst = max(shown, key=lambda d: d["duration_s"] if d["kind"] == "compute" else 0)
-    assert worst["duration_s"] > 5e-3 and worst["layer"] == f"layer {STALLED[1]}"
-    assert page.log() == []
-
-
-def test_wheel_zooms_at_the_pointer_and_keys_move(page: Browser) -> None:
-    page.keys("f")
-    begin, end = page.run("return timeline.visibleRange()")
-    page.wheel(500, 300, -400)
-    after = page.run("return timeline.visibleRange()")
-    assert begin < after[0] < after[1] < end
-    page.keys("d")
-    moved = page.run("return timeline.visibleRange()")
-    assert moved[0] > after[0] and moved[1] - moved[0] == pytest.approx(after[1] - after[0])
-    page.drag((700, 400), (800, 400))
-    dragged = page.run("return timeline.visibleRange()")
-    assert dragged[0] < moved[0]
-    page.keys("s")
-    assert np.ptp(page.run("return timeline.visibleRange()")) > np.ptp(dragged)
-    page.keys("0")
-    assert page.run("return timeline.visibleRange()") == pytest.approx([begin, end])
-
-
-def _a_wait(page: Browser) -> int:
-    return int(
-        page.run(
-            "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
-            " if (d.kind === 'counter wait' && d.duration_s > 1e-3 && d.releaser >= 0) return i; }"
-        )
-    )
-
-
-def test_a_click_selects_and_explains_a_wait(page: Browser) -> None:
-    page.keys("f")
-    wait = _a_wait(page)
-    at = page.run("return timeline.locate(arguments[0])", wait)
-    page.click(at["x"], at["y"])
-    assert page.run("return timeline.selected()") == wait
-    described = page.run("return timeline.describe(arguments[0])", wait)
-    text = page.run("return document.getElementById('details').innerText")
-    assert described["name"] in text and described["cause"] in text and "released by" in text
-    for operand, value in described["operands"].items():
-        assert f"{operand}\t{value}" in text
-    page.keys("r")
-    assert page.run("return timeline.selected()") == described["releaser"]
-    assert "Released" in page.run("return document.getElementById('details').textContent")
-
-
-def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
-    page.keys("f")
-    page.run("timeline.select(-1); timeline.frameMs()")
-    wait = page.run("return timeline.locate(arguments[0])", _a_wait(page))
-    colours = (
-        "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = {};"
-        "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 30, 40, 8).data;"
-        "for (let i = 0; i < d.length; i += 4) { const c = d.slice(i, i + 3).join(); seen[c] = (seen[c] ?? 0) + 1; }"
-        "return Object.values(seen);"
-    )
-    shown = page.run(colours, wait["x"], wait["y"])
-    assert max(shown) < 0.95 * sum(shown)  # hatched
-    toggle = "document.querySelector('[data-toggle=wait]').click(); timeline.frameMs();"
-    page.run(toggle)
-    hidden = page.run(colours, wait["x"], wait["y"])
-    assert max(hidden) >= 0.95 * sum(hidden)  # an empty lane, a grid line at most
-    page.run(toggle)
-    assert page.run(colours, wait["x"], wait["y"]) == shown
-
-
-def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
-    count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
-    assert count == [24, 6, 2, 0]
-    page.keys("/lm_head")
-    assert page.run("return document.getElementById('matches').textContent") == "8"
-    page.keys("\ue007")  # Enter
-    assert page.run("return timeline.describe(timeline.selected()).name") == "lm_head"
-    page.keys("\ue00c")  # Escape
-    assert page.run("return timeline.selected()") == -1
-
-
-def test_hover_help_and_theme(page: Browser) -> None:
-    page.keys("f")
-    at = page.run("return timeline.locate(arguments[0])", _a_wait(page))
-    page.move(at["x"], at["y"])
-    assert "waits for" in page.run("return document.getElementById('tooltip').innerText")
-    page.keys("?")
-    assert page.run("return document.getElementById('guide').open")
-    page.keys("\ue00c")
-    assert not page.run("return document.getElementById('guide').open")
-    theme = "return document.documentElement.dataset.theme"
-    before = page.run(theme)
-    page.keys("t")
-    assert {before, page.run(theme)} == {"light", "dark"}
-    page.keys("t")
-    assert [line for line in page.log() if "getImageData" not in line] == []  # a test reads pixels, the page does not

@@ -318,7 +318,7 @@ MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
   return v;
 }
 
-enum class Role : uint8_t { WORKER = 0, CONTROLLER = 1, LOADER = 2, CONSUMER = 3, STORER = 4 };
+enum class Role : uint8_t { WORKER = 0, CONTROLLER = 1, LOADER = 2, CONSUMER = 3, STORER = 4, INPUT_LOADER = 5 };
 enum class IntervalKind : uint8_t { FETCH = 0, PAGE_WAIT = 1, COUNTER_WAIT = 2, LOAD = 3, COMPUTE = 4, STORE = 5 };
 
 struct Interval {

@@ -1,8 +1,8 @@
 // Matmuls on the tensor cores, chunk by chunk of the columns, all from pages. Pages: tensor_pages (plan.h).
 #pragma once
 #include "plan.h"
-#include "tensor_core.h"
 #include "results.h"
+#include "tensor_core.h"
 
 namespace mk {
 

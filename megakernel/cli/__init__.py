@@ -52,7 +52,20 @@ def parser() -> argparse.ArgumentParser:
     from importlib.metadata import version
 
     from ..settings import SETTINGS
-    from . import bench, bench_serve, bench_throughput, demo, doctor, generate, programs, pull, serve, timeline
+    from . import (
+        bench,
+        bench_serve,
+        bench_throughput,
+        demo,
+        doctor,
+        generate,
+        programs,
+        pull,
+        roofline,
+        serve,
+        simulate,
+        timeline,
+    )
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
@@ -91,6 +104,19 @@ def parser() -> argparse.ArgumentParser:
             parents=[common],
         )
 
-    for room in (demo, pull, generate, serve, programs, bench, bench_throughput, bench_serve, timeline, doctor):
+    for room in (
+        demo,
+        pull,
+        generate,
+        serve,
+        programs,
+        simulate,
+        bench,
+        bench_throughput,
+        bench_serve,
+        timeline,
+        roofline,
+        doctor,
+    ):
         room.register(add)
     return top

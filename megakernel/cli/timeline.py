@@ -1,4 +1,4 @@
-"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table."""
+"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table; two steps compared."""
 
 from __future__ import annotations
 
@@ -32,26 +32,38 @@ def register(add: AddVerb) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="set another trace beside it: TRACE of the same program, or PROGRAM TRACE",
+    )
     parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..timeline import render, summarise, write_html, write_perfetto
+    from ..timeline import compare, render, render_comparison, summarise, write_html, write_perfetto
 
     program, trace = _saved(args) if args.program else _traced(args)
     summary = summarise(program, trace)
+    other = _other(args.compare, program) if args.compare else None
+    comparison = compare((program, trace), other) if other else None
     if args.save:
         program.save(args.save.with_name(args.save.name + ".program"))
         trace.save(args.save.with_name(args.save.name + ".trace"))
     if args.output:
-        write_html(program, trace, args.output)
+        write_html(program, trace, args.output, other)
     if args.perfetto:
         write_perfetto(program, trace, args.perfetto)
     if args.json:
-        output.emit(summary.to_json())
+        output.emit(summary.to_json() | ({"comparison": comparison.to_json()} if comparison else {}))
     else:
         render(summary, program, trace, output.stdout)
+        if comparison:
+            output.stdout.print()
+            render_comparison(comparison, output.stdout)
     for path in filter(None, (args.output, args.perfetto)):
         output.stderr.print(f"wrote {path}")
     return 0
@@ -64,6 +76,15 @@ def _saved(args: argparse.Namespace) -> tuple[Program, Trace]:
     if args.trace is None:
         raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
     return Program.load(args.program), Trace.load(args.trace)
+
+
+def _other(files: list[Path], program: Program) -> tuple[Program, Trace]:
+    from ..program import Program as Programs
+    from ..trace import Trace
+
+    if len(files) > 2:
+        raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(files)} files")
+    return (Programs.load(files[0]) if len(files) == 2 else program), Trace.load(files[-1])
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, Trace]:

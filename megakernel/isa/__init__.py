@@ -15,7 +15,7 @@ from .instructions import (
     itemsize,
 )
 from .link import link_bytes
-from .pages import Matmul, Pages, Stream, attention_pages, kv_pages, matmul_pages
+from .pages import Matmul, Pages, Stream, attention_pages, kv_pages, matmul_pages, tile_work
 from .step import STEP_FIELDS, StepField, StepTable
 
 __all__ = [
@@ -55,5 +55,6 @@ __all__ = [
     "kv_pages",
     "link_bytes",
     "matmul_pages",
+    "tile_work",
     "to_f32",
 ]

@@ -19,33 +19,41 @@ def link_bytes(instruction: Instruction, columns: Columns, dims: Dims) -> Bytes:
     `columns` must hold all attention instructions of the rank's layer, whose items partition a box. Rows of the final
     norm that their owners send are counted as rank 0's: who sends depends on the step table, how much does not.
     """
-    out = np.zeros(dims.tp, dtype=np.int64)
+    total: Bytes = link_bytes_each(instruction, columns, dims).sum(axis=0)
+    return total
+
+
+def link_bytes_each(instruction: Instruction, columns: Columns, dims: Dims) -> Bytes:
+    """`link_bytes` of each instruction, [n, tp]. Attention instructions share their box's bytes evenly."""
+    count = len(next(iter(columns.values()), ()))
+    out = np.zeros((count, dims.tp), dtype=np.int64)
     for access in instruction.accesses(columns, dims):
-        if access.kind is not Kind.READ and len(access.row):
+        if access.kind is not Kind.READ and count:
             out += _stored(access, dims)
-    out[dims.rank] = 0
+    out[:, dims.rank] = 0
     return out
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """[tp] bytes of one access at each rank's copy."""
+    """[n, tp] bytes of one access of n instructions at each rank's copy."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize
+    out = np.zeros((len(size), d.tp), dtype=np.int64)
     if access.index is Index.LOGIT_OWNER and d.rank > 0:
-        return np.zeros(d.tp, dtype=np.int64)
-    if access.index is Index.ITEM:
-        size = size[:1]
+        return out
     if access.rank is None:
         blocks = np.arange(d.row_blocks)
-        owned: Bytes = np.zeros(d.tp, dtype=np.int64)
+        owned = np.zeros(d.tp, dtype=np.int64)
         np.add.at(owned, blocks % d.tp, np.minimum(d.row_block, d.tokens - blocks * d.row_block))
-        return owned * int(size[0] // d.tokens)  # the box is all token rows
-    if isinstance(access.rank, np.ndarray):
-        return np.bincount(access.rank, size, minlength=d.tp).astype(np.int64)
-    out = np.zeros(d.tp, dtype=np.int64)
-    if access.rank == EVERY:
-        out[:] = size.sum()
+        out[:] = owned * int(size[0] // d.tokens)  # the box is all token rows
+    elif isinstance(access.rank, np.ndarray):
+        out[np.arange(len(size)), access.rank] = size
+    elif access.rank == EVERY:
+        out[:] = size[:, None]
     elif access.rank != OWN:
-        out[access.rank] = size.sum()
+        out[:, access.rank] = size
+    if access.index is Index.ITEM:
+        whole, n = out[0], len(size)
+        out = whole // n + (np.arange(n)[:, None] < whole % n)
     return out

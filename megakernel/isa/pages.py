@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from .access import Column
 from .buffers import BUFFERS, Buffer
 from .dims import Dims
+from .dtypes import Dtype
 from .launch import PAGE_BYTES
 
 ROW_BYTES = 128
@@ -37,6 +38,7 @@ BOX_ROWS = 32
 CHUNK = 256
 K_STEP = ROW_BYTES // 2  # of bfloat16
 STAGES = 2  # k steps held at once
+WARPGROUP_ROWS = 64  # of a wgmma
 DOT_PIECE = 1024
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # in a page
 DOT_UNIT = 8  # column tiles of dots start on multiples of this
@@ -101,6 +103,14 @@ def _tensor(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     output = _ceil(cols, per_page) if per_page else np.zeros_like(cols)
     step = 1 + np.minimum(of_weights, CHUNK // PAGE_ROWS)
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
+
+
+def tile_work(matmul: Matmul, rows: Column, cols: Column, dims: Dims) -> tuple[Ints, Ints]:
+    """FLOPs and loaded bytes of tiles on matrix units, which multiply whole WARPGROUP_ROWS rows and weight pages."""
+    inner, columns = matmul.length(dims), matmul.width * cols.astype(np.int64)
+    computed = WARPGROUP_ROWS * _ceil(rows, WARPGROUP_ROWS) * matmul.width * PAGE_ROWS * _ceil(cols, PAGE_ROWS)
+    loaded = columns + BOX_ROWS * _ceil(rows, BOX_ROWS) * _ceil(columns, CHUNK)
+    return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
 
 
 def _dots(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:

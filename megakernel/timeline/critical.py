@@ -50,6 +50,7 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     """
     nodes = finish[finish >= 0]
     begin = _starts(resolved, finish)
+    done = _done(resolved, finish)
     previous = _previous_on_lane(resolved, nodes, len(finish))
     released_by = np.full(len(finish), -1, dtype=np.int64)
     waits = np.flatnonzero(releaser >= 0)
@@ -65,7 +66,7 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     spent: dict[str, int] = {}
     total = int(resolved.end[finish[node]]) - origin
     while node >= 0:
-        choices = [(int(resolved.end[finish[n]]), why, int(n)) for n, why in _before(node, previous, released_by)]
+        choices = _before(node, (previous, done), (released_by, resolved.end[finish]))
         # Clocks are read after a signal is sent, so a releaser may seem to end late; it never seems to begin late.
         end, after, parent = max((c for c in choices if begin[c[2]] < begin[node]), default=(origin, "start", -1))
         row = finish[node]
@@ -90,9 +91,20 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     return CriticalPath(total * tick, by_instruction, max(total - sum(spent.values()), 0) * tick, links)
 
 
-def _before(node: int, previous: NDArray[np.int64], released_by: NDArray[np.int64]) -> list[tuple[int, str]]:
-    both = [(int(previous[node]), "order"), (int(released_by[node]), "wait")]
-    return [(n, why) for n, why in both if n >= 0]
+_Edge = tuple[NDArray[np.int64], NDArray[np.int64]]  # instance before each, and the moment at which each is over
+
+
+def _before(node: int, order: _Edge, wait: _Edge) -> list[tuple[int, str, int]]:
+    both = ((why, int(before[node]), over) for why, (before, over) in (("order", order), ("wait", wait)))
+    return [(int(over[n]), why, n) for why, n, over in both if n >= 0]
+
+
+def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
+    """When each instance lets the next one of its stream go on: its last end but for what a storer still stores."""
+    done = np.full(len(finish), -1)
+    inline = ~resolved.stored
+    np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
+    return np.where(done < 0, resolved.end[finish], done)
 
 
 def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:

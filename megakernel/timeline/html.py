@@ -1,4 +1,4 @@
-"""The timeline as one HTML file that opens from a disk: template, styles, script and packed data in one."""
+"""The timeline as one HTML file that opens from a disk: template, styles, scripts and packed data in one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import zlib
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,31 +19,71 @@ from ..isa import BY_OPCODE, INSTRUCTIONS, Buffer, Family
 from ..isa import access as acc
 from ..isa import record as rec
 from ..program import Program
-from ..trace import IntervalKind, Trace
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
+from .compare import compare, identity, match
 from .resolve import Resolved, resolve
-from .summary import summarise_resolved
+from .resources import RESOURCES, curves, peaks
+from .summary import Summary, machine_of, summarise_resolved
 from .waits import Causes, causes, finishes, releasers
 
+_SCRIPTS = ("data", "rows", "detail", "paint", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
 _OWNERS = -3  # beside OWN and EVERY: the ranks that own the rows
+_LAYOUT = {
+    "words": rec.WORDS,
+    "operand": rec.OPERAND_WORD,
+    "wait": rec.WAIT_WORD,
+    "waits": rec.WAITS,
+    "next": rec.NEXT,
+    "counter": rec.COUNTER_MASK,
+    "prologue": PROLOGUE,
+    "epilogue": EPILOGUE,
+}
+_CURVE_MOST = 2**16 - 1  # stands for a curve's highest moment: see `tops`
+_MIN_BINS, _MAX_BINS = 512, 8192
+
+Columns = dict[str, NDArray[Any]]
 
 
-def write_html(program: Program, trace: Trace, path: Path) -> None:
-    """Write the page; MegakernelError if the trace does not fit the program or the file cannot be written."""
-    resolved = resolve(program, trace)
-    cause = causes(program)
-    finish = finishes(resolved)
-    releaser = releasers(resolved, finish)
-    columns = _columns(resolved, cause, releaser)
-    meta = _meta(resolved, cause) | {
-        "summary": summarise_resolved(resolved, cause, finish, releaser).to_json(),
+@dataclass(frozen=True)
+class _Source:
+    """A trace and everything that the page says about it. `curves`: shares of the peaks, [ranks, RESOURCES, bins]."""
+
+    resolved: Resolved
+    cause: Causes
+    releaser: NDArray[np.int64]
+    summary: Summary
+    curves: NDArray[np.float64]
+
+    @staticmethod
+    def of(program: Program, trace: Trace) -> _Source:
+        resolved, cause = resolve(program, trace), causes(program)
+        finish = finishes(resolved)
+        releaser = releasers(resolved, finish)
+        bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
+        peak = np.array(peaks(machine_of(program), program.workers)) * bin_s
+        shares = curves(resolved, _bins(resolved)) / peak[:, None]
+        return _Source(resolved, cause, releaser, summarise_resolved(resolved, cause, finish, releaser), shares)
+
+
+def write_html(program: Program, trace: Trace, path: Path, other: tuple[Program, Trace] | None = None) -> None:
+    """Write the page, `other` below the first trace where given.
+
+    MegakernelError if a trace does not fit its program, the two have nothing in common or the file cannot be written.
+    """
+    pairs = [(program, trace), *([other] if other else [])]
+    sources = [_Source.of(*pair) for pair in pairs]
+    unit_s = _unit_s(sources)
+    columns = _join(sources, unit_s)
+    meta = _meta(sources, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
+        "comparison": compare(*pairs).to_json() if other else None,
     }
     # Widest elements first in `_columns`, so every column starts on a multiple of its own element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
     parts = {
         "STYLE": _asset("viewer.css"),
-        "SCRIPT": _asset("viewer.js"),
+        "SCRIPT": "\n".join(_asset(f"{name}.js") for name in _SCRIPTS),
         "META": json.dumps(meta, separators=(",", ":")).replace("</", "<\\/"),
         "DATA": base64.b64encode(packed).decode(),
     }
@@ -56,24 +97,27 @@ def write_html(program: Program, trace: Trace, path: Path) -> None:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return (files(__package__) / "viewer" / name).read_text(encoding="utf-8")
 
 
-def _meta(resolved: Resolved, cause: Causes) -> dict[str, Any]:
-    program, header = resolved.program, resolved.trace.header
+def _unit_s(sources: list[_Source]) -> float:
+    """Seconds of the page's unit of time: the first trace's tick, or as many as let any moment fit 32 bits."""
+    tick = sources[0].resolved.trace.header.tick_s
+    longest = max(s.resolved.period * s.resolved.trace.header.tick_s for s in sources)
+    return tick * float(np.ceil(longest / tick / 2**32))
+
+
+def _meta(sources: list[_Source], unit_s: float) -> dict[str, Any]:
     return {
-        "program": header.program,
-        "source": header.source,
-        "machine": program.machine,
-        "ranks": program.ranks,
-        "workers": program.workers,
-        "layers": program.dims.layers,
-        "tokens": program.dims.tokens,
-        "unit_s": header.tick_s * _scale(resolved),
-        "span": resolved.period // _scale(resolved),
-        "segments": [len(program.numbered(s)[0]) for s in range(3)],
+        "unit_s": unit_s,
+        "span": max(_moments(s, unit_s)[1] for s in sources),
+        "sources": [_about(s, unit_s) for s in sources],
+        "layout": _LAYOUT,
         "families": [[f.name.lower(), f.value] for f in Family],
         "kinds": [k.name.lower().replace("_", " ") for k in IntervalKind],
+        "roles": [r.name.lower().replace("_", " ") for r in Role],
+        "resources": RESOURCES,
+        "curveMost": _CURVE_MOST,
         "instructions": {
             i.opcode: {
                 "name": i.name,
@@ -87,29 +131,74 @@ def _meta(resolved: Resolved, cause: Causes) -> dict[str, Any]:
         "accesses": [k.value for k in _ACCESS_KINDS],
         "indexes": [i.value for i in _INDEXES],
         "copies": {acc.EVERY: "every rank", _OWNERS: "the rows' owners"},
-        "causes": cause.names,
+        "causes": [name for s in sources for name in s.cause.names],
     }
 
 
-def _scale(resolved: Resolved) -> int:
-    """Ticks per unit of time in the page, so that any moment fits 32 bits."""
-    return -(-resolved.period // 2**32)
+def _about(source: _Source, unit_s: float) -> dict[str, Any]:
+    resolved = source.resolved
+    program = resolved.program
+    return {
+        "program": resolved.trace.header.program,
+        "source": resolved.trace.header.source,
+        "machine": program.machine,
+        "ranks": program.ranks,
+        "workers": program.workers,
+        "layers": program.dims.layers,
+        "tokens": program.dims.tokens,
+        "intervals": len(resolved),
+        "span": _moments(source, unit_s)[1],
+        "bins": _bins(resolved),
+        "peaks": peaks(machine_of(program), program.workers),
+        "tops": source.curves.max(axis=(0, 2)).tolist(),
+        "summary": source.summary.to_json(),
+    }
 
 
-def _columns(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
+    """(page units per tick, length of the trace in page units)."""
+    factor = source.resolved.trace.header.tick_s / unit_s
+    return factor, int(source.resolved.period * factor) + 1
+
+
+def _bins(resolved: Resolved) -> int:
+    """Bins of the curves in the page: a power of two, finer for longer traces."""
+    wanted = 1 << max(len(resolved) // 32, 1).bit_length()
+    return min(max(wanted, _MIN_BINS), _MAX_BINS)
+
+
+def _join(sources: list[_Source], unit_s: float) -> Columns:
+    """Columns of all traces one after the other: intervals, records, lanes and causes are numbered through."""
+    parts = [_columns(s, unit_s) for s in sources]
+    shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
+    for source, part in zip(sources, parts, strict=True):
+        for name, by in shifted.items():
+            part[name] = np.where(part[name] < 0, part[name], part[name] + by).astype(part[name].dtype)
+        shifted["record"] += len(source.resolved.records)
+        shifted["releaser"] += len(source.resolved)
+        shifted["lane"] += source.resolved.lanes
+        shifted["causesFirst"] += len(source.cause.names)
+        shifted["causesLater"] = shifted["causesFirst"]
+        shifted["regionStart"] = int(part["regionStart"][-1])
+        if source is not sources[-1]:
+            part["regionStart"] = part["regionStart"][:-1]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return {"twin": _twins(sources), **joined}
+
+
+def _columns(source: _Source, unit_s: float) -> Columns:
     """Typed columns in the page's order: per interval, per record (all segments in a row) and per region."""
-    program, rows, scale = resolved.program, resolved.rows, _scale(resolved)
-    numbered = [program.numbered(s) for s in range(3)]
-    records, ranks = (np.concatenate(parts) for parts in zip(*numbered, strict=True))
-    start = np.cumsum([0, *(len(r) for r, _ in numbered)])
-    region_start, regions = _regions(program, records, ranks)
-    begin = resolved.begin // scale
+    resolved, cause, rows = source.resolved, source.cause, source.resolved.rows
+    factor = _moments(source, unit_s)[0]
+    region_start, regions = _regions(resolved)
+    begin = np.floor(resolved.begin * factor)
+    tops = np.maximum(source.curves.max(axis=(0, 2)), np.finfo(float).tiny)
     return {
         "begin": begin.astype(np.uint32),
-        "length": (resolved.end // scale - begin).astype(np.uint32),
-        "record": (start[resolved.segment] + rows["instruction"]).astype(np.uint32),
-        "releaser": releaser.astype(np.int32),
-        "records": records.astype(np.int32).ravel(),
+        "length": (np.floor(resolved.end * factor) - begin).astype(np.uint32),
+        "record": resolved.record.astype(np.uint32),
+        "releaser": source.releaser.astype(np.int32),
+        "records": resolved.records.astype(np.int32).ravel(),
         "regionStart": region_start.astype(np.uint32),
         "regions": regions.astype(np.int32).ravel(),
         "lane": resolved.lane.astype(np.uint16),
@@ -117,22 +206,36 @@ def _columns(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
         "launch": resolved.launch.astype(np.uint16),
         "causesFirst": np.concatenate([cause.prologue, cause.first, cause.epilogue]).ravel(),
         "causesLater": np.concatenate([cause.prologue, cause.body, cause.epilogue]).ravel(),
+        "curves": np.round(source.curves / tops[:, None] * _CURVE_MOST).astype(np.uint16).ravel(),
         "kind": rows["kind"].astype(np.uint8),
         "slot": rows["slot"].astype(np.uint8),
+        "role": rows["role"].astype(np.uint8),
     }
 
 
-def _regions(
-    program: Program, records: NDArray[np.int32], ranks: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _twins(sources: list[_Source]) -> NDArray[np.int32]:
+    """Of each COMPUTE its counterpart in the other trace (see compare.py); -1: none."""
+    total = sum(len(s.resolved) for s in sources)
+    twin = np.full(total, -1, dtype=np.int32)
+    if len(sources) == 2:
+        a, b = (s.resolved for s in sources)
+        rows = [np.flatnonzero(r.kind(IntervalKind.COMPUTE)) for r in (a, b)]
+        mine, theirs = match(identity(a, rows[0]), identity(b, rows[1]))
+        left, right = rows[0][mine], rows[1][theirs] + len(a)
+        twin[left], twin[right] = right, left
+    return twin
+
+
+def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index, rank).
 
     The rank is whose copy: a number, or OWN, EVERY or OWNERS.
     """
+    program, records = resolved.program, resolved.records
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
-    opcodes = rec.opcode(records)
+    opcodes = resolved.opcodes
     for op, rank in itertools.product(np.unique(opcodes).tolist(), range(program.ranks)):
-        mine = np.flatnonzero((opcodes == op) & (ranks == rank))
+        mine = np.flatnonzero((opcodes == op) & (resolved.record_ranks == rank))
         instruction = BY_OPCODE[op]
         for a in instruction.accesses(instruction.columns(records[mine]), program.rank_dims(rank)):
             fixed = [np.full(len(mine), v) for v in (int(a.buffer), _ACCESS_KINDS.index(a.kind))]

@@ -21,6 +21,7 @@ class Overlap:
     """Each field is the function of the same name."""
 
     inside_worker: float | None
+    loads_under_compute: float | None
     across_workers: float | None
     across_ranks: float | None
     phases: float | None
@@ -33,21 +34,53 @@ def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Loads hidden = sum over LOAD of |[begin, min(end, own compute's begin)) and (waits or COMPUTE)| / sum |LOAD|.
+    """Loads hidden = sum over LOAD of |ahead and (waits or COMPUTE of the worker)| / sum of |ahead|.
 
-    A load is hidden while its worker waits for counters or pages, or computes an earlier instruction.
+    ahead = [begin, min(end, own COMPUTE's begin)): what must have come before the instruction can start. A load is
+    hidden while its worker waits for counters or pages, or computes an earlier instruction. What a long instruction
+    still loads under its own COMPUTE says nothing about neighbours: see `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
-    total = int((resolved.end - resolved.begin)[load].sum())
-    if not total:
-        return None
     compute = resolved.kind(IntervalKind.COMPUTE)
     own = np.full(resolved.launches * resolved.program.instructions, resolved.period, dtype=np.int64)
     np.minimum.at(own, resolved.instance[compute], resolved.begin[compute])
-    cover = lane_spans(resolved, compute | resolved.kind(*WAIT))
-    base = resolved.lane[load] * resolved.period
-    end = np.minimum(resolved.end[load], own[resolved.instance[load]])
-    return float(cover.covered(base + resolved.begin[load], base + end).sum()) / total
+    begin = resolved.begin[load]
+    ahead = np.maximum(np.minimum(resolved.end[load], own[resolved.instance[load]]), begin)
+    return _covered(resolved, load, begin, ahead, compute | resolved.kind(*WAIT))
+
+
+def loads_under_compute(resolved: Resolved) -> float | None:
+    """sum over LOAD of |load and COMPUTE of the worker, its own included| / sum of |load|."""
+    load = resolved.kind(IntervalKind.LOAD)
+    begin, end = resolved.begin[load], resolved.end[load]
+    return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))
+
+
+def _covered(
+    resolved: Resolved,
+    chosen: NDArray[np.bool_],
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    cover: NDArray[np.bool_],
+) -> float | None:
+    """Share of [begin, end) of the chosen intervals that lies under `cover` of the same lane."""
+    total = int((end - begin).sum())
+    base = resolved.lane[chosen] * resolved.period
+    return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
+
+
+def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> float:
+    """sum over workers of |counter waits released by another rank, without COMPUTE| / (workers x steps' time).
+
+    releaser: of each interval (-1: none). A wait of a loader under its worker's COMPUTE costs nothing.
+    """
+    rank = resolved.rows["rank"]
+    remote = (releaser >= 0) & (rank[releaser] != rank)
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    blocked = lane_spans(resolved, remote | compute).total() - lane_spans(resolved, compute).total()
+    first, last = resolved.launch_spans()
+    steps = int((last - first).sum())
+    return blocked / (steps * resolved.lanes) if steps else 0.0
 
 
 def compute_bound(program: Program, machine: Machine) -> set[int]:
@@ -121,4 +154,10 @@ def _phase_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
 
 
 def overlap(resolved: Resolved, machine: Machine) -> Overlap:
-    return Overlap(inside_worker(resolved), across_workers(resolved, machine), across_ranks(resolved), phases(resolved))
+    return Overlap(
+        inside_worker=inside_worker(resolved),
+        loads_under_compute=loads_under_compute(resolved),
+        across_workers=across_workers(resolved, machine),
+        across_ranks=across_ranks(resolved),
+        phases=phases(resolved),
+    )

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..program import Program
-from ..trace import IntervalKind, Trace
+from ..trace import IntervalKind, Role, Trace
 from .resolve import WAIT, WORK, Resolved, resolve
+from .resources import RESOURCES, curves
 from .summary import wait_causes
 from .waits import Causes, causes, finishes, releasers
 
@@ -22,17 +23,20 @@ if TYPE_CHECKING:
 _SEQUENCE = 1
 # Slices of one track must nest, so what can overlap in time inside a worker has tracks of its own.
 _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
-    ("compute", WORK),
+    ("compute", (IntervalKind.COMPUTE,)),
+    ("store", (IntervalKind.STORE,)),
     ("wait", WAIT),
     ("load", (IntervalKind.LOAD,)),
     ("fetch", (IntervalKind.FETCH,)),
 )
+_BINS = 2048  # samples of a resource's counter
 
 
 def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
-    """Write the trace: a process per rank, a track per worker, and below it one track per kind of interval.
+    """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
     Timestamps are nanoseconds since the first interval. Flows lead from what released a wait to the work after it.
+    Each rank has a counter per resource: what it did of it, in its unit.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -52,22 +56,37 @@ def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
     workers = resolved.program.workers
     starts, ends = _flows(resolved, releaser)
     labels = _Labels(resolved, cause)
+    amounts = curves(resolved, _BINS)
+    used = amounts.any(axis=(0, 2))
     uuid = 0
     for rank in range(resolved.program.ranks):
         uuid += 1
         process = uuid
-        yield _process(process, rank)
+        yield _process(process, rank, resolved.trace.header.clock_error_s)
+        for resource in np.flatnonzero(used).tolist():
+            uuid += 1
+            yield from _counter(resolved, uuid, process, resource, amounts[rank, resource])
         for worker in range(workers):
             uuid += 1
             parent = uuid
-            yield _track(parent, process, f"worker {worker}", worker)
-            mine = resolved.lane == rank * workers + worker
-            for order, (name, kinds) in enumerate(_TRACKS):
-                for nth, rows in enumerate(_rows(resolved, np.flatnonzero(mine & resolved.kind(*kinds)))):
+            yield _track(parent, process, f"worker {worker}", len(RESOURCES) + worker)
+            for order, (name, chosen) in enumerate(_tracks(resolved, rank * workers + worker)):
+                for nth, rows in enumerate(_rows(resolved, chosen)):
                     uuid += 1
                     yield _track(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
                     for i in rows:
                         yield from _slice(resolved, i, uuid, labels, starts.get(i, []), ends.get(i, []))
+
+
+def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Intervals of a lane by what cannot overlap: kinds of a thread that is all roles, else each role's kinds."""
+    first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
+    kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
+    for role in Role:
+        for name, kinds in _TRACKS:
+            chosen = first + np.flatnonzero((roles == role) & np.isin(kind, kinds))
+            if len(chosen):
+                yield (name if role is Role.WORKER else f"{role.name.lower().replace('_', ' ')} {name}"), chosen
 
 
 def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
@@ -123,13 +142,33 @@ def _packet() -> TracePacket:
     return packet
 
 
-def _process(uuid: int, rank: int) -> TracePacket:
+def _process(uuid: int, rank: int, clock_error_s: float) -> TracePacket:
     packet = _packet()
+    clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     packet.track_descriptor.uuid = uuid
     packet.track_descriptor.process.pid = rank + 1
-    packet.track_descriptor.process.process_name = f"rank {rank}"
+    packet.track_descriptor.process.process_name = f"rank {rank}{clocks}"
     packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
     return packet
+
+
+def _counter(
+    resolved: Resolved, uuid: int, parent: int, resource: int, amount: NDArray[np.float64]
+) -> Iterator[TracePacket]:
+    """A resource's rate over time, a sample where it changes."""
+    name, unit = RESOURCES[resource]
+    track = _track(uuid, parent, name, resource)
+    track.track_descriptor.counter.unit_name = unit
+    yield track
+    width_s = resolved.period * resolved.trace.header.tick_s / len(amount)
+    rates = np.append(amount / width_s, 0.0)
+    for at in np.flatnonzero(np.diff(rates, prepend=np.nan) != 0).tolist():
+        packet = _packet()
+        packet.timestamp = round(at * width_s * 1e9)
+        event = packet.track_event
+        event.type, event.track_uuid = type(event).TYPE_COUNTER, uuid
+        event.double_counter_value = float(rates[at])
+        yield packet
 
 
 def _track(uuid: int, parent: int, name: str, order: int) -> TracePacket:

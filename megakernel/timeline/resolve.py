@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BY_OPCODE, Instruction
 from ..isa import record as rec
+from ..isa.record import Records
 from ..program import Program
-from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
@@ -54,6 +56,34 @@ class Resolved:
         """Ticks that hold every interval: the length of a lane when lanes are laid end to end."""
         return int(self.end.max()) + 1
 
+    @cached_property
+    def records(self) -> Records:
+        """Records of all segments in a row, numbered as in traces within each."""
+        return np.concatenate([self.program.numbered(s)[0] for s in range(3)])
+
+    @cached_property
+    def opcodes(self) -> NDArray[np.int32]:
+        """Opcode of each of `records`."""
+        return rec.opcode(self.records)
+
+    @cached_property
+    def record_ranks(self) -> NDArray[np.int64]:
+        """Rank of each of `records`."""
+        return np.concatenate([self.program.numbered(s)[1] for s in range(3)])
+
+    @cached_property
+    def record(self) -> NDArray[np.int64]:
+        """Row in `records` of each interval's instruction."""
+        starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
+        index: NDArray[np.int64] = starts[self.segment] + self.rows["instruction"]
+        return index
+
+    @cached_property
+    def stored(self) -> NDArray[np.bool_]:
+        """STORE by a storer, which holds up nobody else in its worker."""
+        chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
+        return chosen
+
     def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
         return np.isin(self.rows["kind"], kinds)
 
@@ -68,13 +98,8 @@ class Resolved:
     def instruction(self, i: int) -> Instruction:
         return BY_OPCODE[int(self.opcode[i])]
 
-    def record(self, i: int) -> NDArray[np.int32]:
-        """The 32 words of interval i's instruction."""
-        row: NDArray[np.int32] = self.program.numbered(int(self.segment[i]))[0][self.rows["instruction"][i]]
-        return row
-
     def operands(self, i: int) -> dict[str, int]:
-        words = self.record(i)
+        words = self.records[self.record[i]]
         return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.instruction(i).operands)}
 
     def layer(self, i: int) -> int | None:

@@ -44,6 +44,9 @@ class Spans:
         inside: Ticks = below(np.maximum(begin, end)) - below(begin)
         return inside
 
+    def total(self) -> int:
+        return int((self.end - self.begin).sum())
+
     def per_lane(self, period: int, lanes: int) -> Ticks:
         """Ticks of each lane."""
         return np.bincount(self.begin // period, self.end - self.begin, minlength=lanes).astype(np.int64)

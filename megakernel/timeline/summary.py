@@ -14,8 +14,9 @@ from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import IntervalKind, Trace
 from .critical import CriticalPath, critical_path
-from .overlap import Overlap, lane_spans, overlap
+from .overlap import Overlap, exposed_communication, lane_spans, overlap
 from .resolve import WAIT, WORK, Resolved, resolve
+from .resources import Resource, resources
 from .waits import Causes, causes, finishes, releasers
 
 
@@ -60,8 +61,8 @@ class Summary:
     `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time:
     wait = |counter or page waits without COMPUTE or STORE|; busy = |COMPUTE, STORE or LOAD| outside that;
     idle = the rest, instruction fetch and dispatch included. `busy` is the mean over workers.
-    `imbalance` = max worker busy / mean - 1. `exposed_communication` = counter-wait time whose last arrival came from
-    another rank / (workers x steps' time). `dropped` intervals did not fit the trace buffer.
+    `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer; `clock_error_s` bounds
+    the offset between ranks, so of anything across ranks. The rest is the function or class of the same name.
     """
 
     step_s: float
@@ -70,6 +71,7 @@ class Summary:
     workers: int
     intervals: int
     dropped: int
+    clock_error_s: float
     source: str
     machine: str
     busy: float
@@ -77,6 +79,7 @@ class Summary:
     imbalance: float
     exposed_communication: float
     overlap: Overlap
+    resources: list[Resource]
     instructions: list[InstructionTime]
     families: dict[str, float]
     waits: list[WaitTime]
@@ -111,9 +114,7 @@ def summarise_resolved(
     workers = _workers(resolved, steps)
     busy = [w.busy for w in workers]
     mean = sum(busy) / len(busy)
-    remote = np.flatnonzero(releaser >= 0)
-    remote = remote[resolved.rows["rank"][releaser[remote]] != resolved.rows["rank"][remote]]
-    blocked = int((resolved.end - resolved.begin)[remote].sum())
+    described = machine or machine_of(program)
     instructions = _instructions(resolved)
     families: dict[str, float] = {}
     for item in instructions:
@@ -125,13 +126,15 @@ def summarise_resolved(
         workers=program.workers,
         intervals=len(resolved),
         dropped=header.dropped,
+        clock_error_s=header.clock_error_s,
         source=header.source,
         machine=program.machine,
         busy=mean,
         wait=sum(w.wait for w in workers) / len(workers),
         imbalance=max(busy) / mean - 1 if mean else 0.0,
-        exposed_communication=blocked / (steps * resolved.lanes) if steps else 0.0,
-        overlap=overlap(resolved, machine or _machine(program)),
+        exposed_communication=exposed_communication(resolved, releaser),
+        overlap=overlap(resolved, described),
+        resources=resources(resolved, described),
         instructions=instructions,
         families=families,
         waits=_waits(resolved, cause),
@@ -140,7 +143,7 @@ def summarise_resolved(
     )
 
 
-def _machine(program: Program) -> Machine:
+def machine_of(program: Program) -> Machine:
     """The machine that the program names; one that came from a file is not at hand, so this one stands in."""
     return MACHINES.get(program.machine) or machines.host()
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from ..isa import BY_OPCODE, Family
 from ..program import Program
 from ..trace import Trace
+from .compare import Comparison
 from .resolve import WAIT, WORK, Resolved, resolve
 from .summary import Summary
 
@@ -25,7 +26,28 @@ def render(summary: Summary, program: Program, trace: Trace, console: Console) -
     """Print the summary and a map of the lanes to `console`."""
     console.print(Group(_headline(summary), Text(), _map(resolve(program, trace), console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
+    if summary.resources:
+        console.print(_resources(summary, console.width))
+        if any(r.fraction > 1 for r in summary.resources):
+            console.print(Text("more than the peak: the machine's description or the clock is wrong", "bold red"))
+        console.print()
     console.print(_overlap(summary))
+
+
+def render_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the second trace against the first: the step, then matched instructions by name."""
+    c = comparison
+    table = _table("Second against first", "", f"first, {c.first}", f"second, {c.second}", "ratio", "matched")
+    table.add_row("step", *map(seconds, c.step_s), _times(c.ratio), "")
+    for i in c.instructions:
+        table.add_row(i.name, seconds(i.first_mean_s), seconds(i.second_mean_s), _times(i.ratio), f"{i.count:,}")
+    console.print(table)
+    if c.only_first or c.only_second:
+        console.print(Text(f"{c.only_first:,} instructions only in the first, {c.only_second:,} only in the second"))
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"× {ratio:.3g}"
 
 
 def seconds(value: float) -> str:
@@ -46,6 +68,8 @@ def _headline(s: Summary) -> Text:
         f"  {s.source} trace · {s.machine} · {s.ranks} × {s.workers} workers"
         f" · {s.launches} launch{'es' if s.launches > 1 else ''} · {s.intervals:,} intervals",
     )
+    if s.clock_error_s:
+        text.append(f" · clocks of ranks agree within ±{seconds(s.clock_error_s)}")
     if s.dropped:
         text.append(f"  {s.dropped:,} intervals dropped: what follows is incomplete", "bold red")
     return text
@@ -125,6 +149,30 @@ def _waits(s: Summary) -> Table:
     return table
 
 
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def _resources(s: Summary, width: int) -> Table:
+    """Rate and share of the peak; the curve over the trace, its axis ending at its highest moment."""
+    table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
+    table.columns[-1].justify = "left"
+    cells = max(16, min(width - 56, 96))
+    for r in s.resources:
+        parts = [float(part.mean()) for part in np.array_split(np.array(r.curve), cells)]
+        top = max(parts)
+        line = "".join(_BLOCKS[round(8 * part / top)] for part in parts) if top else ""
+        table.add_row(r.name, f"{scaled(r.rate)}{r.unit}", percent(r.fraction), percent(top), Text(line, "dim"))
+    return table
+
+
+def scaled(value: float) -> str:
+    """Three digits and a decimal prefix."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
 def _tables(left: Table, right: Table, width: int) -> RenderableType:
     """Next to each other where the terminal is wide enough, else one below the other."""
     if width < _WIDE:
@@ -139,7 +187,12 @@ def _overlap(s: Summary) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = (
         ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
-        ("loads hidden", percent(s.overlap.inside_worker), "of load time, under a wait or an earlier compute"),
+        (
+            "loads hidden",
+            percent(s.overlap.inside_worker),
+            "of load time before the own compute, under others'",
+        ),
+        ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, the own compute included"),
         ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside a compute-bound one"),
         ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, instruction) at once"),
         ("ranks overlapping", percent(s.overlap.across_ranks), "of compute time, ranks in two or more phases at once"),

@@ -97,7 +97,7 @@ class Gpu:
         """Zeroed host memory that is copied at full speed, until `unpin`."""
         self.use()
         address = check("allocating pinned memory", self.driver.cuMemHostAlloc(size, 0))
-        array = np.frombuffer((ctypes.c_uint8 * size).from_address(int(address)), np.uint8)
+        array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
         array[:] = 0
         return array
 

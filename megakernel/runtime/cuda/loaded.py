@@ -222,7 +222,7 @@ class Loaded:
         """Why the last launch was given up; None where it was not."""
         for answer in self._answers:
             if answer[_ABORT : _ABORT + 4].any():
-                diagnosis = Diagnosis.from_buffer_copy(answer)
+                diagnosis = Diagnosis.from_buffer_copy(answer.tobytes())
                 return describe(self.program, diagnosis) if diagnosis.set else "it was stopped"
         return None
 
@@ -266,7 +266,7 @@ def describe(program: Program, d: Any) -> str:
 def _check_records(program: Program) -> None:
     """Raise MegakernelError for words that would reach outside the program's tables."""
 
-    def bad(where: str, wrong: NDArray[np.bool_], what: str) -> None:
+    def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():
             index = int(np.argwhere(wrong)[0][0])
             raise MegakernelError(f"the program cannot be executed: record {index} of {where} {what}")

@@ -1,0 +1,180 @@
+"""Predicted steps of GPUs that are not here, beside what others have published.
+
+    python benchmarks/predictions.py -o benchmarks/results/predictions.json
+
+Llama-3.1-70B on eight H100s, differently compiled; Llama-3.2-1B with one sequence on three GPUs; what an H200 would
+show with parts of the design switched off. Nothing is measured: the constants are the simulator's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from record import write
+
+from megakernel import machine as machines
+from megakernel.cli.simulate import decode_step
+from megakernel.isa import Dims, Dtype, StepTable
+from megakernel.model import load_config
+from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.scheduler import Options, compile_program, simulate
+from megakernel.scheduler.simulate_costs import costs_of
+from megakernel.timeline.overlap import compute_bound
+
+CONTEXT = 128
+# Tokens/s on eight H100s: HazyResearch's megakernel (September 2025); the losses as quoted by two others.
+PUBLISHED_70B = {
+    "all on": {"tokens_per_s": 31516},
+    "no pipelining": {"tokens_per_s": 29607, "loss": 0.061},
+    "no queue": {"tokens_per_s": 27033, "loss": 0.142},
+    "no interleaving": {"tokens_per_s": 29492, "loss": 0.064},
+    "sharded O": {},
+}
+# Microseconds a token: HazyResearch's kernel as msaroufim/megakernels-vs-cuda-graphs measured it; the B200's is
+# their own figure.
+PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    options: Options
+    pipelined: bool = True
+
+
+ON = Options(o="replicated", queue="body")
+VARIANTS_70B = {
+    "all on": Variant(ON),
+    "no pipelining": Variant(ON, pipelined=False),
+    "no queue": Variant(replace(ON, queue="none")),
+    "no interleaving": Variant(replace(ON, interleave=False)),
+    "sharded O": Variant(replace(ON, o="sharded")),
+}
+# One GPU drains queues for attention only; dense work is static.
+ALONE = Options(queue="attention")
+VARIANTS_H200 = {
+    "all on": Variant(ALONE),
+    "no pipelining": Variant(ALONE, pipelined=False),
+    "no drain": Variant(replace(ALONE, queue="none")),
+    "no interleaving": Variant(replace(ALONE, interleave=False)),
+}
+
+
+def mixed_step(dims: Dims) -> StepTable:
+    """Two prompts of 512 tokens and 64 sequences that add a token to 1,024."""
+    prompts = [Chunk(i, 0, [0] * 512, range(dims.pages_per_seq), [SampleRow(511)]) for i in range(2)]
+    rows = [Chunk(2 + i, 1023, [0], range(dims.pages_per_seq), [SampleRow(0)]) for i in range(64)]
+    return build_step(dims, [*prompts, *rows])
+
+
+def predict(
+    model: str,
+    machine_name: str,
+    tokens: int,
+    variant: Variant,
+    *,
+    tp: int = 1,
+    context: int = CONTEXT,
+    mixed: bool = False,
+) -> dict[str, Any]:
+    machine = machines.load(machine_name)
+    seqs = 66 if mixed else tokens
+    begin = perf_counter()
+    program = compile_program(
+        load_config(model),
+        machine,
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=seqs,
+        max_seqs=seqs,
+        max_context=max(context, 1024 if mixed else 1),
+        tp=tp,
+        options=variant.options,
+    )
+    table = mixed_step(program.dims) if mixed else decode_step(program.dims, tokens, context)
+    compiled = perf_counter()
+    costs = costs_of(machine)
+    done = simulate(
+        program,
+        machine,
+        table,
+        costs=costs if variant.pipelined else costs.unpipelined(),
+        compute_bound=compute_bound(program, machine),
+    )
+    facts = {name: value for name, value in vars(done).items() if name != "trace"}
+    return facts | {
+        "instructions": program.instructions,
+        "compile_s": compiled - begin,
+        "simulate_s": perf_counter() - compiled,
+    }
+
+
+def table_70b(batches: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for batch in batches:
+        full = 0.0
+        for name, variant in VARIANTS_70B.items():
+            found = predict("random:llama-3.1-70b", "h100", batch, variant, tp=8)
+            full = full or found["tokens_per_s"]
+            loss = 1 - found["tokens_per_s"] / full
+            published = PUBLISHED_70B[name] if batch == 8192 else {}
+            rows.append({"batch": batch, "variant": name, "loss": loss, "published": published} | found)
+            busy = found["busy"]
+            print(
+                f"70B tp 8, batch {batch:>5}, {name:<16} {found['step_s'] * 1e3:8.2f} ms"
+                f" {found['tokens_per_s']:8,.0f} tokens/s (-{loss:.1%})  matrix {busy['matrix']:.3f}"
+                f" memory {busy['memory']:.2f} cache {busy['cache']:.2f}"
+                f" link {busy['link']:.2f}  exposed {found['exposed_communication']:.3f}  published {published}"
+                f"  [{found['simulate_s']:.1f} s]",
+                flush=True,
+            )
+    return rows
+
+
+def table_1b() -> list[dict[str, Any]]:
+    rows = []
+    for machine, published in PUBLISHED_1B.items():
+        found = predict("random:llama-3.2-1b", machine, 1, Variant(Options()))
+        error = found["step_s"] * 1e6 / published - 1
+        rows.append({"machine": machine, "published_us": published, "error": error} | found)
+        print(
+            f"1B batch 1, {machine}: {found['step_s'] * 1e6:.1f} us, published {published} us ({error:+.1%})",
+            flush=True,
+        )
+    return rows
+
+
+def table_h200() -> list[dict[str, Any]]:
+    rows = []
+    for model, label, tokens, mixed in (
+        ("random:llama-3.2-1b", "1B, batch 1", 1, False),
+        ("random:llama-3.1-8b", "8B, batch 1", 1, False),
+        ("random:llama-3.1-8b", "8B, mixed batch", 1088, True),
+    ):
+        full = 0.0
+        for name, variant in VARIANTS_H200.items():
+            found = predict(model, "h200", tokens, variant, mixed=mixed)
+            full = full or found["step_s"]
+            rows.append({"case": label, "variant": name, "slower": found["step_s"] / full - 1} | found)
+            print(
+                f"H200 {label}, {name:<16} {found['step_s'] * 1e6:9.1f} us ({found['step_s'] / full - 1:+.1%})",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    found = {"1b": table_1b(), "h200": table_h200(), "70b": table_70b(arguments.batches)}
+    if arguments.output:
+        write(arguments.output, found)
+
+
+if __name__ == "__main__":
+    main()

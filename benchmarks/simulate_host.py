@@ -1,0 +1,138 @@
+"""This machine's costs for the simulator, from micro-benchmarks: no step of a model is timed.
+
+    python benchmarks/simulate_host.py -o benchmarks/results/simulate-host.json
+
+Memory and cache by reads of a large and a small region; arithmetic by single instructions on weights that lie in the
+second-level cache; set-up and signals by launches without arithmetic. Best of several, since anything else on the
+machine only slows one. The figures go into scheduler/simulate_costs.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from record import write
+
+from megakernel import machine as machines
+from megakernel.isa import BY_NAME, Dtype, attention_cost
+from megakernel.isa import record as rec
+from megakernel.isa.record import Records
+from megakernel.model import load_config
+from megakernel.model.random_checkpoint import RandomCheckpoint
+from megakernel.roofline.ceilings import last_level_cache
+from megakernel.runtime import Chunk, build_step, create
+from megakernel.runtime.native import probe_read
+from megakernel.scheduler import compile_program
+
+# A shape of no model that predictions are made for.
+CONFIG = replace(
+    load_config("random:llama-3.2-1b"), layers=2, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024
+)
+ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
+ATTENTION_ROWS = (1, 4, 16, 32)
+CONTEXT = 1024
+IN_CACHE = 8 << 20
+
+
+def best(work: Callable[[], object], seconds: float = 0.3) -> float:
+    """Shortest of many runs."""
+    work()
+    times, stop = [], perf_counter() + seconds
+    while perf_counter() < stop or len(times) < 5:
+        begin = perf_counter()
+        work()
+        times.append(perf_counter() - begin)
+    return min(times)
+
+
+def record(name: str, *operands: int) -> Records:
+    words = np.zeros(rec.WORDS, np.int32)
+    words[0] = BY_NAME[name].opcode
+    words[rec.OPERAND_WORD : rec.OPERAND_WORD + len(operands)] = operands
+    return words
+
+
+def arithmetic(dtype: Dtype) -> dict[str, object]:
+    """FLOP/s of one core by rows of a matmul tile, and by (row, head) pairs of an attention item."""
+    program = compile_program(
+        CONFIG, machines.host(1), dtype=dtype, tokens=96, logit_rows=1, max_seqs=1, max_context=CONTEXT
+    )
+    dims = program.dims
+    backend = create(
+        "cpu", RandomCheckpoint("random", CONFIG, seed=0), dims, dims.pages_per_seq, dtype=dtype, threads=1
+    )
+    matmul, attention = [], []
+    for rows in ROWS:
+        one = record("o_proj", 0, rows, 0, 256)
+        table = build_step(dims, [Chunk(0, 0, [0] * rows, range(dims.pages_per_seq))])
+        seconds = best(lambda one=one, table=table: backend.execute(one, 0, table))  # type: ignore[misc]
+        matmul.append((rows, 2.0 * rows * 256 * dims.o_cols / seconds))
+    for rows in ATTENTION_ROWS:
+        table = build_step(dims, [Chunk(0, CONTEXT - rows, [0] * rows, range(dims.pages_per_seq))])
+        pairs = sum(CONTEXT - rows + 1 + i for i in range(rows))
+        one = record("attention", 0, 1, dims.rank_kv_heads)
+        seconds = best(lambda one=one, table=table: backend.execute(one, 0, table))  # type: ignore[misc]
+        attention.append((rows * dims.group_size, attention_cost(dims, dims.kv_heads, pairs)[0] / seconds))
+    norm = record("attn_norm", 0, 96)
+    table = build_step(dims, [Chunk(0, 0, [0] * 96, range(dims.pages_per_seq))])
+    vector = 4.0 * 96 * dims.hidden / best(lambda: backend.execute(norm, 0, table))
+    backend.close()
+    return {"matmul_flops": matmul, "attention_flops": attention, "vector_flops": vector}
+
+
+def null_step(workers: int, layers: int, tokens: int) -> tuple[float, int]:
+    """Shortest launch without arithmetic, and instructions of each worker."""
+    config = replace(CONFIG, layers=layers)
+    program = compile_program(
+        config, machines.host(workers), dtype=Dtype.BF16, tokens=tokens, logit_rows=1, max_seqs=1, max_context=CONTEXT
+    )
+    backend = create(
+        "null", RandomCheckpoint("random", config, seed=0), program.dims, program.dims.pages_per_seq, dtype=Dtype.BF16,
+        threads=workers,
+    )  # fmt: skip
+    table = build_step(program.dims, [Chunk(0, 0, [0] * tokens, range(program.dims.pages_per_seq))])
+    seconds = best(lambda: backend.launch(program, table))
+    backend.close()
+    return seconds, program.instructions // workers
+
+
+def synchronisation() -> dict[str, float]:
+    """Launch and dispatch from one worker's launches of few and many layers. A signal from two workers': a layer with
+    one row is a chain of eight phases, each of which waits for both."""
+    (few_s, few), (many_s, many) = null_step(1, 2, 1), null_step(1, 62, 1)
+    dispatch = (many_s - few_s) / (many - few)
+    (few2_s, few2), (many2_s, many2) = null_step(2, 2, 1), null_step(2, 62, 1)
+    hops = 7 * 60
+    signal = max(0.0, (many2_s - few2_s - (many2 - few2) * dispatch) / hops)
+    return {"dispatch_s": dispatch, "launch_s": max(0.0, few_s - few * dispatch), "signal_s": signal}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    large = min(8 * last_level_cache(), 2 << 30)
+    threads = machines.cpu_count()
+    reads = {n: [probe_read(n, large, 0.5) for _ in range(5)] for n in (1, threads)}
+    figures = {
+        "memory_bytes_per_s": {n: max(rates) for n, rates in reads.items()},
+        "memory_runs": reads,
+        "cache_bytes_per_s": {n: max(probe_read(n, IN_CACHE * n, 0.3) for _ in range(3)) for n in (1, threads)},
+        "cache_bytes": last_level_cache(),
+        "bf16": arithmetic(Dtype.BF16),
+        "f32": arithmetic(Dtype.F32),
+        "synchronisation": synchronisation(),
+    }
+    for name, value in figures.items():
+        print(name, value)
+    if arguments.output:
+        write(arguments.output, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Script time of the timeline's frames, in a headless browser.
+
+    python benchmarks/viewer.py --json benchmarks/results/viewer.json
+
+Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
+and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
+searched; from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the
+time inside the page's draw function, without the browser's own compositing. --program and --trace take a saved pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from record import write
+
+from megakernel.program import Program
+from megakernel.timeline import write_html
+from megakernel.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import synthetic
+from browser import Browser, browser
+
+FRAMES = 25  # of each way to look
+SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight
+SIZE = (1600, 1000)
+
+
+def frames(page: Browser, span: float, total_s: float) -> list[float]:
+    """Milliseconds of frames that show `span` of the trace from different moments on."""
+    return [
+        float(
+            page.run(
+                "timeline.show(arguments[0], arguments[1]); return timeline.frameMs();",
+                start := total_s * (1 - span) * n / (FRAMES - 1),
+                start + total_s * span,
+            )
+        )
+        for n in range(FRAMES)
+    ]
+
+
+def look(page: Browser, what: str, total_s: float) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for span in SPANS:
+        runs = frames(page, span, total_s)
+        found.append(
+            {
+                "rows": what,
+                "span": span,
+                "median_ms": round(statistics.median(runs), 2),
+                "worst_ms": round(max(runs), 2),
+                "frames_ms": [round(r, 2) for r in runs],
+            }
+        )
+        print(
+            f"  {what:<28} {span:>6.1%} in sight: median {found[-1]['median_ms']} ms, worst {found[-1]['worst_ms']} ms"
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", type=Path)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    if arguments.program:
+        program, trace = Program.load(arguments.program), Trace.load(arguments.trace)
+    else:
+        program, trace = synthetic.node()
+    with tempfile.TemporaryDirectory() as folder, browser(*SIZE) as page:
+        path = Path(folder) / "timeline.html"
+        started = time.perf_counter()
+        write_html(program, trace, path)
+        written_s = time.perf_counter() - started
+        size = path.stat().st_size
+        started = time.perf_counter()
+        page.open(path, "window.timeline")
+        opened_s = time.perf_counter() - started
+        print(f"{len(trace.intervals):,} intervals, {size / 1e6:.1f} MB: written in {written_s:.1f} s, ", end="")
+        print(f"open in {opened_s:.1f} s")
+        total_s = float(page.run("return timeline.visibleRange()[1]"))
+        first = page.run("return timeline.rows()[0].key")
+        rows = look(page, "as it opens", total_s)
+        if page.run("return timeline.rows()[0].type") == "rank":
+            page.run("timeline.toggle(arguments[0])", first)
+            rows += look(page, "a rank open", total_s)
+        page.keys("EE")
+        rows += look(page, "all open", total_s)
+        page.run("timeline.find('gate_up_silu')")
+        rows += look(page, "all open, a search", total_s)
+        worst = max(float(str(r["worst_ms"])) for r in rows)
+        print(f"worst frame {worst} ms")
+        if arguments.json:
+            figures = {"intervals": len(trace.intervals), "page_bytes": size, "written_s": round(written_s, 2)}
+            write(arguments.json, figures | {"opened_s": round(opened_s, 2), "worst_ms": worst, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,526 @@
+#include "engine.h"
+
+#include <algorithm>
+
+namespace mk::simulate {
+
+Engine::Engine(const Program& program, const Costs& costs, const Stall& stall, Interval* intervals,
+               int64_t most)
+    : p_(program),
+      c_(costs),
+      stall_(stall),
+      intervals_(intervals),
+      most_(most),
+      workers_(static_cast<size_t>(program.ranks) * program.workers),
+      counters_(static_cast<size_t>(program.layers + 1) * program.ranks * program.counters),
+      claims_(static_cast<size_t>(program.layers) * program.ranks * program.queues),
+      splits_(static_cast<size_t>(program.ranks) * program.splits),
+      links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s),
+      rank_computing_(program.ranks),
+      kind_computing_(static_cast<size_t>(program.layers + 2) * kOpcodes) {
+  for (size_t w = 0; w < workers_.size(); ++w) {
+    workers_[w].rank = static_cast<int32_t>(w) / program.workers;
+    workers_[w].record = program.offsets[kPrologue][w];
+  }
+  for (int32_t block = 0; block <= program.layers; ++block) {
+    const int32_t* totals = program.totals[block == 0 ? 0 : block == program.layers ? 2 : 1];
+    const int64_t size = static_cast<int64_t>(program.ranks) * program.counters;
+    for (int64_t i = 0; i < size; ++i) counters_[block * size + i].left = totals[i];
+  }
+  stored_.assign(program.ranks, 0.0);
+  for (int32_t r = 0; r < program.ranks; ++r) {
+    memory_.emplace_back(costs.memory_bytes_per_s, costs.worker_bytes_per_s);
+    cache_rate_.emplace_back(costs.cache_bytes_per_s, costs.worker_bytes_per_s);
+    caches_.emplace_back(costs.cache_bytes, program.key_bytes + static_cast<int64_t>(r) * program.keys,
+                         program.keys, program.layered_keys);
+  }
+  result_.crowded_counter = -1;
+  result_.stuck_stream = -1;
+}
+
+void Engine::schedule(double time, What what, int32_t worker) {
+  events_.push_back({time, scheduled_++, what, worker});
+  std::push_heap(events_.begin(), events_.end());
+}
+
+Result Engine::run() {
+  now_ = counted_ = c_.launch_s;
+  for (size_t w = 0; w < workers_.size(); ++w) fetch(static_cast<int32_t>(w));
+  for (;;) {
+    const double timer = events_.empty() ? kNever : events_.front().time;
+    double time = timer;
+    int source = -1;  // 2 rank: its memory; 2 rank + 1: its cache; 2 ranks: the links
+    for (int32_t r = 0; r < p_.ranks; ++r) {
+      if (memory_[r].next() < time) time = memory_[r].next(), source = 2 * r;
+      if (cache_rate_[r].next() < time) time = cache_rate_[r].next(), source = 2 * r + 1;
+    }
+    if (p_.ranks > 1 && links_.next() < time) time = links_.next(), source = 2 * p_.ranks;
+    if (time == kNever) break;
+    now_ = std::max(now_, time);
+    ++result_.events;
+    if (source == 2 * p_.ranks) {
+      store_part_ended(links_.pop(now_));
+    } else if (source >= 0) {
+      const int32_t who = (source % 2 ? cache_rate_ : memory_)[source / 2].pop(now_);
+      if (who < 0) continue;  // written back: nobody waits for it
+      flow_ended(who / 2, who % 2);
+    } else {
+      const Event e = events_.front();
+      std::pop_heap(events_.begin(), events_.end());
+      events_.pop_back();
+      switch (e.what) {
+        case What::fetch:
+          workers_[e.worker].fetching = false;
+          fetch(e.worker);
+          break;
+        case What::head:
+          begin_head(e.worker);
+          break;
+        case What::ready:
+          begin_body(e.worker);
+          break;
+        case What::begin:
+          computing(e.worker);
+          break;
+        case What::end:
+          computed(e.worker);
+          break;
+        case What::stored:
+          store_part_ended(e.worker);
+          break;
+      }
+    }
+    result_.step_s = now_;
+  }
+  for (int32_t r = 0; r < p_.ranks; ++r) {
+    result_.memory_bytes += memory_[r].carried;
+    result_.cache_bytes += cache_rate_[r].carried;
+  }
+  result_.link_bytes = links_.carried;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    const Worker& w = workers_[i];
+    if (w.ended && w.stored == w.fetched) continue;
+    const Run& blocked = w.runs[w.loaded % kDepth];
+    result_.stuck_stream = static_cast<int32_t>(i);
+    result_.stuck_record = blocked.record;
+    result_.stuck_layer = blocked.layer;
+    break;
+  }
+  return result_;
+}
+
+// Takes the worker's next task into the run that it sets up; false where its stream has ended.
+bool Engine::advance(Worker& w) {
+  const int32_t stream = static_cast<int32_t>(&w - workers_.data());
+  while (w.task == w.task_end) {
+    const int32_t end = p_.offsets[w.segment][stream + 1];
+    if (w.record == end) {
+      if (w.segment == kBody && ++w.layer < p_.layers && p_.offsets[kBody][stream] != end) {
+        w.record = p_.offsets[kBody][stream];
+        continue;
+      }
+      if (w.segment == kEpilogue) return false;
+      w.layer = 0;
+      w.record = p_.offsets[++w.segment][stream];
+      continue;
+    }
+    w.current = w.record;
+    if (p_.records[w.record].queue >= 0) {
+      const int32_t queue = w.rank * p_.queues + p_.records[w.record].queue;
+      int32_t& claimed = claims_[static_cast<int64_t>(w.layer) * p_.ranks * p_.queues + queue];
+      if (claimed < p_.records[w.record].claims_end) w.current = p_.offsets[kQueues][queue] + claimed++;
+    }
+    if (w.current == w.record) ++w.record;
+    w.task = p_.records[w.current].first_task;
+    w.task_end = p_.records[w.current].end_task;
+  }
+  Run& run = w.run(w.fetched);
+  run = Run{};
+  run.record = w.current;
+  run.task = w.task++;
+  run.layer = w.layer;
+  run.segment = w.segment;
+  return true;
+}
+
+// -- controller
+
+void Engine::fetch(int32_t i) {
+  Worker& w = workers_[i];
+  if (w.ended || w.fetching || w.fetched - w.stored >= c_.in_flight) return;
+  if (w.fetch_free > now_) {
+    w.fetching = true;
+    schedule(w.fetch_free, What::fetch, i);
+    return;
+  }
+  if (!advance(w)) {
+    w.ended = true;
+    return;
+  }
+  Run& run = w.run(w.fetched++);
+  const bool claimed = run.segment == kBody && run.record >= p_.offsets[kQueues][0] &&
+                       run.record < p_.offsets[kQueues][static_cast<int64_t>(p_.ranks) * p_.queues];
+  run.fetched = now_;
+  if (run.task == p_.records[run.record].first_task)
+    run.fetched += c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
+  w.fetch_free = run.fetched;
+  record(i, run, Role::CONTROLLER, IntervalKind::FETCH, now_, run.fetched);
+  load(i);
+  fetch(i);
+}
+
+// -- loader
+
+// Begins the next task's loads once the task before it leaves pages: when fewer bytes than the ring holds are
+// left to compute on.
+void Engine::load(int32_t i) {
+  Worker& w = workers_[i];
+  if (w.loading || w.head_due || w.loaded == w.fetched) return;
+  const double asked = std::max(now_, w.run(w.loaded).fetched);
+  double from = asked;
+  if (w.loaded > w.computed) {
+    const Run& before = w.run(w.loaded - 1);
+    if (before.end == kNever) return;
+    const double bytes = p_.tasks[before.task].weight_bytes + p_.tasks[before.task].read_bytes;
+    const double left = bytes > c_.ring_bytes ? c_.ring_bytes / bytes : 1.0;
+    from = std::max(from, before.end - left * (before.end - before.begin));
+  }
+  if (from > now_) {
+    w.head_due = true;
+    record(i, w.run(w.loaded), Role::LOADER, IntervalKind::PAGE_WAIT, asked, from);
+    schedule(from, What::head, i);
+  } else {
+    begin_head(i);
+  }
+}
+
+// Flows of the head (part 0) or the body (1) of a load; `missing` of its bytes come from memory, all pass the
+// cache.
+void Engine::flow(int32_t i, int part, double bytes, double missing) {
+  Worker& w = workers_[i];
+  cache_rate_[w.rank].add(now_, bytes, 2 * i + part);
+  ++w.flows[part];
+  if (missing > 0) {
+    memory_[w.rank].add(now_, missing, 2 * i + part);
+    ++w.flows[part];
+  }
+}
+
+void Engine::write_back(int32_t rank) {
+  const double bytes = caches_[rank].take_written_back();
+  if (bytes > 0) memory_[rank].add(now_, bytes, -1);
+}
+
+void Engine::begin_head(int32_t i) {
+  Worker& w = workers_[i];
+  w.head_due = false;
+  w.loading = true;
+  Run& run = w.run(w.loaded);
+  run.head_begin = run.head_end = run.ready = now_;
+  run.from = w.rank;
+  run.rest = run.rest_missing = p_.tasks[run.task].weight_bytes;
+  if (const int32_t key = p_.tasks[run.task].weight_key; key >= 0) {
+    run.rest_missing = caches_[w.rank].read(key, run.layer, run.rest, filled(w.rank));
+    write_back(w.rank);
+  }
+  const int64_t number = w.loaded;
+  w.wait = p_.tasks[run.task].first_wait;
+  wait_on(i);
+  if (w.loaded > number || run.body_begin != kNever || run.rest <= 0) return;
+  const double head = std::min(run.rest, c_.ring_bytes), missing = run.rest_missing * (head / run.rest);
+  run.rest -= head;
+  run.rest_missing -= missing;
+  run.head_end = kNever;
+  flow(i, 0, head, missing);
+}
+
+// Goes on through the task's waits, from `w.wait`; stops at the first that is not met.
+void Engine::wait_on(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.loaded);
+  for (; w.wait < p_.tasks[run.task].end_wait; ++w.wait) {
+    Counter& counter = this->counter(w.rank, block(run), p_.waits[w.wait].counter);
+    if (counter.left > 0) {
+      w.next_waiter = counter.waiter;
+      counter.waiter = i;
+      return;
+    }
+    if (counter.met > run.ready) {
+      run.ready = counter.met;
+      run.slot = p_.waits[w.wait].slot;
+      run.from = counter.from;
+    }
+  }
+  w.wait = -1;
+  if (run.ready > now_) {
+    schedule(run.ready, What::ready, i);
+  } else {
+    begin_body(i);
+  }
+}
+
+// The rest of a task's loads, once its waits are met; if all do not fit the ring, only when the task before
+// is computed.
+void Engine::begin_body(int32_t i) {
+  Worker& w = workers_[i];
+  if (!w.loading) return;
+  Run& run = w.run(w.loaded);
+  if (w.wait >= 0 || run.ready > now_ || run.body_begin != kNever) return;
+  const double read = p_.tasks[run.task].read_bytes;
+  if (p_.tasks[run.task].weight_bytes + read > c_.ring_bytes && w.computed < w.loaded) return;
+  run.body_begin = now_;
+  double missing = run.rest_missing;
+  const double bytes = run.rest + read;
+  if (read > 0) {
+    const int32_t key = p_.tasks[run.task].read_key;
+    missing += key >= 0 ? caches_[w.rank].read(key, run.layer, read, filled(w.rank)) : read;
+    write_back(w.rank);
+  }
+  if (bytes > 0)
+    flow(i, 1, bytes, missing);
+  else
+    run.body_end = now_;
+  begin_compute(i);
+  if (bytes <= 0) loaded(i);
+}
+
+void Engine::flow_ended(int32_t i, int part) {
+  Worker& w = workers_[i];
+  if (--w.flows[part] > 0) return;
+  Run& run = w.run(w.loaded);
+  (part ? run.body_end : run.head_end) = now_;
+  loaded(i);
+}
+
+void Engine::loaded(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.loaded);
+  if (run.head_end == kNever || run.body_end == kNever) return;
+  record(i, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
+  record(i, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
+  result_.inside_worker[1] += run.head_end - run.head_begin + run.body_end - run.body_begin;
+  w.loading = false;
+  ++w.loaded;
+  if (run.began) decide_end(i);
+  load(i);
+}
+
+// -- consumers
+
+// The oldest task that is not computed begins when its first bytes are there.
+void Engine::begin_compute(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.computed);
+  const bool has_load = w.loaded > w.computed || (w.loading && w.loaded == w.computed);
+  if (!has_load || run.body_begin == kNever || run.begin != kNever) return;
+  double begin = now_;
+  if (p_.tasks[run.task].weight_bytes > 0) begin = std::max(begin, run.head_begin + c_.latency_s);
+  if (p_.tasks[run.task].read_bytes > 0) begin = std::max(begin, run.body_begin + c_.latency_s);
+  run.begin = begin;
+  if (begin > now_)
+    schedule(begin, What::begin, i);
+  else
+    computing(i);
+}
+
+void Engine::computing(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.computed);
+  run.began = true;
+  change(w, run, 1);
+  const double idle = std::max(w.compute_end[0], run.head_begin);
+  if (run.ready > idle) {
+    record(i, run, Role::CONSUMER, IntervalKind::COUNTER_WAIT, idle, run.ready, run.slot);
+    result_.wait_s += run.ready - idle;
+    if (run.from != w.rank) result_.remote_wait_s += run.ready - idle;
+  }
+  const double until = std::min(run.begin, now_);
+  result_.inside_worker[0] += hidden(w, run, run.head_begin, std::min(run.head_end, until)) +
+                              hidden(w, run, run.body_begin, std::min(run.body_end, until));
+  if (w.loaded > w.computed) decide_end(i);
+}
+
+// Of [begin, end), what lies under computing of the two tasks before or under the task's own wait.
+double Engine::hidden(const Worker& w, const Run& run, double begin, double end) const {
+  const auto common = [&](double from, double to) {
+    return std::max(0.0, std::min(end, to) - std::max(begin, from));
+  };
+  return common(w.compute_begin[0], w.compute_end[0]) + common(w.compute_begin[1], w.compute_end[1]) +
+         common(std::max(w.compute_end[0], run.head_begin), run.ready);
+}
+
+// The task is computed and loaded: when will both have ended?
+void Engine::decide_end(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.computed);
+  double end = run.begin + p_.tasks[run.task].compute_s;
+  if (p_.tasks[run.task].weight_bytes + p_.tasks[run.task].read_bytes > 0) {
+    const double last = run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
+    end = std::max(end, last + c_.latency_s + p_.tasks[run.task].tail_s);
+  }
+  if (run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
+      (run.segment != kBody || run.layer == stall_.layer))
+    end += stall_.seconds;
+  run.end = end;
+  schedule(end, What::end, i);
+  load(i);
+}
+
+void Engine::computed(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.computed);
+  change(w, run, -1);
+  record(i, run, Role::CONSUMER, IntervalKind::COMPUTE, run.begin, run.end);
+  result_.compute_s += run.end - run.begin;
+  w.compute_begin[1] = w.compute_begin[0];
+  w.compute_end[1] = w.compute_end[0];
+  w.compute_begin[0] = run.begin;
+  w.compute_end[0] = run.end;
+  ++w.computed;
+  store(i);
+  begin_body(i);
+  begin_compute(i);
+}
+
+// -- storer
+
+void Engine::store(int32_t i) {
+  Worker& w = workers_[i];
+  if (w.storing || w.stored == w.computed) return;
+  w.storing = true;
+  Run& run = w.run(w.stored);
+  run.store_begin = now_;
+  const double* bytes = p_.stores + static_cast<int64_t>(run.task) * p_.ranks;
+  const int32_t key = p_.tasks[run.task].write_key;
+  double most = 0.0;
+  w.store_flows = 1;
+  for (int32_t r = 0; r < p_.ranks; ++r) {
+    if (bytes[r] <= 0) continue;
+    most = std::max(most, bytes[r]);
+    if (key >= 0) {
+      caches_[r].write(key, bytes[r], filled(r));
+      stored_[r] += bytes[r];
+      write_back(r);
+    }
+    if (r == w.rank) continue;
+    links_.add(now_, w.rank, r, bytes[r], i);
+    ++w.store_flows;
+  }
+  const double local = most > 0 ? c_.store_s + bytes[w.rank] / c_.worker_bytes_per_s : 0.0;
+  if (local > 0)
+    schedule(now_ + local, What::stored, i);
+  else
+    store_part_ended(i);
+}
+
+void Engine::store_part_ended(int32_t i) {
+  if (--workers_[i].store_flows == 0) done(i);
+}
+
+void Engine::done(int32_t i) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.stored);
+  record(i, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
+  w.storing = false;
+  const int32_t split = p_.tasks[run.task].split;
+  bool final = true;
+  if (split >= 0) {
+    int32_t& arrived = splits_[static_cast<int64_t>(w.rank) * p_.splits + split];
+    final = ++arrived == p_.tasks[run.task].parts;
+    if (final) arrived = 0;
+  }
+  const Run finished = run;  // its place may be taken when a signal lets this worker go on
+  ++w.stored;
+  if (final) signal(finished, w.rank);
+  store(i);
+  fetch(i);
+}
+
+void Engine::signal(const Run& run, int32_t rank) {
+  for (int32_t s = p_.tasks[run.task].first_signal; s < p_.tasks[run.task].end_signal; ++s) {
+    const Signal& signal = p_.signals[s];
+    const int32_t to = block(run) + signal.next;
+    if (signal.rank >= 0) {
+      arrive(signal.rank, to, signal, rank);
+    } else {
+      for (int32_t r = 0; r < p_.ranks; ++r) arrive(r, to, signal, rank);
+    }
+  }
+}
+
+void Engine::arrive(int32_t rank, int32_t block, const Signal& signal, int32_t from) {
+  Counter& counter = this->counter(rank, block, signal.counter);
+  counter.left -= signal.arrivals;
+  if (counter.left < 0) result_.crowded_counter = signal.counter;
+  const double known = now_ + (rank == from ? c_.signal_s : c_.remote_signal_s);
+  if (known >= counter.met) {
+    counter.met = known;
+    counter.from = from;
+  }
+  if (counter.left != 0) return;
+  for (int32_t i = counter.waiter; i >= 0;) {
+    const int32_t next = workers_[i].next_waiter;
+    wait_on(i);
+    i = next;
+  }
+  counter.waiter = -1;
+}
+
+// -- what is told of it
+
+void Engine::record(int32_t i, const Run& run, Role role, IntervalKind kind, double begin, double end,
+                    int32_t slot) {
+  if (intervals_ == nullptr || (end <= begin && kind != IntervalKind::COMPUTE)) return;
+  if (result_.intervals < most_) {
+    Interval& out = intervals_[result_.intervals];
+    out = {};
+    out.begin = static_cast<uint64_t>(begin * 1e9);
+    out.end = static_cast<uint64_t>(end * 1e9);
+    out.instruction = static_cast<uint32_t>(p_.records[run.record].number);
+    out.launch = 1;
+    out.worker = static_cast<uint16_t>(i % p_.workers);
+    out.layer = static_cast<uint16_t>(run.segment == kPrologue   ? kTracePrologue
+                                      : run.segment == kEpilogue ? kTraceEpilogue
+                                                                 : run.layer);
+    out.rank = static_cast<uint8_t>(workers_[i].rank);
+    out.role = static_cast<uint8_t>(c_.roles ? role : Role::WORKER);
+    out.kind = static_cast<uint8_t>(kind);
+    out.slot = static_cast<uint8_t>(slot);
+  }
+  ++result_.intervals;
+}
+
+void Engine::count_overlaps() {
+  const double time = now_ - counted_;
+  counted_ = now_;
+  if (computing_ == 0 || time <= 0) return;
+  if (memory_bound_ > 0) {
+    result_.across_workers[1] += time;
+    if (compute_bound_ > 0) result_.across_workers[0] += time;
+  }
+  result_.phases[1] += time;
+  result_.across_ranks[1] += time;
+  if (kinds_ > 1) result_.phases[0] += time;
+  if (kinds_ > 1 && busy_ranks_ > 1) result_.across_ranks[0] += time;
+}
+
+// A worker begins (by = 1) or ends (-1) computing.
+void Engine::change(const Worker& w, const Run& run, int by) {
+  count_overlaps();
+  const int32_t opcode = p_.records[run.record].opcode;
+  computing_ += by;
+  if (p_.compute_bound[opcode] == 1) compute_bound_ += by;
+  if (p_.compute_bound[opcode] == 0) memory_bound_ += by;
+  const auto used = [by](int32_t& count) {
+    const int before = count > 0;
+    count += by;
+    return (count > 0) - before;
+  };
+  busy_ranks_ += used(rank_computing_[w.rank]);
+  const int32_t phase = run.segment == kPrologue   ? p_.layers
+                        : run.segment == kEpilogue ? p_.layers + 1
+                                                   : run.layer;
+  kinds_ += used(kind_computing_[static_cast<int64_t>(phase) * kOpcodes + opcode]);
+}
+
+}  // namespace mk::simulate

@@ -1,0 +1,140 @@
+"""What a compiler needs of a device: workers, rates and the tile shapes that suit it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import MegakernelError
+from .files import names, read
+from .hardware import Chip, Hardware, Link, Node, Rates
+
+HOST = "host"
+# A CPU core in a GPU's words: AVX-512's registers and the first-level cache of a server's core. Nominal.
+_LANES, _VECTOR_REGISTERS, _L1_BYTES = 16, 32, 32 << 10
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device. Rates are per device, in units per second; `workers` share them evenly."""
+
+    name: str
+    workers: int
+    matrix_flops: float  # bf16 with float32 accumulation, FLOP/s
+    vector_flops: float  # float32 outside the matrix unit, FLOP/s
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float  # egress to peers, one direction
+    tile_rows: int  # token rows of a matmul tile, and of a row block
+    tile_cols: int  # output columns of a matmul tile
+    col_unit: int  # column tiles start and end on multiples of this
+    page: int  # KV tokens per page
+    pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
+    signal_s: float  # from a signal to a waiting worker's start
+    dispatch_s: float  # fetch, decode and set-up of one instruction
+
+
+def _machine(hardware: Hardware) -> Machine:
+    """The device of a machine that has tiles and costs."""
+    if hardware.tiles is None or hardware.costs is None:
+        raise MegakernelError(f"{hardware.name} is known for comparison only: programs are not compiled for it")
+    return Machine(
+        name=hardware.name,
+        workers=hardware.chip.sms,
+        matrix_flops=hardware.rates.bf16,
+        vector_flops=hardware.rates.fp32,
+        memory_bytes_per_s=hardware.chip.hbm_bytes_per_s,
+        memory_bytes=hardware.chip.hbm_bytes,
+        link_bytes_per_s=hardware.link.egress_bytes_per_s,
+        tile_rows=hardware.tiles.rows,
+        tile_cols=hardware.tiles.cols,
+        col_unit=hardware.tiles.col_unit,
+        page=hardware.tiles.page,
+        pages=hardware.tiles.pages,
+        signal_s=hardware.costs.signal_s,
+        dispatch_s=hardware.costs.dispatch_s,
+    )
+
+
+MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) if h.tiles}
+
+
+def cpu_count() -> int:
+    """Cores this process may use: its affinity mask, cut by a cgroup v2 CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def processor() -> str:
+    """What this machine's processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def host(workers: int | None = None) -> Machine:
+    """This machine's CPU, one worker per core. Rates are nominal, for placement; `doctor` measures the real ones."""
+    n = workers or cpu_count()
+    return Machine(
+        name=HOST,
+        workers=n,
+        matrix_flops=80e9 * n,
+        vector_flops=20e9 * n,
+        memory_bytes_per_s=10e9 * n,
+        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        link_bytes_per_s=10e9,
+        tile_rows=96,
+        tile_cols=256,
+        col_unit=16,
+        page=16,
+        pages=0,
+        signal_s=0.3e-6,
+        dispatch_s=0.2e-6,
+    )
+
+
+def host_hardware(flops_per_s: float | None = None, read_bytes_per_s: float | None = None) -> Hardware:
+    """This machine's CPU as one device: a core is an SM with one vector unit. Rates are nominal where not given."""
+    machine = host()
+    return Hardware(
+        name=machine.name,
+        chip=Chip(
+            generation=processor(),
+            sms=machine.workers,
+            subpartitions_per_sm=1,
+            fp32_lanes_per_subpartition=_LANES,
+            registers_per_sm=_VECTOR_REGISTERS * _LANES,
+            registers_per_thread=_VECTOR_REGISTERS,
+            warps_per_sm=1,
+            threads_per_warp=_LANES,
+            smem_bytes_per_sm=_L1_BYTES,
+            hbm_bytes=machine.memory_bytes,
+            hbm_bytes_per_s=read_bytes_per_s or machine.memory_bytes_per_s,
+            host_link_bytes_per_s=machine.memory_bytes_per_s,
+        ),
+        # bf16 weights are widened and multiplied in fp32, at its rate.
+        rates=Rates(bf16=flops_per_s or machine.matrix_flops, fp32=flops_per_s or machine.matrix_flops),
+        link=Link(ports=1, port_bytes_per_s=machine.link_bytes_per_s),
+        node=Node(gpus=1, nic_bytes_per_s_per_gpu=machine.link_bytes_per_s),
+    )
+
+
+def hardware(name: str) -> Hardware:
+    """Everything that is known of a machine: `host`, a known name, a node such as h100x8, or a TOML file."""
+    return host_hardware() if name == HOST else read(name)
+
+
+def load(name: str, workers: int | None = None) -> Machine:
+    """One device of a machine, by the names that `hardware` takes."""
+    if name == HOST:
+        return host(workers)
+    machine = MACHINES.get(name) or _machine(read(name))
+    return replace(machine, workers=workers) if workers else machine

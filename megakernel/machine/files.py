@@ -1,0 +1,146 @@
+"""Machine files: TOML with the sections of `Hardware`, on top of another machine where `base` names one."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegakernelError
+from .hardware import Chip, Costs, Curve, Fabric, Hardware, Link, Node, Rates, Tiles
+
+KNOWN_FOLDER = Path(__file__).with_name("known")
+_SECTIONS: dict[str, tuple[str, type]] = {
+    "chip": ("chip", Chip),
+    "flops_per_s": ("rates", Rates),
+    "link": ("link", Link),
+    "node": ("node", Node),
+    "fabric": ("fabric", Fabric),
+    "costs": ("costs", Costs),
+    "tiles": ("tiles", Tiles),
+}
+_OTHER = {"base", "curve", "source"}
+_OPTIONAL = {"fabric", "costs", "tiles"}
+_NODE = re.compile(r"(.+)x(\d+)")
+
+Table = dict[str, Any]
+
+
+def names() -> tuple[str, ...]:
+    """Machines that come with the package."""
+    return tuple(sorted(path.stem for path in KNOWN_FOLDER.glob("*.toml") if not path.stem.startswith("_")))
+
+
+def read(name: str) -> Hardware:
+    """A known machine, a node of so many of its GPUs (`h100x8`), or a TOML file.
+
+    A file has the form of those in `known/`. With `base = NAME` it states only what differs; lists are replaced
+    whole. Figures are positive. `[[source]]` says where figures come from. Raises MegakernelError.
+    """
+    if name.endswith(".toml"):
+        return _hardware(Path(name).stem, _merged(Path(name), ()), name)
+    if name in names():
+        return _hardware(name, _merged(KNOWN_FOLDER / f"{name}.toml", ()), name)
+    match = _NODE.fullmatch(name)
+    if match and match[1] in names():
+        chip, gpus = read(match[1]), int(match[2])
+        if not 0 < gpus <= chip.node.gpus:
+            raise MegakernelError(f"{name}: a node of {match[1]} has 1 to {chip.node.gpus} GPUs; more are a cluster")
+        return replace(chip, node=replace(chip.node, gpus=gpus))
+    raise MegakernelError(
+        f"unknown machine {name!r}: known are host, {', '.join(names())}, a node such as h100x8, or a .toml file"
+    )
+
+
+def _merged(path: Path, above: tuple[Path, ...]) -> Table:
+    """The file's table on top of its bases'."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as e:
+        raise MegakernelError(f"cannot read machine file {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise MegakernelError(f"machine file {path} is not valid TOML: {e}") from e
+    unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
+    if unknown:
+        raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: take one of {', '.join(_SECTIONS)}")
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    below = _base(base, path, (*above, path))
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            below[key] = {**below[key], **value}
+        else:
+            below[key] = value
+    return below
+
+
+def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
+    if not isinstance(base, str):
+        raise MegakernelError(f"machine file {path}: base must be a name in quotes")
+    if base.endswith(".toml"):
+        below = path.parent / base
+    else:
+        below = KNOWN_FOLDER / f"{base}.toml"
+        if not below.exists():
+            raise MegakernelError(f"machine file {path}: unknown base {base!r}: known are {', '.join(names())}")
+    if below.resolve() in {p.resolve() for p in above}:
+        raise MegakernelError(f"machine file {path}: its base {base!r} is built on it again")
+    return _merged(below, above)
+
+
+def _hardware(name: str, table: Table, where: str) -> Hardware:
+    built: dict[str, Any] = {}
+    for section, (attribute, kind) in _SECTIONS.items():
+        if section in table:
+            built[attribute] = _section(kind, table[section], f"machine file {where}: {section}")
+        elif section not in _OPTIONAL:
+            raise MegakernelError(f"machine file {where}: section [{section}] is missing: add it, or a base")
+    curves = table.get("curve", [])
+    if not isinstance(curves, list):
+        raise MegakernelError(f"machine file {where}: curve must be written [[curve]]")
+    for one in curves:
+        curve = _section(Curve, one, f"machine file {where}: curve")
+        sizes = curve.message_bytes
+        if len(sizes) != len(curve.bus_bytes_per_s) or not sizes or list(sizes) != sorted(set(sizes)):
+            raise MegakernelError(f"machine file {where}: a curve needs ascending sizes and a bandwidth for each")
+        built["curves"] = (*built.get("curves", ()), curve)
+    return Hardware(name=name, **built)
+
+
+def _section(kind: type, table: object, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise MegakernelError(f"{where} must be a table")
+    known = {f.name: f for f in fields(kind)}
+    for key in table:
+        if key not in known:
+            raise MegakernelError(f"{where}.{key} is unknown: take one of {', '.join(known)}")
+    missing = [key for key, f in known.items() if f.default is MISSING and key not in table]
+    if missing:
+        raise MegakernelError(f"{where}.{missing[0]} is missing")
+    return kind(**{key: _value(known[key], value, f"{where}.{key}") for key, value in table.items()})
+
+
+def _value(field: Field[Any], value: object, where: str) -> object:
+    """`value` as the field's declared type, a positive number wherever it is one."""
+    wanted = str(field.type)
+    if wanted.startswith("tuple"):
+        if not isinstance(value, list):
+            raise MegakernelError(f"{where} must be a list")
+        return tuple(_number(one, where, whole="int" in wanted) for one in value)
+    if wanted == "str":
+        if not isinstance(value, str):
+            raise MegakernelError(f"{where} must be text")
+        return value
+    return _number(value, where, whole=wanted == "int")
+
+
+def _number(value: object, where: str, *, whole: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and not isinstance(value, int)):
+        raise MegakernelError(f"{where} must be a {'whole ' if whole else ''}number")
+    if not 0 < value < math.inf:
+        raise MegakernelError(f"{where} must be positive and finite")
+    return value if whole else float(value)

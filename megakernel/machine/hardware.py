@@ -1,0 +1,288 @@
+"""What the hardware is: chips, links, nodes, fabrics, and what it costs to synchronise.
+
+Figures have their unit in the name. Rates are per second, link rates in one direction, FLOP rates dense with a
+multiply-add counted as two. The tables themselves, with a source for each figure, are `known/*.toml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, exp, log, log2
+
+from ..errors import MegakernelError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One processor. The words are a GPU's: the TPU's file says what stands for what."""
+
+    generation: str
+    sms: int
+    subpartitions_per_sm: int  # each with a tensor core and a warp scheduler
+    fp32_lanes_per_subpartition: int
+    registers_per_sm: int  # of 32 bits
+    registers_per_thread: int  # most that one thread can have
+    warps_per_sm: int  # most that can be resident
+    threads_per_warp: int
+    smem_bytes_per_sm: float  # shared memory and L1 together
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    host_link_bytes_per_s: float  # to the CPU's memory
+    base_clock_hz: float | None = None
+    boost_clock_hz: float | None = None
+    tmem_bytes_per_sm: float = 0.0  # tensor memory
+    l2_bytes: float = 0.0
+    l2_bytes_per_s: float | None = None  # measured
+    board_w: float | None = None  # what the board may draw
+    usd_per_hour: float | None = None  # a list price
+
+    @property
+    def subpartitions(self) -> int:
+        return self.sms * self.subpartitions_per_sm
+
+    @property
+    def fp32_lanes(self) -> int:
+        return self.subpartitions * self.fp32_lanes_per_subpartition
+
+    @property
+    def smem_bytes(self) -> float:
+        return self.sms * self.smem_bytes_per_sm
+
+    @property
+    def register_bytes(self) -> float:
+        return float(self.sms * self.registers_per_sm * 4)
+
+    def vector_ops_per_s(self, clock_hz: float) -> float:
+        """fp32 operations per second when each is one instruction, no multiply-adds."""
+        return self.fp32_lanes * clock_hz
+
+    def clock_for(self, fma_flops_per_s: float) -> float:
+        """The clock in Hz at which every lane's multiply-adds make that many FLOP/s."""
+        return fma_flops_per_s / (2 * self.fp32_lanes)
+
+    def resident_warps(self, registers_per_thread: int) -> int:
+        """Warps that fit on an SM when each thread has so many registers."""
+        return min(self.warps_per_sm, self.registers_per_sm // (registers_per_thread * self.threads_per_warp))
+
+    def sms_filled(self, elements: int) -> int:
+        """SMs that have work when each lane takes one element."""
+        return min(self.sms, ceil(elements / (self.subpartitions_per_sm * self.fp32_lanes_per_subpartition)))
+
+    def tensor_flops_per_cycle(self, flops_per_s: float, clock_hz: float) -> int:
+        """FLOPs of one tensor core in one cycle: the power of two nearest to peak / cores / clock.
+
+        Peaks are quoted at clocks that the tables do not give exactly; the hardware's figure is a power of two.
+        """
+        return 1 << round(log2(flops_per_s / self.subpartitions / clock_hz))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s by operand type; None where the chip lacks it. bf16, fp8 (or int8) and fp4 are the matrix unit's."""
+
+    bf16: float
+    fp32: float  # vector lanes, multiply-adds
+    fp8: float | None = None
+    fp4: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A chip's links to its peers."""
+
+    ports: int
+    port_bytes_per_s: float
+    generation: int = 0  # of NVLink
+
+    @property
+    def egress_bytes_per_s(self) -> float:
+        return self.ports * self.port_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Node:
+    """GPUs that reach each other at the link's full rate: an NVLink domain."""
+
+    gpus: int
+    nic_bytes_per_s_per_gpu: float  # out of the node
+    switches: int = 0
+    switch_ports: int = 0
+    links_per_switch: tuple[int, ...] = ()  # how a GPU's links are dealt to the switches
+
+    @property
+    def egress_bytes_per_s(self) -> float:
+        return self.gpus * self.nic_bytes_per_s_per_gpu
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A fat tree: units of nodes under leaf switches, which have as many cables up as down."""
+
+    nodes_per_unit: int
+    leaf_switches_per_unit: int
+    switch_ports: int
+    port_bytes_per_s: float
+
+    @property
+    def switch_bytes_per_s(self) -> float:
+        return self.switch_ports * self.port_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of what moves no data."""
+
+    stream_launch_s: float  # an empty kernel in a stream
+    graph_launch_s: float  # an empty kernel in a graph
+    signal_s: float  # from a signal to a waiting SM's start, under memory load
+    dispatch_s: float  # fetch, decode and set-up of one instruction
+    block_barrier_s: float  # mbarrier inside an SM
+    grid_barrier_s: float  # all SMs, in a real kernel
+    release_add_s: float  # an atomic add with release
+    acquire_load_s: float  # a load with acquire, unloaded
+    node_hop_s: float  # between GPUs of a node, skew included
+    scale_out_hop_s: float  # between nodes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shapes that suit the interpreter on this machine."""
+
+    rows: int  # token rows of a matmul tile, and of a row block
+    cols: int  # output columns of a matmul tile
+    col_unit: int  # column tiles start and end on multiples of this
+    page: int  # KV tokens per page
+    pages: int  # pages of shared memory that a worker streams operands through
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured bus bandwidth of a collective over `gpus` GPUs of one node, by message size.
+
+    Bus bandwidth is what NCCL's tests call so: bytes that each GPU must send / seconds.
+    """
+
+    collective: str
+    gpus: int
+    message_bytes: tuple[float, ...]
+    bus_bytes_per_s: tuple[float, ...]
+    in_network_bus_bytes_per_s: float | None = None  # large messages, reduced in the switch
+
+    def at(self, message_bytes: float) -> float:
+        """Bytes/s at one size: straight lines between the points in logarithms of both.
+
+        Below the first point the time is constant, above the last the bandwidth is.
+        """
+        points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
+        if message_bytes <= points[0][0]:
+            return points[0][1] * message_bytes / points[0][0]
+        for (low, slow), (high, fast) in pairwise(points):
+            if message_bytes <= high:
+                part = log(message_bytes / low) / log(high / low)
+                return exp(log(slow) + part * log(fast / slow))
+        return points[-1][1]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of a network: `degree` children meet, each with `child_gpus` GPUs and a link of its own."""
+
+    name: str
+    degree: int
+    child_gpus: int
+    child_bytes_per_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of all children's links together."""
+        return self.degree * self.child_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a cluster is built of."""
+
+    nodes: int
+    units: int
+    node_switches: int
+    leaf_switches: int
+    spine_switches: int
+    core_switches: int
+    links_per_leaf_and_spine: float  # cables between each pair of them
+
+    @property
+    def switches(self) -> int:
+        return self.node_switches + self.leaf_switches + self.spine_switches + self.core_switches
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine: its chip, and what such chips are joined to."""
+
+    name: str
+    chip: Chip
+    rates: Rates
+    link: Link
+    node: Node
+    fabric: Fabric | None = None
+    costs: Costs | None = None  # None: only for comparison
+    tiles: Tiles | None = None
+    curves: tuple[Curve, ...] = ()
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Rate for operands of `dtype`: bf16, fp8, fp4 or fp32."""
+        rate: float | None = getattr(self.rates, dtype, None)
+        if rate is None:
+            raise MegakernelError(f"{self.name} has no {dtype} arithmetic: take another --machine or --dtype")
+        return rate
+
+    def intensity(self, dtype: str = "bf16") -> float:
+        """FLOPs per byte of HBM above which the chip is bound by arithmetic."""
+        return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
+
+    def levels(self, gpus: int) -> tuple[Level, ...]:
+        """The network that joins `gpus` GPUs, innermost level first; empty for one GPU."""
+        if gpus < 2:
+            return ()
+        inside = min(gpus, self.node.gpus)
+        out = [Level("node", inside, 1, self.link.egress_bytes_per_s)]
+        if gpus <= self.node.gpus:
+            return tuple(out)
+        if gpus % self.node.gpus:
+            raise MegakernelError(f"{gpus} GPUs are no whole nodes of {self.node.gpus} on {self.name}")
+        if self.fabric is None:
+            raise MegakernelError(f"nothing is known of what joins nodes of {self.name}: {self.node.gpus} GPUs at most")
+        nodes = gpus // self.node.gpus
+        unit = self.fabric.nodes_per_unit
+        out.append(Level("leaf", min(nodes, unit), self.node.gpus, self.node.egress_bytes_per_s))
+        if nodes > unit:
+            out.append(Level("spine", ceil(nodes / unit), self.node.gpus * unit, self.node.egress_bytes_per_s * unit))
+        return tuple(out)
+
+    def parts(self, gpus: int) -> Parts:
+        """Switches of a fat tree with full bisection over whole units.
+
+        Each leaf has half of its ports down and half up. While a spine switch has a port for each leaf, two levels
+        do; beyond, the spine has half of its ports up too, to a core layer.
+        """
+        fabric, per_node = self.fabric, self.node.gpus
+        if fabric is None:
+            raise MegakernelError(f"nothing is known of what joins nodes of {self.name}")
+        nodes = ceil(gpus / per_node)
+        units = ceil(nodes / fabric.nodes_per_unit)
+        leaves = units * fabric.leaf_switches_per_unit
+        cables = leaves * fabric.switch_ports // 2
+        if units == 1:
+            return Parts(nodes, units, nodes * self.node.switches, leaves, 0, 0, 0.0)
+        spines = cables // fabric.switch_ports
+        if leaves <= fabric.switch_ports:
+            core = 0
+        else:
+            spines, core = 2 * spines, spines
+        links = fabric.switch_ports / 2 / spines
+        return Parts(nodes, units, nodes * self.node.switches, leaves, spines, core, links)
+
+    def curve(self, collective: str, gpus: int) -> Curve | None:
+        """The measured curve, where there is one for that many GPUs."""
+        return next((c for c in self.curves if (c.collective, c.gpus) == (collective, gpus)), None)

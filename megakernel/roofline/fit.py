@@ -1,0 +1,41 @@
+"""Whether a step's buffers fit a device, and how many sequences would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..isa import BUFFERS, Dims, Space, itemsize
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes on the rank that needs most. `sequences_at_most`: of the step's context, beside weights and activations."""
+
+    weight_bytes: float
+    kv_bytes: float
+    activation_bytes: float
+    memory_bytes: float
+    sequences_at_most: int
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.memory_bytes
+
+
+def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
+    """`weight_bytes` of a rank, `sequences` of `context` tokens each in the KV cache, what the step itself needs."""
+    one = max(2.0 * d.layers * d.kv_cols * context * itemsize(d) for d in ranks)
+    activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
+    room = memory_bytes - weight_bytes - activations
+    return Fit(weight_bytes, one * sequences, activations, memory_bytes, max(0, int(room // one)))
+
+
+def _bytes(dims: Dims, space: Space) -> float:
+    specs = (spec for spec in BUFFERS.values() if spec.space is space)
+    return float(sum(math.prod(s.shape(dims, 0)) * s.resolve_dtype(dims).itemsize for s in specs))

@@ -1,0 +1,121 @@
+"""A cluster that serves one model, on paper: groups of GPUs, each a replica, and what a token costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+from ..errors import MegakernelError
+from ..machine import Hardware
+from .kernels import OPERAND_BYTES
+from .layout import Layout, decode_step
+from .shapes import Shape
+
+SECONDS_PER_HOUR = 3600.0
+TOKENS_PRICED = 1e6
+_EQUAL = 1e-6  # throughputs that differ by less are the same
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One size of replica at one batch, on the whole fleet.
+
+    `prefill_tokens_per_s` is what the fleet's arithmetic could read of prompts instead of decoding.
+    """
+
+    tp: int
+    replicas: int
+    batch: int  # sequences of a replica
+    step_s: float  # between a sequence's tokens
+    tokens_per_s: float  # of the fleet, decoding
+    prefill_tokens_per_s: float
+    bound: str
+    bytes_per_gpu: float
+
+    def gpu_seconds_per_token(self) -> float:
+        return self.tp * self.replicas / self.tokens_per_s
+
+    def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
+        """Price of a GPU-hour in, price of a million generated tokens out; linear, so 1 gives the factor."""
+        return usd_per_gpu_hour * self.gpu_seconds_per_token() / SECONDS_PER_HOUR * TOKENS_PRICED
+
+    def tokens_per_joule(self, board_w: float) -> float:
+        """With every board at its limit."""
+        return 1 / (self.gpu_seconds_per_token() * board_w)
+
+
+def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float) -> int:
+    """Sequences of `context` tokens whose KV fits beside the weights of a group of `tp`; 0 where these do not fit."""
+    one = decode_step(shape, hardware, Layout(tp=tp), 1, context).bytes_per_gpu
+    per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads)
+    room = hardware.chip.hbm_bytes - (one - per_sequence)
+    return max(0, int(room // per_sequence))
+
+
+def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float) -> Serving:
+    """`gpus` in groups of `tp`; what is left over serves nothing."""
+    replicas = gpus // tp
+    time = decode_step(shape, hardware, Layout(tp=tp), batch, context)
+    times = {"math": time.math_s, "memory": time.memory_s, "comms": max(time.comms_s.values(), default=0.0)}
+    prompt_flops = 2 * shape.active_parameters
+    return Serving(
+        tp=tp,
+        replicas=replicas,
+        batch=batch,
+        step_s=time.step_s,
+        tokens_per_s=replicas * batch / time.step_s,
+        prefill_tokens_per_s=replicas * tp * hardware.flops_per_s("bf16") / prompt_flops,
+        bound=max(times, key=lambda name: times[name]),
+        bytes_per_gpu=time.bytes_per_gpu,
+    )
+
+
+def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
+    """Every group size that holds the model, at batches by powers of four up to what memory holds."""
+    out: list[Serving] = []
+    for tp, most in _groups(shape, hardware, gpus, context):
+        batches = {1 << i for i in range(0, most.bit_length(), 2)} | {most}
+        out += [serve(shape, hardware, gpus, tp, batch, context) for batch in sorted(batches)]
+    return out
+
+
+def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
+    """The most tokens per second with steps of at most `step_s`; of equals the quickest step.
+
+    A larger batch takes longer and makes no fewer tokens per second. So of each group size the largest batch that is
+    quick enough says what it can make, and the smallest that makes as much is taken. Raises MegakernelError where none
+    is quick enough.
+    """
+    found: list[Serving] = []
+    groups = _groups(shape, hardware, gpus, context)
+    for tp, most in groups:
+        at = partial(serve, shape, hardware, gpus, tp, context=context)
+        batches = range(1, most + 1)
+        quick = bisect_right(batches, step_s, key=lambda batch: at(batch=batch).step_s)
+        if quick:
+            enough = at(batch=quick).tokens_per_s * (1 - _EQUAL)
+            found.append(
+                at(batch=batches[bisect_left(batches[:quick], enough, key=lambda b: at(batch=b).tokens_per_s)])
+            )
+    if not found:
+        fastest = min(serve(shape, hardware, gpus, tp, 1, context).step_s for tp, _ in groups)
+        raise MegakernelError(
+            f"no group makes a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
+        )
+    enough = max(s.tokens_per_s for s in found) * (1 - _EQUAL)
+    return min((s for s in found if s.tokens_per_s >= enough), key=lambda s: s.step_s)
+
+
+def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int]]:
+    """(tensor-parallel ways, largest batch) of the groups inside a node that hold the model and a sequence."""
+    sizes = [tp for tp in range(1, min(gpus, hardware.node.gpus) + 1) if shape.heads % tp == 0]
+    batches = ((tp, largest_batch(shape, hardware, tp, context)) for tp in sizes)
+    groups = [(tp, most) for tp, most in batches if most]
+    if not groups:
+        raise MegakernelError(
+            f"{shape.name} with {context:,.0f} tokens of context fits no node of {hardware.node.gpus} {hardware.name}:"
+            f" shorten --context or take another --machine"
+        )
+    return groups

@@ -1,0 +1,181 @@
+"""What the instructions of a step cost, family by family, and the least time of the step on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..isa import Dims, Dtype, Family, Instruction, attention_cost, link_bytes
+from ..isa.instructions import Columns
+from ..machine import Hardware
+from .collectives import latency_s, measured_s
+
+# Rates of the operands that programs compute with.
+RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
+_Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
+BOUNDS = ("math", "vector", "memory", "comms")
+
+
+@dataclass(frozen=True)
+class Part:
+    """All instructions of one kind of rank `dims.rank` in a segment that runs `runs` times."""
+
+    instruction: Instruction
+    columns: Columns
+    dims: Dims
+    runs: int = 1
+
+
+@dataclass(frozen=True)
+class InstructionCost:
+    """Work of one kind of instruction in a whole step, on the rank that has most of it, and its least times.
+
+    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for.
+    `comms_measured_s`: at the bandwidth that collectives of such a size were measured to have; None where nobody
+    measured.
+    """
+
+    instruction: str
+    family: Family
+    matrix_flops: float
+    vector_flops: float
+    memory_bytes: float
+    sent_bytes: float
+    hops: int
+    math_s: float
+    vector_s: float
+    memory_s: float
+    comms_s: float
+    comms_measured_s: float | None
+
+    @property
+    def message_bytes(self) -> float:
+        return self.sent_bytes / self.hops if self.hops else 0.0
+
+    @property
+    def bound(self) -> str:
+        return bound_name(self.math_s, self.vector_s, self.memory_s, self.comms_s)
+
+
+@dataclass(frozen=True)
+class StepRoofline:
+    """Least times of a step in seconds, each on the rank where it is longest.
+
+    `t_comms_s` = `t_latency_s`, hops that follow one another, + bytes / egress. `t_comms_measured_s`: with the
+    machine's measured collective bandwidth at the size of each message; None where nobody measured.
+    """
+
+    t_math_s: float
+    t_vector_s: float
+    t_memory_s: float
+    t_comms_s: float
+    t_latency_s: float
+    t_comms_measured_s: float | None
+    flops: float
+    memory_bytes: float
+    sent_bytes: float
+    instructions: tuple[InstructionCost, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Everything overlapped."""
+        return max(self._times)
+
+    @property
+    def step_without_overlap_s(self) -> float:
+        """One after the other."""
+        return sum(self._times)
+
+    @property
+    def bound(self) -> str:
+        return bound_name(*self._times)
+
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops / self.memory_bytes
+
+    @property
+    def _times(self) -> tuple[float, float, float, float]:
+        return self.t_math_s, self.t_vector_s, self.t_memory_s, self.t_comms_s
+
+
+def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) -> str:
+    """Which of the four is the longest; of equals the first in BOUNDS."""
+    times = (math_s, vector_s, memory_s, comms_s)
+    return BOUNDS[max(range(4), key=lambda i: times[i])]
+
+
+def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> StepRoofline:
+    """Of a step in which every token row attends to `context` KV tokens of its own."""
+    dims = parts[0].dims
+    peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
+    egress = hardware.link.egress_bytes_per_s
+    hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
+    work = [(part, _work(part, context)) for part in parts]
+
+    def cost(name: str) -> InstructionCost:
+        mine = [(part, w) for part, w in work if part.instruction.name == name]
+        matrix, vector, memory, sent = _most(mine)
+        hops = max(part.runs for part, _ in mine) if sent else 0
+        return InstructionCost(
+            instruction=name,
+            family=mine[0][0].instruction.family,
+            matrix_flops=matrix,
+            vector_flops=vector,
+            memory_bytes=memory,
+            sent_bytes=sent,
+            hops=hops,
+            math_s=matrix / peak,
+            vector_s=vector / hardware.rates.fp32,
+            memory_s=memory / hardware.chip.hbm_bytes_per_s,
+            comms_s=latency_s(hops, hop_s, sent / egress),
+            comms_measured_s=_measured_s(sent, hops, hardware, dims.tp),
+        )
+
+    costs = tuple(cost(name) for name in dict.fromkeys(part.instruction.name for part in parts))
+    matrix, vector, memory, sent = _most(work)
+    hops = sum(c.hops for c in costs)
+    measured = [c.comms_measured_s for c in costs]
+    return StepRoofline(
+        t_math_s=matrix / peak,
+        t_vector_s=vector / hardware.rates.fp32,
+        t_memory_s=memory / hardware.chip.hbm_bytes_per_s,
+        t_comms_s=latency_s(hops, hop_s, sent / egress),
+        t_latency_s=hops * hop_s,
+        t_comms_measured_s=None if None in measured else sum(filter(None, measured)),
+        flops=matrix,
+        memory_bytes=memory,
+        sent_bytes=sent,
+        instructions=costs,
+    )
+
+
+def _work(part: Part, context: float) -> _Work:
+    """(matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of all runs."""
+    d = part.dims
+    cost = part.instruction.cost(part.columns, d)
+    matrix, memory = float(cost.matrix_flops.sum()), float(cost.memory_bytes.sum())
+    if part.instruction.family is Family.ATTENTION and d.rank_heads:
+        flops, kv_bytes = attention_cost(d, d.tokens * d.rank_kv_heads, context)
+        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)  # a KV head may be shared by ranks
+        memory += kv_bytes
+    sent = float(link_bytes(part.instruction, part.columns, d).sum()) if d.tp > 1 else 0.0
+    return matrix * part.runs, float(cost.vector_flops.sum()) * part.runs, memory * part.runs, sent * part.runs
+
+
+def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
+    """Each kind of work on the rank that has most of it."""
+    sums: dict[int, _Work] = {}
+    for part, (matrix, vector, memory, sent) in work:
+        a, b, c, d = sums.get(part.dims.rank, (0.0, 0.0, 0.0, 0.0))
+        sums[part.dims.rank] = a + matrix, b + vector, c + memory, d + sent
+    matrix, vector, memory, sent = (max(column) for column in zip(*sums.values(), strict=True))
+    return matrix, vector, memory, sent
+
+
+def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
+    """Seconds of so many gathers of equal arrays, of which a rank sends its peers (N - 1) / N."""
+    if not messages:
+        return 0.0
+    one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)
+    return None if one is None else one * messages

@@ -1,0 +1,164 @@
+"""How busy each resource was over time: declared work of the instructions, spread over the intervals that did it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import BY_OPCODE, Family
+from ..isa.link import link_bytes_each
+from ..machine import Machine
+from ..trace import IntervalKind
+from .resolve import Resolved
+
+Amounts = NDArray[np.float64]
+
+# Name and unit of its rate. A link has a direction: what a rank sends, what it gets.
+RESOURCES = (("matrix", "FLOP/s"), ("vector", "FLOP/s"), ("memory", "B/s"), ("link out", "B/s"), ("link in", "B/s"))
+_MATRIX, _VECTOR, _MEMORY, _OUT, _IN = range(len(RESOURCES))
+BINS = 96  # of the curves in `Resource`
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One resource. `rate`: units per second, mean over ranks and the steps' time; `fraction` = rate / `peak`.
+
+    `peak`: see `peaks`. `curve` cuts the trace into BINS equal parts: mean rate / peak of each,
+    over all ranks. `ranks` is each rank's fraction.
+    """
+
+    name: str
+    unit: str
+    peak: float
+    rate: float
+    fraction: float
+    ranks: list[float]
+    curve: list[float]
+
+
+def peaks(machine: Machine, workers: int) -> list[float]:
+    """The most that `workers` of a device can do of each of RESOURCES: workers share a device's rates evenly."""
+    share = min(1.0, workers / machine.workers)
+    device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s)
+    return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
+
+
+def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
+    """Of each resource that the program uses. Attention's FLOPs and KV bytes are in the step table, not in a trace."""
+    amounts = curves(resolved, BINS)
+    first, last = resolved.launch_spans()
+    tick = resolved.trace.header.tick_s
+    steps_s = max(int((last - first).sum()), 1) * tick
+    found = []
+    limits = peaks(machine, resolved.program.workers)
+    for (name, unit), peak, amount in zip(RESOURCES, limits, amounts.transpose(1, 0, 2), strict=True):
+        if not amount.any():
+            continue
+        rates = amount.sum(axis=1) / steps_s
+        curve = amount.mean(axis=0) / (resolved.period * tick / BINS * peak)
+        found.append(
+            Resource(
+                name=name,
+                unit=unit,
+                peak=peak,
+                rate=float(rates.mean()),
+                fraction=float(rates.mean()) / peak,
+                ranks=[float(r) / peak for r in rates],
+                curve=[round(float(c), 6) for c in curve],
+            )
+        )
+    return found
+
+
+def curves(resolved: Resolved, bins: int) -> Amounts:
+    """[ranks, RESOURCES, bins] FLOPs or bytes in each of `bins` equal parts of the trace.
+
+    FLOPs run evenly over an instruction's COMPUTE, link bytes over its STORE where it has one, else over COMPUTE,
+    memory bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of the bytes only).
+    """
+    work = _Work.of(resolved)
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    worker_role = resolved.rows["role"] == 0
+    load = _or_else(resolved, resolved.kind(IntervalKind.LOAD) & ~worker_role, compute)
+    store = _or_else(resolved, resolved.kind(IntervalKind.STORE), compute)
+    rank = resolved.rows["rank"].astype(np.int64)
+    out = np.zeros((resolved.program.ranks, len(RESOURCES), bins))
+    for resource, chosen, amount in (
+        (_MATRIX, compute, work.matrix),
+        (_VECTOR, compute, work.vector),
+        (_MEMORY, load, work.memory),
+        (_OUT, store, work.link.sum(axis=1)),
+    ):
+        out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
+    for peer in range(resolved.program.ranks):
+        # All senders' bytes for one receiver make one row.
+        out[peer, _IN] = _spread(resolved, store, work.link[:, peer], np.zeros_like(rank), bins)[0]
+    return out
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Declared work of each of `Resolved.records`; link: [records, ranks] bytes sent to each."""
+
+    matrix: Amounts
+    vector: Amounts
+    memory: Amounts
+    link: Amounts
+
+    @staticmethod
+    def of(resolved: Resolved) -> _Work:
+        program, records = resolved.program, resolved.records
+        opcodes = resolved.opcodes
+        matrix, vector, memory = (np.zeros(len(records)) for _ in range(3))
+        link = np.zeros((len(records), program.ranks))
+        for op in np.unique(opcodes).tolist():
+            instruction = BY_OPCODE[op]
+            if instruction.family is Family.CONTROL:
+                continue
+            for rank in range(program.ranks):
+                mine = np.flatnonzero((opcodes == op) & (resolved.record_ranks == rank))
+                if not len(mine):
+                    continue
+                columns, dims = instruction.columns(records[mine]), program.rank_dims(rank)
+                cost = instruction.cost(columns, dims)
+                matrix[mine], vector[mine], memory[mine] = cost.matrix_flops, cost.vector_flops, cost.memory_bytes
+                if dims.tp == program.ranks:  # programs made by hand may share nothing
+                    link[mine] = link_bytes_each(instruction, columns, dims)
+        return _Work(matrix, vector, memory, link)
+
+
+def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`wanted` intervals, and the `other` ones of instances that have none."""
+    has = np.zeros(resolved.launches * resolved.program.instructions, dtype=bool)
+    has[resolved.instance[wanted]] = True
+    chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
+    return chosen
+
+
+def _spread(
+    resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
+) -> Amounts:
+    """[ranks, bins]: each instance's amount, spread evenly over its chosen intervals, added up in its row."""
+    i = np.flatnonzero(chosen & (amount[resolved.record] > 0))
+    begin = resolved.begin[i].astype(np.float64)
+    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an instant is a tick long
+    whole = np.bincount(resolved.instance[i], length, resolved.launches * resolved.program.instructions)
+    rate = amount[resolved.record[i]] / whole[resolved.instance[i]]
+    width = resolved.period / bins
+    end = np.minimum(begin + length, resolved.period)
+    first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
+    rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
+    # Within one bin the whole length; else a part of the first, a part of the last and all of those between.
+    inside = first == last
+    head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
+    tail = np.where(inside, 0.0, end - last * width) * rate
+    base = row[i] * (bins + 1)
+    total = np.bincount(base + first, head, size) + np.bincount(base + last, tail, size)
+    between = np.where(inside, 0.0, rate * width)
+    step = np.bincount(base + np.where(inside, first, first + 1), between, size)
+    step = step - np.bincount(base + last, between, size)
+    shape = (rows, bins + 1)
+    full = total.reshape(shape) + np.maximum(np.cumsum(step.reshape(shape), axis=1), 0.0)
+    return full[:, :bins].astype(np.float64)

@@ -1,0 +1,106 @@
+// The traces: columns of intervals and records, and what one is called. Everything else reads them here.
+
+const $ = (id) => document.getElementById(id);
+const meta = JSON.parse($("meta").textContent);
+const data = await unpack($("data").textContent, meta.columns);
+$("data").remove();
+
+const { words: WORDS, operand: OPERAND, wait: WAIT_AT, waits: WAITS, next: NEXT, counter: COUNTER, prologue: PROLOGUE, epilogue: EPILOGUE } = meta.layout;
+const [FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE] = ["fetch", "page wait", "counter wait", "load", "compute", "store"].map((k) => meta.kinds.indexOf(k));
+const ROLES = meta.roles.length, STORER = meta.roles.indexOf("storer");
+
+const { length, record, releaser, twin, records, lane, layer, launch, kind, slot, role } = data;
+const begin = Float64Array.from(data.begin); // may be shifted, to align two traces
+const count = begin.length;
+
+// -- traces: one, or two to compare
+const sources = meta.sources;
+let lanes = 0;
+{
+  let first = 0, curve = 0;
+  sources.forEach((s, n) => {
+    Object.assign(s, { lane0: lanes, first, curve, shift: 0, letter: sources.length > 1 ? "AB"[n] : "" });
+    lanes += s.ranks * s.workers;
+    first += s.intervals;
+    curve += s.ranks * meta.resources.length * s.bins;
+  });
+}
+const sourceOfLane = (l) => (sources.length > 1 && l >= sources[1].lane0 ? sources[1] : sources[0]);
+const rankOfLane = (l) => { const s = sourceOfLane(l); return Math.floor((l - s.lane0) / s.workers); };
+const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % s.workers; };
+
+// -- an interval
+const opcodeOf = (i) => records[record[i] * WORDS] & 0xff;
+const instructionOf = (i) => meta.instructions[opcodeOf(i)];
+const endOf = (i) => begin[i] + length[i];
+const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
+// A shade per instruction: the hue is its family's, the lightness tells it from its siblings.
+const opcodes = Object.keys(meta.instructions).map(Number);
+const shadeAt = new Map(opcodes.map((op, n) => [op, n]));
+// How an interval is drawn. A storer's STORE does not hold up its worker, so it gets a strip, as loads do.
+const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
+const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
+for (let i = 0; i < count; i++) {
+  shadeOf[i] = shadeAt.get(records[record[i] * WORDS] & 0xff);
+  const k = kind[i];
+  shapeOf[i] = k === COUNTER_WAIT || k === PAGE_WAIT ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
+    : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
+}
+// Parts of a column: the shades, and waiting.
+const PARTS = opcodes.length + 1, WAITING = opcodes.length;
+const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
+
+/** Numbers the executed instruction: intervals with the same number are its parts. */
+const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (records.length / WORDS) + record[i];
+
+// -- text
+const escape = (s) => String(s).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+function scaled(value, steps, digits = 3) {
+  const size = Math.abs(value), [scale, name] = steps.find(([s]) => size >= s) ?? steps[steps.length - 1];
+  const shown = value / scale;
+  return `${Math.abs(shown) >= 1000 ? shown.toFixed(0) : Number(shown.toPrecision(digits))} ${name}`;
+}
+const SECONDS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]], MANY = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
+const seconds = (s, digits) => (s === 0 ? "0 s" : scaled(s, SECONDS, digits));
+const time = (units, digits) => seconds(units * meta.unit_s, digits);
+const rate = (value, unit) => scaled(value, MANY) + unit;
+const percent = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)} %`);
+const place = (i) => (layer[i] === PROLOGUE ? "prologue" : layer[i] === EPILOGUE ? "epilogue" : `layer ${layer[i]}`);
+function laneName(l) {
+  const s = sourceOfLane(l), rank = s.ranks > 1 ? `rank ${rankOfLane(l)} · ` : "";
+  return `${s.letter && `${s.letter} · `}${rank}worker ${workerOfLane(l)}`;
+}
+function cause(i, word = slot[i]) {
+  const table = layer[i] === 0 ? data.causesFirst : data.causesLater;
+  const found = table[record[i] * WAITS + word];
+  return found < 0 ? "nothing" : meta.causes[found];
+}
+function label(i) {
+  if (kind[i] === PAGE_WAIT) return "waits for a page";
+  if (kind[i] === COUNTER_WAIT) return `waits for ${cause(i)}`;
+  const name = instructionOf(i).name;
+  return kind[i] === COMPUTE ? name : `${meta.kinds[kind[i]]} for ${name}`;
+}
+function operands(r) {
+  const names = meta.instructions[records[r * WORDS] & 0xff].operands;
+  return names.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
+}
+/** Regions of record r: buffer, access, rows, columns, who picks the box, whose copy. */
+function* regions(r) {
+  for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) yield data.regions.subarray(n * 8, n * 8 + 8);
+}
+
+/** base64 of deflated columns -> typed arrays. */
+async function unpack(text, columns) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const types = { u4: Uint32Array, i4: Int32Array, u2: Uint16Array, i2: Int16Array, u1: Uint8Array };
+  const result = {};
+  let offset = 0;
+  for (const [name, type, size] of columns) {
+    result[name] = new types[type](buffer, offset, size);
+    offset += size * types[type].BYTES_PER_ELEMENT;
+  }
+  return result;
+}

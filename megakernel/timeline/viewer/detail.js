@@ -1,0 +1,172 @@
+// Level of detail. Time of a lane is cut into pieces that do not overlap; rows with many pieces keep sums of them in bins
+// of halving width. A frame then costs what is visible, never what exists.
+
+// -- pieces: work; a storer's stores where there is no work; waits where there is neither
+let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // the last: length of the whole interval
+function cutPieces() {
+  pieceStart = new Uint32Array(lanes + 1);
+  const b = [], e = [], of = [];
+  const byBegin = (x, y) => begin[x] - begin[y];
+  for (let l = 0; l < lanes; l++) {
+    const shapes = [[], [], [], []];
+    const roles = rolesOf(l);
+    for (const r of roles) {
+      for (let n = groupStart[l * ROLES + r]; n < groupStart[l * ROLES + r + 1]; n++) shapes[shapeOf[order[n]]].push(order[n]);
+    }
+    if (roles.length > 1) for (const list of shapes) list.sort(byBegin);
+    const found = [];
+    let taken = [];
+    for (const shape of [SHAPE.work, SHAPE.store, SHAPE.wait]) {
+      const own = [];
+      let at = 0, last = -Infinity;
+      for (const i of shapes[shape]) {
+        let t = Math.max(begin[i], last);
+        const end = endOf(i);
+        last = Math.max(last, end);
+        while (at < taken.length && taken[at + 1] <= t) at += 2;
+        for (let n = at; t < end; n += 2) {
+          const stop = n < taken.length ? Math.min(end, Math.max(taken[n], t)) : end;
+          if (stop > t) { found.push([t, stop, i]); own.push(t, stop); }
+          t = n < taken.length ? Math.max(stop, taken[n + 1]) : end;
+        }
+      }
+      taken = taken.length ? merged(taken, own) : own;
+    }
+    if (shapes[SHAPE.wait].length || shapes[SHAPE.store].length) found.sort((x, y) => x[0] - y[0]);
+    for (const [t, stop, i] of found) { b.push(t); e.push(stop); of.push(i); }
+    pieceStart[l + 1] = b.length;
+  }
+  pieceBegin = Float64Array.from(b); pieceEnd = Float64Array.from(e); pieceOf = Uint32Array.from(of);
+  piecePart = Uint8Array.from(of, partOf); pieceWhole = Uint32Array.from(of, (i) => length[i]);
+}
+/** Two sorted lists of disjoint [begin, end, begin, end, ..] in one. */
+function merged(a, b) {
+  const out = [];
+  for (let m = 0, n = 0; m < a.length || n < b.length; ) {
+    const [t, stop] = n >= b.length || (m < a.length && a[m] <= b[n]) ? [a[m], a[(m += 2) - 1]] : [b[n], b[(n += 2) - 1]];
+    if (out.length && t <= out[out.length - 1]) out[out.length - 1] = Math.max(out[out.length - 1], stop);
+    else out.push(t, stop);
+  }
+  return out;
+}
+cutPieces();
+
+// -- bins
+const FINEST = 16384, COARSEST = 1024;
+let pyramids = new Map();
+const forgetBins = () => { pyramids = new Map(); };
+
+/**
+ * Time by part and column: a plane of `columns` values per part, of which only those that were touched hold anything.
+ * What covers whole columns is added as a rise and a fall, and summed up once by `settle`.
+ */
+class Share {
+  constructor(columns) {
+    this.columns = columns;
+    this.sums = new Float32Array(PARTS * columns);
+    this.changes = new Float32Array(PARTS * (columns + 1));
+    this.touched = new Uint8Array(PARTS);
+  }
+  clear() {
+    for (const p of this.parts()) {
+      this.sums.fill(0, p * this.columns, (p + 1) * this.columns);
+      this.changes.fill(0, p * (this.columns + 1), (p + 1) * (this.columns + 1));
+    }
+    this.touched.fill(0);
+  }
+  parts() {
+    const found = [];
+    for (let p = 0; p < PARTS; p++) if (this.touched[p]) found.push(p);
+    return found;
+  }
+  /** Add [x0, x1), in columns: to each column the part of it that is covered. */
+  add(part, x0, x1) {
+    if (x0 < 0) x0 = 0;
+    if (x1 > this.columns) x1 = this.columns;
+    if (x1 <= x0) return;
+    this.touched[part] = 1;
+    const first = Math.floor(x0), last = Math.floor(x1), at = part * this.columns;
+    if (first === last) { this.sums[at + first] += x1 - x0; return; }
+    this.sums[at + first] += first + 1 - x0;
+    if (last < this.columns) this.sums[at + last] += x1 - last;
+    if (last > first + 1) {
+      this.changes[at + part + first + 1] += 1;
+      this.changes[at + part + last] -= 1;
+    }
+  }
+  settle() {
+    for (const p of this.parts()) {
+      let whole = 0;
+      for (let c = 0, at = p * this.columns; c < this.columns; c++) {
+        whole += this.changes[at + p + c];
+        this.sums[at + c] += whole;
+      }
+    }
+    return this;
+  }
+}
+
+/** Sums per bin and part of a row's time, in levels of halving bins; only of intervals that are not dimmed. */
+function pyramid(row) {
+  let found = pyramids.get(row.key);
+  if (found) return found;
+  let bins = COARSEST;
+  while (bins < FINEST && bins < piecesIn(row) / 2) bins *= 2;
+  const share = new Share(bins), scale = bins / meta.span;
+  for (let n = pieceStart[row.lane0]; n < pieceStart[row.lane1]; n++) {
+    if (!dimmed(pieceOf[n])) share.add(piecePart[n], pieceBegin[n] * scale, pieceEnd[n] * scale);
+  }
+  let { sums } = share.settle();
+  const parts = share.parts();
+  found = { parts, levels: [{ bins, sums }] };
+  while (bins > COARSEST) {
+    const half = new Float32Array((sums.length / 2));
+    for (const p of parts) for (let b = 0; b < bins; b++) half[(p * bins + b) >> 1] += sums[p * bins + b] / 2;
+    sums = half;
+    found.levels.push({ bins: (bins /= 2), sums });
+  }
+  pyramids.set(row.key, found);
+  return found;
+}
+const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
+
+/**
+ * Add the row's time from t0 on to `share`, at `px` columns per unit of time, and settle it. `narrow` leaves out intervals
+ * of two columns or more, which are drawn one by one.
+ */
+function rowShare(row, share, t0, px, narrow) {
+  const t1 = t0 + share.columns / px;
+  if (piecesIn(row) > 4 * share.columns) {
+    const { levels, parts } = pyramid(row);
+    // The coarsest level whose bins are no wider than a column; when all are wider, few pieces are left in sight.
+    const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
+    if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
+  }
+  // Names at hand: a name of the page is looked up anew in each turn.
+  const starts = pieceStart, begins = pieceBegin, ends = pieceEnd, parts = piecePart, whole = pieceWhole, of = pieceOf;
+  const some = filtering(), widest = narrow ? 2 / px : Infinity;
+  for (let l = row.lane0; l < row.lane1; l++) {
+    const end = starts[l + 1];
+    for (let n = firstReaching(ends, starts[l], end, t0); n < end; n++) {
+      const from = begins[n];
+      if (from > t1) break;
+      if (whole[n] < widest && !(some && dimmed(of[n]))) share.add(parts[n], (from - t0) * px, (ends[n] - t0) * px);
+    }
+  }
+  return share.settle();
+}
+function addBins(share, { bins, sums }, parts, t0, px) {
+  const { columns } = share, each = meta.span / bins, width = each * px;
+  const from = Math.max(0, Math.floor(t0 / each)), to = Math.min(bins, Math.ceil((t0 + columns / px) / each));
+  for (const p of parts) {
+    share.touched[p] = 1;
+    for (let b = from, at = p * columns; b < to; b++) {
+      const sum = sums[p * bins + b];
+      if (!sum) continue;
+      // A bin no wider than a column lies in one or two of them.
+      const x = (b * each - t0) * px, column = Math.floor(x), inside = Math.min(column + 1 - x, width), rest = width - inside;
+      if (column >= 0 && column < columns) share.sums[at + column] += sum * inside;
+      if (rest > 0 && column + 1 < columns) share.sums[at + column + 1] += sum * rest;
+    }
+  }
+}

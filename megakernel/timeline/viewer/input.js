@@ -1,0 +1,226 @@
+// Moving about and acting: view, selection, keys, pointer.
+
+function setView(t0, t1) {
+  const span = Math.min(Math.max(t1 - t0, 20), meta.span * 1.02), margin = meta.span * 0.01;
+  t0 = Math.min(Math.max(t0, -margin), meta.span + margin - span);
+  view.t0 = t0; view.t1 = t0 + span;
+  request();
+}
+const fit = () => { view.scroll = 0; setView(-meta.span * 0.005, meta.span * 1.01); };
+const pan = (part) => setView(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
+function zoom(factor, at = (view.t0 + view.t1) / 2) {
+  const span = Math.min(Math.max((view.t1 - view.t0) * factor, 20), meta.span * 1.02);
+  const left = at - ((at - view.t0) / (view.t1 - view.t0)) * span;
+  setView(left, left + span);
+}
+function scrollRows(by) {
+  view.scroll = Math.min(Math.max(view.scroll + by, 0), Math.max(0, rowsHeight - (size.h - rowsTop())));
+  request();
+}
+function reveal(i) {
+  const span = view.t1 - view.t0, middle = begin[i] + length[i] / 2;
+  if (begin[i] < view.t0 || endOf(i) > view.t1) {
+    const wide = Math.max(span, length[i] * 1.5);
+    setView(middle - wide / 2, middle + wide / 2);
+  }
+  const row = rowOf(i), y = rowY(row);
+  if (y < rowsTop()) scrollRows(y - rowsTop());
+  else if (y + row.h > size.h) scrollRows(y + row.h - size.h);
+}
+function zoomTo(i) {
+  const wide = Math.max(length[i], 1) * 6, middle = begin[i] + length[i] / 2;
+  setView(middle - wide / 2, middle + wide / 2);
+}
+function select(i) {
+  selected = i >= 0 && i < count ? i : -1;
+  details();
+  request();
+}
+/** Select and bring into sight; a worker that is not shown opens its rank. */
+function choose(i) {
+  select(i);
+  if (selected < 0) return;
+  if (rowOf(i).type === "rank") toggleRow(rowOf(i));
+  reveal(i);
+}
+function toggleRow(row) {
+  openRow(row.key);
+  relay();
+}
+/** The row at a height of the canvas. */
+const rowUnder = (y) => (y < rowsTop() ? undefined : rowAt(y - rowsTop() + view.scroll));
+
+/** The interval at a point, or -1. */
+function hit(x, y) {
+  const row = rowUnder(y);
+  if (x < gutter() || !row || row.type === "rank") return -1;
+  const box = boxes(row), inside = y - rowY(row), t = toTime(x), slop = 2 / scale(), l = row.lane0;
+  const roles = row.role >= 0 ? [row.role] : rolesOf(l);
+  let shapes = [SHAPE.work, SHAPE.wait];
+  if (row.role >= 0) shapes = [SHAPE.work, SHAPE.store, SHAPE.load, SHAPE.wait];
+  else if (box.strip && inside >= box.loadY - size.k) shapes = [SHAPE.load];
+  else if (box.strip && box.storeY < box.y - 1 && inside < box.y) shapes = [SHAPE.store];
+  const best = [-1, -1, -1, -1], off = [slop, slop, slop, slop];
+  for (const r of roles) {
+    const g = l * ROLES + r;
+    for (let n = firstReaching(reach, groupStart[g], groupStart[g + 1], t - slop); n < groupStart[g + 1] && begin[order[n]] <= t + slop; n++) {
+      const i = order[n], s = shapeOf[i], d = Math.max(begin[i] - t, t - endOf(i), 0);
+      if (!hiddenAt(i) && (best[s] < 0 ? d <= slop : d < off[s] || (d === 0 && length[i] < length[best[s]]))) { best[s] = i; off[s] = d; }
+    }
+  }
+  return best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
+}
+
+function togglePath() {
+  showPath = !showPath;
+  $("path").setAttribute("aria-pressed", showPath);
+  forgetBins();
+  request();
+}
+function toggleArrows() {
+  showArrows = !showArrows;
+  $("arrows").setAttribute("aria-pressed", showArrows);
+  request();
+}
+function toggleCurves() { curvesShown = !curvesShown; relay(); }
+function growRows(factor) {
+  rowScale = Math.min(Math.max(rowScale * factor, 0.25), 8);
+  relay();
+}
+/** Shift the second trace so that the selected instruction begins at the same moment in both; without one, undo. */
+function align() {
+  if (sources.length < 2) return;
+  const b = sources[1], pair = selected >= 0 && twin[selected] >= 0 ? [selected, twin[selected]].sort((x, y) => x - y) : null;
+  const by = pair ? begin[pair[0]] - begin[pair[1]] : -b.shift;
+  for (let i = b.first; i < b.first + b.intervals; i++) begin[i] += by;
+  for (let n = pieceStart[b.lane0]; n < pieceBegin.length; n++) { pieceBegin[n] += by; pieceEnd[n] += by; }
+  b.shift += by;
+  measureReach();
+  forgetBins();
+  overview = null;
+  details();
+  request();
+}
+
+// -- measuring: the edges of the interval under the pointer attract
+function moment(x, y) {
+  const t = toTime(x), i = hit(x, y), near = 6 * size.k;
+  const edges = i < 0 ? [] : [begin[i], endOf(i)].filter((e) => Math.abs(toX(e) - x) <= near);
+  return edges.sort((a, b) => Math.abs(a - t) - Math.abs(b - t))[0] ?? t;
+}
+function mark(t) {
+  measure = measure && !measure.done ? { a: measure.a, b: t, done: true } : { a: t, b: t, done: false };
+  measured();
+  request();
+}
+
+let drag = null, pointer = [0, 0];
+const position = (e) => { const r = canvas.getBoundingClientRect(); return [(e.clientX - r.left) * size.k, (e.clientY - r.top) * size.k]; };
+canvas.addEventListener("wheel", (e) => {
+  e.preventDefault();
+  const [x, y] = position(e), amount = e.deltaMode ? e.deltaY * 30 : e.deltaY;
+  if (e.shiftKey || Math.abs(e.deltaX) > Math.abs(e.deltaY)) pan(((e.deltaX || amount) / size.w) * size.k);
+  else if (x < gutter() && y > rowsTop()) scrollRows(amount * size.k);
+  else zoom(Math.exp(amount * 0.0016), Math.min(Math.max(toTime(x), view.t0), view.t1));
+}, { passive: false });
+canvas.addEventListener("pointerdown", (e) => {
+  const [x, y] = position(e);
+  canvas.setPointerCapture(e.pointerId);
+  drag = { x, y, moved: false, brush: y < strip().y + strip().h + 2 && x >= gutter(), measuring: e.shiftKey && x >= gutter(), t0: view.t0, t1: view.t1, scroll: view.scroll };
+  if (drag.brush) brush(x);
+  else if (drag.measuring) { const t = moment(x, y); measure = { a: t, b: t, done: true }; }
+});
+function brush(x) {
+  const t = ((x - strip().x) / strip().w) * meta.span, half = (view.t1 - view.t0) / 2;
+  setView(t - half, t + half);
+}
+canvas.addEventListener("pointermove", (e) => {
+  const [x, y] = position(e);
+  pointer = [x, y];
+  if (drag) {
+    if (Math.hypot(x - drag.x, y - drag.y) > 3 * size.k) drag.moved = true;
+    if (drag.brush) brush(x);
+    else if (drag.measuring) { measure.b = moment(x, y); request(); }
+    else if (drag.moved) {
+      canvas.classList.add("drag");
+      const shift = (drag.x - x) / scale();
+      setView(drag.t0 + shift, drag.t1 + shift);
+      view.scroll = drag.scroll;
+      scrollRows(drag.y - y);
+    }
+    return;
+  }
+  const now = hit(x, y);
+  if (measure && !measure.done) { measure.b = moment(x, y); request(); }
+  if (now !== hovered) { hovered = now; request(); }
+  canvas.style.cursor = x < gutter() && rowUnder(y)?.openable ? "pointer" : "";
+  tooltip(x / size.k, y / size.k, rowUnder(y), x >= gutter() ? trackAt(y) : -1);
+});
+canvas.addEventListener("pointerup", (e) => {
+  const [x, y] = position(e), row = rowUnder(y);
+  if (drag && drag.measuring) {
+    if (measure.a === measure.b) measure = null;
+    measured();
+    request();
+  } else if (drag && !drag.moved && !drag.brush) {
+    if (row?.openable && (x < gutter() || row.type === "rank")) toggleRow(row);
+    else select(hit(x, y));
+  }
+  drag = null;
+  canvas.classList.remove("drag");
+});
+canvas.addEventListener("pointerleave", () => { hovered = -1; tooltip(0, 0, undefined, -1); request(); });
+canvas.addEventListener("dblclick", (e) => { const i = hit(...position(e)); if (i >= 0) zoomTo(i); });
+document.addEventListener("click", (e) => {
+  const target = e.target.closest("[data-select], [data-find], [data-toggle]");
+  if (!target) return;
+  const { select: chosen, find: wanted, toggle } = target.dataset;
+  if (chosen) choose(Number(chosen));
+  if (wanted) { $("search").value = $("search").value === wanted ? "" : wanted; find($("search").value); }
+  if (toggle) {
+    const key = /^\d+$/.test(toggle) ? Number(toggle) : toggle;
+    if (!hidden.delete(key)) hidden.add(key);
+    overview = null; legend(); request();
+  }
+});
+function released() {
+  const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
+  if (wait >= 0 && releaser[wait] >= 0) choose(releaser[wait]);
+}
+/** The interval before or after the selected one in its lane and role. */
+function neighbour(by) {
+  if (selected < 0) return;
+  const g = lane[selected] * ROLES + role[selected];
+  const at = order.subarray(groupStart[g], groupStart[g + 1]).indexOf(selected) + by;
+  if (at >= 0 && groupStart[g] + at < groupStart[g + 1]) choose(order[groupStart[g] + at]);
+}
+const keys = {
+  w: () => zoom(0.7), "+": () => zoom(0.7), "=": () => zoom(0.7), s: () => zoom(1 / 0.7), "-": () => zoom(1 / 0.7),
+  a: () => pan(-0.2), d: () => pan(0.2), ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2),
+  ArrowUp: () => scrollRows(-60 * size.k), ArrowDown: () => scrollRows(60 * size.k),
+  PageUp: () => scrollRows(rowsTop() - size.h), PageDown: () => scrollRows(size.h - rowsTop()),
+  0: fit, f: fit, c: togglePath, x: toggleArrows, g: toggleCurves, t: () => toggleTheme(), n: () => stepMatch(1), N: () => stepMatch(-1),
+  r: released, z: () => { if (selected >= 0) zoomTo(selected); }, ",": () => neighbour(-1), ".": () => neighbour(1),
+  b: () => { if (selected >= 0 && twin[selected] >= 0) choose(twin[selected]); }, l: align,
+  e: () => { const row = rowUnder(pointer[1]); if (row?.openable) toggleRow(row); }, E: () => { openMore(); relay(); },
+  "[": () => growRows(1 / 1.3), "]": () => growRows(1.3),
+  m: () => mark(moment(...pointer)),
+  "/": () => $("search").focus(), "?": () => $("guide").showModal(),
+  Escape: () => { $("search").value = ""; measure = null; measured(); find(""); select(-1); },
+};
+document.addEventListener("keydown", (e) => {
+  if (e.ctrlKey || e.metaKey || e.altKey || $("guide").open) return;
+  if (e.target === $("search")) {
+    if (e.key === "Enter") stepMatch(e.shiftKey ? -1 : 1);
+    else if (e.key === "Escape") { keys.Escape(); canvas.focus(); }
+    else return;
+  } else if (keys[e.key]) keys[e.key]();
+  else return;
+  e.preventDefault();
+});
+$("search").addEventListener("input", () => find($("search").value));
+$("fit").addEventListener("click", fit);
+$("path").addEventListener("click", togglePath);
+$("arrows").addEventListener("click", toggleArrows);
+$("theme").addEventListener("click", () => toggleTheme());
+$("help").addEventListener("click", () => $("guide").showModal());

@@ -1,0 +1,262 @@
+// One frame. Bars and columns are written straight into pixels, text and lines go on top of them.
+
+const canvas = $("canvas"), ctx = canvas.getContext("2d");
+const view = { t0: 0, t1: meta.span, scroll: 0 };
+let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false, lastFrame = 0;
+
+// -- geometry, in device pixels
+const gutter = () => 124 * size.k, rulerTop = () => 48 * size.k, curvesTop = () => 74 * size.k;
+const rowsTop = () => curvesTop() + curvesHeight() + 4 * size.k;
+const rowY = (r) => rowsTop() + r.y - view.scroll;
+const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
+const toX = (t) => gutter() + (t - view.t0) * scale();
+const toTime = (x) => view.t0 + (x - gutter()) / scale();
+const relay = () => { layRows(size.h - rowsTop() - 6 * size.k, size.k); scrollRows(0); request(); };
+/** A row's boxes, relative to its top: work and waits in the main one, stores in the strip above, loads in the one below. */
+function boxes(row) {
+  const k = size.k, gap = row.h >= 12 * k ? Math.max(1, Math.round(row.h * 0.08)) : row.h > 3 ? 1 : 0;
+  const roomy = row.type === "worker" && !row.isOpen && row.h >= 24 * k, strip = roomy ? Math.round(Math.min(row.h * 0.14, 7 * k)) : 0;
+  const storing = strip && groupStart[row.lane0 * ROLES + STORER + 1] > groupStart[row.lane0 * ROLES + STORER] ? strip : 0;
+  const under = strip ? strip + Math.round(k) : 0, over = storing ? storing + Math.round(k) : 0;
+  return { y: gap + over, h: row.h - 2 * gap - under - over, strip, storeY: gap, loadY: row.h - gap - strip };
+}
+/** Where interval i lies; null where its row is out of sight. */
+function barBox(i) {
+  const row = rowOf(i), box = boxes(row), y = Math.round(rowY(row)), shape = shapeOf[i];
+  const x0 = Math.max(toX(begin[i]), gutter() - 4), x1 = Math.min(toX(endOf(i)), size.w + 4);
+  const at = { x: x0, w: Math.max(x1 - x0, 1), y: y + box.y, h: box.h, row };
+  if (row.type === "worker" && box.strip) {
+    if (shape === SHAPE.load) Object.assign(at, { y: y + box.loadY, h: box.strip });
+    if (shape === SHAPE.store) Object.assign(at, { y: y + box.storeY, h: box.strip });
+  }
+  return at;
+}
+
+function request() {
+  if (!queued) { queued = true; requestAnimationFrame(draw); }
+}
+function draw() {
+  queued = false;
+  const started = performance.now();
+  base.pixels.fill(colours.page32);
+  const shown = visibleRows(), labelled = [];
+  paintGrid(shown);
+  paintCurves();
+  for (const row of shown) paintRow(row, labelled);
+  ctx.putImageData(base.image, 0, 0);
+  ctx.save();
+  ctx.beginPath(); ctx.rect(gutter(), rowsTop(), size.w - gutter(), size.h - rowsTop()); ctx.clip();
+  for (const bar of labelled) drawText(bar.i, bar);
+  drawOverlay();
+  ctx.restore();
+  drawRowLabels(shown);
+  drawCurveLabels();
+  drawRuler();
+  drawOverview();
+  drawMeasure();
+  lastFrame = performance.now() - started;
+}
+function visibleRows() {
+  const found = [], end = view.scroll + size.h - rowsTop();
+  for (let n = rowAt(view.scroll)?.n ?? rows.length; n < rows.length && rows[n].y < end; n++) found.push(rows[n]);
+  return found;
+}
+
+// -- pixels
+/** Fill [x0, x1) x [y0, y1), cut to the area right of the labels and below `top`. */
+function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
+  x0 = Math.max(Math.round(x0), Math.ceil(gutter())); x1 = Math.min(Math.round(x1), size.w);
+  y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
+  if (x1 <= x0) return;
+  const { pixels } = base, w = size.w;
+  for (let y = y0; y < y1; y++) pixels.fill(colour, y * w + x0, y * w + x1);
+}
+function hatch(x0, y0, x1, y1, dim) {
+  x0 = Math.max(x0, Math.ceil(gutter())); x1 = Math.min(x1, size.w);
+  y0 = Math.max(y0, Math.ceil(rowsTop())); y1 = Math.min(y1, size.h);
+  const { pixels } = base, w = size.w, every = Math.round(7 * size.k), wide = Math.max(1, Math.round(size.k));
+  const line = dim ? colours.dimmed32[WAITING] : colours.wait32, ground = dim ? colours.dimGround32 : colours.waitFill32;
+  for (let y = y0; y < y1; y++) {
+    for (let x = x0, m = (x + y) % every; x < x1; x++, m = m + 1 === every ? 0 : m + 1) pixels[y * w + x] = m < wide ? line : ground;
+  }
+}
+function paintGrid(shown) {
+  let bottom = rowsTop();
+  for (const row of shown) {
+    const y = rowY(row);
+    const colour = row.type === "rank" ? colours.panel32 : row.n % 2 ? colours.stripe32 : colours.page32;
+    if (colour !== colours.page32) fill(gutter(), y, size.w, y + row.h, colour);
+    bottom = Math.max(bottom, y + row.h);
+  }
+  for (const t of ticks()) fill(toX(t), curvesTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, curvesTop());
+}
+
+// Columns of one pixel, and of three for rows that are too thin to show more: there are many of those.
+const THIN = 12, shares = new Map();
+function shareOf(row) {
+  const wide = row.h < THIN * size.k ? 3 : 1, columns = Math.ceil((size.w - Math.ceil(gutter())) / wide);
+  let found = shares.get(wide);
+  if (found?.columns !== columns) {
+    found = Object.assign(new Share(columns), { wide, edges: new Float32Array(columns), units: new Float32Array(columns) });
+    shares.set(wide, found);
+  } else found.clear();
+  return found;
+}
+function paintRow(row, labelled) {
+  const box = boxes(row), y = Math.round(rowY(row)), share = shareOf(row);
+  if (row.type === "role") { paintRole(row, share, y + box.y, box.h, labelled); return; }
+  const single = row.type === "worker";
+  paintColumns(rowShare(row, share, view.t0, scale() / share.wide, single), row.lane1 - row.lane0, y + box.y, box.h);
+  if (single && longest[row.lane0] * scale() >= 2 * share.wide) paintBars(row, share.wide, y, box, labelled);
+}
+/** Columns of shares: of `whole` at the most, from the bottom up. */
+function paintColumns(share, whole, y0, h) {
+  const { sums, columns, wide, units, edges } = share, { pixels } = base, { w, h: height } = size, found = share.parts();
+  if (!found.length) return;
+  const left = Math.ceil(gutter()), top = Math.ceil(rowsTop()), bottom = y0 + h;
+  units.fill(0); edges.fill(0);
+  for (const p of found) for (let c = 0, at = p * columns; c < columns; c++) units[c] += sums[at + c];
+  for (let c = 0; c < columns; c++) units[c] = h / (units[c] > whole ? units[c] : whole);
+  for (const p of found) {
+    if (partHidden(p)) continue;
+    const colour = colours.part32[p];
+    for (let c = 0, at = p * columns; c < columns; c++) {
+      const part = sums[at + c];
+      if (part < 1e-6) continue;
+      let y = bottom - ((edges[c] + 0.5) | 0);
+      edges[c] += part * units[c];
+      let stop = bottom - ((edges[c] + 0.5) | 0);
+      if (y > height) y = height;
+      if (stop < top) stop = top;
+      const x = left + c * wide, end = x + wide < w ? x + wide : w;
+      while (y > stop) { y--; for (let at32 = y * w + x; at32 < y * w + end; at32++) pixels[at32] = colour; }
+    }
+  }
+}
+/** Intervals of a worker that are two columns of `wide` pixels or wider: waits, then strips, then work, so that work is never covered. */
+function paintBars(row, columns, y, box, labelled) {
+  const least = 2 * columns, wide = wideIntervals(row.lane0, least), l = row.lane0, px = scale();
+  // Of waits only what neither work nor stores cover. Where all are in columns already (see `wideIntervals`), none.
+  if (!wide.few) wide[SHAPE.wait] = [];
+  else for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], view.t0); n < pieceStart[l + 1] && pieceBegin[n] <= view.t1; n++) {
+    const i = pieceOf[n];
+    if (shapeOf[i] === SHAPE.wait && length[i] * px >= least) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
+  }
+  for (const shape of [SHAPE.load, SHAPE.store, SHAPE.work]) {
+    for (const i of wide[shape]) {
+      const strip = shape === SHAPE.load ? box.loadY : shape === SHAPE.store ? box.storeY : -1;
+      if (strip < 0) paintBar(i, y + box.y, box.h, labelled);
+      else if (box.strip) paintBar(i, y + strip, box.strip, null);
+    }
+  }
+}
+/** Of `least` pixels at least, by shape. Where many are in sight (not `few`), most are narrow, and the list of the longest is the shorter way. */
+function wideIntervals(l, least) {
+  const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
+  const ranges = [];
+  let many = 0;
+  for (let g = l * ROLES; g < (l + 1) * ROLES; g++) {
+    const from = firstReaching(reach, groupStart[g], groupStart[g + 1], t0);
+    let low = from, high = groupStart[g + 1];
+    while (low < high) { const mid = (low + high) >> 1; if (begin[order[mid]] <= t1) low = mid + 1; else high = mid; }
+    ranges.push([from, low]);
+    many += low - from;
+  }
+  found.few = many <= 4 * size.w;
+  if (!found.few) {
+    for (const i of longestFirst(l)) {
+      if (length[i] * px < least) break;
+      if (begin[i] <= t1 && endOf(i) >= t0) found[shapeOf[i]].push(i);
+    }
+    return found;
+  }
+  for (const [from, to] of ranges) {
+    for (let n = from; n < to; n++) {
+      const i = order[n];
+      if (length[i] * px >= least && endOf(i) >= t0) found[shapeOf[i]].push(i);
+    }
+  }
+  return found;
+}
+function paintRole(row, share, y, h, labelled) {
+  const g = row.lane0 * ROLES + row.role, px = scale(), wide = [], column = px / share.wide;
+  for (let n = firstReaching(reach, groupStart[g], groupStart[g + 1], view.t0); n < groupStart[g + 1]; n++) {
+    const i = order[n];
+    if (begin[i] > view.t1) break;
+    if (length[i] * column >= 2) wide.push(i);
+    else if (!dimmed(i)) share.add(partOf(i), (begin[i] - view.t0) * column, (endOf(i) - view.t0) * column);
+  }
+  paintColumns(share.settle(), 1, y, h);
+  for (const i of wide) paintBar(i, y, h, labelled);
+}
+/** Interval i, or the part of it from t0 to t1. */
+function paintBar(i, y, h, labelled, t0 = begin[i], t1 = endOf(i)) {
+  if (hiddenAt(i)) return;
+  const k = size.k, x0 = Math.round(toX(t0));
+  let x1 = Math.max(Math.round(toX(t1)), x0 + 1);
+  if (x1 - x0 > 4 * k) x1 -= Math.round(k);
+  const faint = dimmed(i);
+  if (shapeOf[i] === SHAPE.wait) {
+    hatch(x0, y, x1, y + h, faint);
+    if (x1 - x0 > 6 * k && h > 4 * k) frame(x0, y, x1, y + h, faint ? colours.dimmed32[WAITING] : colours.wait32);
+  } else fill(x0, y, x1, y + h, faint ? colours.dimmed32[shadeOf[i]] : colours.part32[shadeOf[i]]);
+  if (labelled && !faint && x1 - Math.max(x0, gutter()) > 26 * k && h >= 11 * k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
+}
+function frame(x0, y0, x1, y1, colour) {
+  const n = Math.max(1, Math.round(size.k));
+  fill(x0, y0, x1, y0 + n, colour); fill(x0, y1 - n, x1, y1, colour);
+  fill(x0, y0, x0 + n, y1, colour); fill(x1 - n, y0, x1, y1, colour);
+}
+
+const longLists = new Map();
+function longestFirst(l) {
+  let list = longLists.get(l);
+  if (!list) {
+    list = order.slice(groupStart[l * ROLES], groupStart[(l + 1) * ROLES]).sort((a, b) => length[b] - length[a]);
+    longLists.set(l, list);
+  }
+  return list;
+}
+const longest = new Float64Array(lanes);
+for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
+
+// -- text of a bar
+const widths = new Map();
+function textWidth(text) {
+  const key = ctx.font + text;
+  let found = widths.get(key);
+  if (found === undefined) {
+    if (widths.size > 20000) widths.clear();
+    widths.set(key, (found = ctx.measureText(text).width));
+  }
+  return found;
+}
+/** The longest of a few texts that fits, and under work its operands where there is room. */
+function drawText(i, r) {
+  const k = size.k, wait = isWait(i), name = instructionOf(i).name, point = Math.round(Math.min(12 * k, r.h * 0.72));
+  const left = Math.max(r.x, gutter()), room = Math.min(r.x + r.w, size.w) - left - 10 * k;
+  const texts = wait ? [label(i), `← ${kind[i] === PAGE_WAIT ? "page" : cause(i)}`]
+    : layer[i] < PROLOGUE ? [`${name}  [${layer[i]}]`, name] : [name];
+  const x = left + 5 * k, y = r.y + r.h / 2, tall = !wait && r.h > 34 * k;
+  ctx.textBaseline = "middle";
+  ctx.fillStyle = wait ? colours.text : colours.ink[shadeOf[i]];
+  let two = false;
+  if (tall) {
+    const values = operands(record[i]).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ");
+    ctx.font = `${Math.round(point * 0.85)}px ${colours.sans}`;
+    two = values !== "" && textWidth(values) <= room;
+    if (two) ctx.fillText(values, x, y + point * 0.72);
+  }
+  ctx.font = `${wait ? "italic " : ""}${point}px ${colours.sans}`;
+  const text = texts.find((t) => textWidth(t) <= room);
+  if (!text) return;
+  if (wait) plate(x, y, textWidth(text), point);
+  ctx.fillText(text, x, y - (two ? point * 0.62 : 0));
+}
+/** A patch behind a wait's label, so that the hatching does not cross the letters. */
+function plate(x, y, width, point) {
+  const ink = ctx.fillStyle;
+  ctx.fillStyle = colours.waitFill;
+  ctx.fillRect(x - 3 * size.k, y - point * 0.7, width + 6 * size.k, point * 1.35);
+  ctx.fillStyle = ink;
+}

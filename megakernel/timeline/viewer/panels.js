@@ -1,0 +1,158 @@
+// The page around the canvas: headline, legend, summary, details of the selection, measured range, tooltip.
+
+function headline() {
+  const about = (s) => `<b>${s.letter} ${seconds(s.summary.step_s)}</b> per step · ${escape(s.source)} on ${escape(s.machine)}`;
+  const [s] = sources, all = sources.reduce((sum, x) => sum + x.intervals, 0), ranks = s.ranks > 1 ? `${s.ranks} ranks × ` : "";
+  const clocks = sources.some((x) => x.summary.clock_error_s) ? ` · clocks of ranks agree within ±${seconds(Math.max(...sources.map((x) => x.summary.clock_error_s)))}` : "";
+  $("headline").innerHTML = `${sources.map(about).join(" &nbsp; ")} · ${ranks}${s.workers} worker${s.workers > 1 ? "s" : ""} · ${s.tokens} token row${s.tokens > 1 ? "s" : ""} × ${s.layers} layers · ${all.toLocaleString("en")} intervals${clocks}`;
+  $("headline").title = sources.map((x) => `program ${x.program}`).join(", ");
+}
+function legend() {
+  const used = new Set(shadeOf), item = (key, swatch, name) => `<button data-toggle="${key}" aria-pressed="${!hidden.has(key)}">${swatch}${name}</button>`;
+  const families = meta.families.map(([name], f) => {
+    const own = opcodes.map((op, n) => [meta.instructions[op], n]).filter(([it, n]) => it.family === f && used.has(n));
+    if (!own.length) return "";
+    return `<span class="family">${own.length > 1 ? `<i>${name}</i>` : ""}${own.map(([it, n]) => item(n, `<i class="swatch" style="background:${colours.shade[n]}"></i>`, it.name)).join("")}</span>`;
+  });
+  const others = item("wait", '<i class="swatch wait"></i>', "wait") + item("load", '<i class="swatch load"></i>', "load");
+  $("legend").innerHTML = `${families.join("")}<span class="family">${others}</span>`;
+}
+const bar = (name, value, parts, wanted) => {
+  const inner = parts.map(([w, c]) => `<i style="width:${100 * Math.min(w, 1)}%;background:${c}"></i>`).join("");
+  const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
+  return wanted ? `<button data-find="${wanted}">${cells}</button>` : cells;
+};
+const shadeOfName = (name) => colours.shade[opcodes.findIndex((op) => meta.instructions[op].name === name)];
+
+function summary() {
+  $("summary").innerHTML = (meta.comparison ? comparison(meta.comparison) : "") + sources.map(summaryOf).join("");
+}
+function summaryOf(source) {
+  const s = source.summary, o = s.overlap;
+  const number = (value, name, title) => `<div title="${escape(title)}"><b>${value}</b><span>${name}</span></div>`;
+  const most = Math.max(...s.instructions.map((x) => x.share)), worst = Math.max(0, ...s.waits.map((x) => x.share));
+  const path = s.critical_path, workers = s.per_worker.length <= 16 ? s.per_worker : [];
+  return `
+    ${source.letter ? `<h2 class="trace">${source.letter} · ${escape(source.source)} on ${escape(source.machine)}</h2>` : ""}
+    ${s.dropped ? `<p class="warning">${s.dropped.toLocaleString("en")} intervals were dropped: the buffer was full. What is shown is incomplete.</p>` : ""}
+    ${s.resources.some((x) => x.fraction > 1) ? '<p class="warning">A resource did more than its peak: the machine\'s description or the clock is wrong.</p>' : ""}
+    <h2>Step</h2><div class="numbers">
+    ${number(seconds(s.step_s), "per step", "last end − first begin, mean over launches")}
+    ${number(percent(s.busy), "workers busy", "COMPUTE, STORE or LOAD outside a wait; mean over workers")}
+    ${number(percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers")}
+    ${number(percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1")}</div>
+    <h2>Overlap</h2><div class="numbers">
+    ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, opcode) ÷ time in which some worker computes")}
+    ${number(percent(o.inside_worker), "loads hidden", "LOAD time before the own COMPUTE begins that passes under waits or another instruction's COMPUTE ÷ all such time")}
+    ${number(percent(o.loads_under_compute), "loads under compute", "LOAD time under COMPUTE of the same worker ÷ LOAD time")}
+    ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
+    ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, opcode) ÷ time in which some worker computes") : ""}
+    ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote, nothing computing ÷ (workers × step)")}</div>
+    ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>` : ""}
+    <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shadeOfName(x.name)]], x.name)).join("")}</div>
+    <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]])).join("")}</div>
+    <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]])).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]])}</div>
+    ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(source.lane0 + l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
+}
+/** Second trace against the first one: matched instructions only. */
+function comparison(c) {
+  const times = (x) => (x === null ? "–" : `× ${Number(x.toPrecision(3))}`);
+  const line = (name, a, b, ratio) => `<tr><td>${escape(name)}</td><td>${seconds(a)}</td><td>${seconds(b)}</td><td><b>${times(ratio)}</b></td></tr>`;
+  return `<h2>B against A</h2><table class="comparison"><tr><th></th><th>A</th><th>B</th><th>B ÷ A</th></tr>
+    ${line("step", ...c.step_s, c.ratio)}${c.instructions.map((x) => line(x.name, x.first_mean_s, x.second_mean_s, x.ratio)).join("")}</table>
+    <p class="note">Mean time of ${c.matched.toLocaleString("en")} instructions with the same operands${c.only_first || c.only_second ? `; ${c.only_first.toLocaleString("en")} only in A, ${c.only_second.toLocaleString("en")} only in B` : ""}.</p>`;
+}
+
+function details() {
+  const panel = $("details");
+  panel.hidden = selected < 0;
+  if (selected < 0) return;
+  const i = selected, r = record[i], it = instructionOf(i), lines = [], family = meta.families[it.family][0], source = sourceOfLane(lane[i]);
+  const line = (name, value) => lines.push(`<tr><td>${name}</td><td>${value}</td></tr>`);
+  const link = (j, text) => `<button class="link" data-select="${j}">${escape(text)}</button>`;
+  const where = (j) => `${instructionOf(j).name} · ${place(j)} · ${laneName(lane[j])}`;
+  line("begin", time(begin[i] - source.shift, 6));
+  line("end", time(endOf(i) - source.shift, 6));
+  line("duration", `<b>${time(length[i], 4)}</b>`);
+  if (source.summary.launches > 1) line("launch", launch[i] + 1);
+  if (kind[i] === COUNTER_WAIT) line("waits for", escape(cause(i)));
+  const wait = isWait(i) ? i : waitOf(i);
+  if (wait >= 0 && releaser[wait] >= 0) {
+    line("released by", link(releaser[wait], where(releaser[wait])));
+    const remote = rankOfLane(lane[wait]) !== rankOfLane(lane[releaser[wait]]), error = source.summary.clock_error_s;
+    line("signal took", `${time(endOf(wait) - endOf(releaser[wait]))}${remote && error ? ` ± ${seconds(error)}` : ""}`);
+  }
+  if (twin[i] >= 0) {
+    const ratio = length[i] ? ` (× ${Number((length[twin[i]] / length[i]).toPrecision(3))})` : "";
+    line(`in ${sourceOfLane(lane[twin[i]]).letter}`, `${link(twin[i], time(length[twin[i]], 4))}${ratio}`);
+  }
+  const operandRows = operands(r).map(([n, v]) => `<tr><td><code>${n}</code></td><td><code>${v}</code></td></tr>`);
+  const waits = [];
+  for (let w = 0; w < WAITS; w++) {
+    const word = records[r * WORDS + WAIT_AT + w];
+    if (word) waits.push(`<tr><td>counter <code>${(word & COUNTER) - 1}${word & NEXT ? "+" : ""}</code></td><td>${escape(cause(i, w))}</td></tr>`);
+  }
+  const boxes = [...regions(r)].map(([b, a, r0, r1, c0, c1, x, copy]) => {
+    const by = x ? ` <small>by ${meta.indexes[x]}</small>` : "", own = copy === -1 || copy === rankOfLane(lane[i]);
+    const to = own ? "" : ` <small>at ${meta.copies[copy] ?? `rank ${copy}`}</small>`;
+    const tile = `${meta.buffers[b]}[${r0}:${r1},${c0}:${c1}]`;
+    return `<tr><td>${meta.accesses[a]} <code>${meta.buffers[b]}</code></td><td><button class="link" data-find="${tile}" title="Find what touches it"><code>${r0}:${r1}, ${c0}:${c1}</code></button>${by}${to}</td></tr>`;
+  });
+  const named = (j) => `${meta.kinds[kind[j]]}${role[j] ? `, ${meta.roles[role[j]]}` : ""}`;
+  const parts = siblings(i).filter((j) => j !== i).map((j) => `<tr><td>${link(j, named(j))}</td><td>${time(length[j])}</td></tr>`);
+  const after = [];
+  for (let j = 0; j < count; j++) if (releaser[j] === i) after.push(j);
+  const released = after.slice(0, 8).map((j) => `<tr><td>${laneName(lane[j])}</td><td>${link(j, instructionOf(j).name)}</td></tr>`);
+  if (after.length > 8) released.push(`<tr><td></td><td>${after.length - 8} more</td></tr>`);
+  const section = (title, content) => (content.length ? `<h2>${title}</h2><table>${content.join("")}</table>` : "");
+  panel.innerHTML = `<h3><i class="swatch" style="background:${colours.shade[shadeOf[i]]}"></i>${escape(it.name)}</h3>
+    <p>${named(i)} · ${place(i)} · ${laneName(lane[i])} · ${family}</p><table>${lines.join("")}</table>
+    ${section("Operands", operandRows)}${section("Waits for", waits)}${section("Same instruction", parts)}
+    ${section("Released", released)}${section("Regions (rows, columns)", boxes)}
+    <h2>Meaning</h2><code>${escape(it.semantics)}</code>`;
+  document.querySelector("aside").scrollTop = 0;
+}
+
+/** What happened between two moments: shares of all workers' time, and the resources' mean rates. */
+function measured() {
+  const panel = $("measured");
+  panel.hidden = !measure || measure.a === measure.b;
+  if (panel.hidden) return;
+  const a = Math.min(measure.a, measure.b), b = Math.max(measure.a, measure.b);
+  panel.innerHTML = `<h3>${time(b - a, 4)}</h3><p>from ${time(a, 6)} to ${time(b, 6)}</p>` + sources.map((s) => {
+    const sums = new Float64Array(PARTS), to = s.lane0 + s.ranks * s.workers, all = (b - a) * (to - s.lane0);
+    for (let l = s.lane0; l < to; l++) {
+      for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], a); n < pieceStart[l + 1] && pieceBegin[n] < b; n++) {
+        sums[partOf(pieceOf[n])] += Math.max(0, Math.min(pieceEnd[n], b) - Math.max(pieceBegin[n], a));
+      }
+    }
+    const parts = [...sums].map((v, p) => [v / all, p]).filter(([v]) => v > 0.0005).sort((x, y) => y[0] - x[0]);
+    const shares = parts.map(([v, p]) => bar(p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name, percent(v), [[v, p === WAITING ? colours.wait : colours.shade[p]]]));
+    const rates = tracks.map(({ r, name }) => { const v = meanRate(s, r, a, b); return bar(name, `${rate(v * s.resources[r].peak, s.resources[r].unit)} · ${percent(v)}`, [[v, colours.curve]]); });
+    return `<h2>${s.letter} share of the workers' time</h2><div class="bars">${shares.join("")}</div><h2>${s.letter} resources, of peak</h2><div class="bars">${rates.join("")}</div>`;
+  }).join("");
+}
+
+function tooltip(x, y, row, track) {
+  const tip = $("tooltip"), text = hovered >= 0 ? aboutInterval(hovered) : track >= 0 ? describeTrack(track, x * size.k) : row ? aboutColumn(row, x * size.k) : "";
+  tip.hidden = !text;
+  if (!text) return;
+  tip.innerHTML = text;
+  const w = canvas.clientWidth, right = x + 16 + tip.offsetWidth > w;
+  tip.style.left = `${right ? Math.max(0, x - tip.offsetWidth - 12) : x + 16}px`;
+  tip.style.top = `${Math.max(0, Math.min(y + 18, canvas.clientHeight - tip.offsetHeight - 4))}px`;
+}
+function aboutInterval(i) {
+  const values = operands(record[i]).map(([n, v]) => `${n} ${v}`).join(", ");
+  const first = isWait(i) ? `${instructionOf(i).name} ${label(i)}` : label(i);
+  return `<b>${escape(first)}</b> &nbsp;${time(length[i])}<small>${place(i)} · ${laneName(lane[i])}${role[i] ? ` · ${meta.roles[role[i]]}` : ""}${values ? ` · ${escape(values)}` : ""}</small>`;
+}
+/** What a row's workers do in one column of pixels. */
+function aboutColumn(row, x) {
+  const workers = row.lane1 - row.lane0;
+  if (x < gutter() || row.type !== "rank") return "";
+  const { sums } = rowShare(row, new Share(1), toTime(x), scale(), false);
+  const parts = [...sums].map((v, p) => [v / workers, p]).filter(([v]) => v > 0.005).sort((a, b) => b[0] - a[0]).slice(0, 6);
+  const name = (p) => (p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name);
+  return `<b>${row.text}</b> at ${time(toTime(x), 6)}${parts.map(([v, p]) => `<small>${percent(v)} ${name(p)}</small>`).join("")}`;
+}

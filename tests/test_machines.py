@@ -1,0 +1,178 @@
+"""Machines: every figure has a source, files are read or refused with one sentence, and nothing contradicts itself."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megakernel import machine
+from megakernel.errors import MegakernelError
+from megakernel.machine import MACHINES, Hardware, hardware
+from megakernel.machine.files import KNOWN_FOLDER, names
+
+FILES = sorted(KNOWN_FOLDER.glob("*.toml"))
+KNOWN = names()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_figure_has_a_source(path: Path) -> None:
+    table = tomllib.loads(path.read_text())
+    figures = {f"{section}.{key}" for section, body in table.items() if isinstance(body, dict) for key in body}
+    if table.get("curve"):
+        figures.add("curve")
+    sourced = [figure for source in table["source"] for figure in source["figures"]]
+    assert set(sourced) == figures and len(sourced) == len(set(sourced))
+    assert all(len(source["text"]) > 10 for source in table["source"])
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_units_are_in_the_names(name: str) -> None:
+    counts = {"generation", "sms", "warps_per_sm", "threads_per_warp", "subpartitions_per_sm", "registers_per_sm"}
+    counts |= {"registers_per_thread", "fp32_lanes_per_subpartition"}
+    chip = hardware(name).chip
+    for key in vars(chip):
+        assert key in counts or key.endswith(("_hz", "_s", "_bytes", "_bytes_per_sm", "_w", "_per_hour")), key
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if hardware(n).node.links_per_switch])
+def test_links_and_switches_agree(name: str) -> None:
+    found = hardware(name)
+    node = found.node
+    assert len(node.links_per_switch) == node.switches and sum(node.links_per_switch) == found.link.ports
+    assert all(links * node.gpus <= node.switch_ports for links in node.links_per_switch)
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if hardware(n).fabric])
+def test_leaves_have_a_port_for_each_cable(name: str) -> None:
+    found = hardware(name)
+    assert found.fabric
+    down = found.fabric.leaf_switches_per_unit * found.fabric.switch_ports // 2 * found.fabric.port_bytes_per_s
+    assert down == pytest.approx(found.fabric.nodes_per_unit * found.node.egress_bytes_per_s)
+
+
+def test_tensor_cores() -> None:
+    cycles = {"v100": 256, "a100": 512, "h100": 1024, "b200": 2048}
+    for name, flops in cycles.items():
+        found = hardware(name)
+        clock = found.chip.boost_clock_hz or found.chip.clock_for(found.rates.fp32)
+        assert found.chip.tensor_flops_per_cycle(found.rates.bf16, clock) == flops
+
+
+def test_nvlink_generations() -> None:
+    for name, generation, egress in (("a100", 3, 300e9), ("h100", 4, 450e9), ("b200", 5, 900e9), ("h800", 4, 300e9)):
+        link = hardware(name).link
+        assert (link.generation, link.egress_bytes_per_s) == (generation, egress)
+
+
+def test_a_device_for_the_compiler() -> None:
+    h100, h200 = machine.load("h100"), machine.load("h200")
+    assert (h100.workers, h100.matrix_flops, h100.memory_bytes_per_s) == (132, 9.9e14, 3.35e12)
+    assert (h200.memory_bytes, h200.link_bytes_per_s) == (141e9, 450e9)
+    assert machine.load("h100", 4).workers == 4
+    assert machine.load("h100x8") == h100
+    assert set(MACHINES) == set(KNOWN) - {"tpu-v5p"}
+    assert machine.load("host").workers == machine.cpu_count()
+
+
+def test_nodes_of_a_chip() -> None:
+    four = hardware("h100x4")
+    assert four.node.gpus == 4 and four.node.egress_bytes_per_s == 200e9
+    assert four.levels(4)[0].degree == 4
+    assert hardware("gb200-nvl72").levels(72)[0].bytes_per_s == 72 * 900e9
+    assert hardware("h100").levels(1) == ()
+
+
+def test_host_is_one_device() -> None:
+    host = machine.host_hardware(1e11, 2e10)
+    assert host.flops_per_s("bf16") == host.flops_per_s("fp32") == 1e11 and host.chip.hbm_bytes_per_s == 2e10
+    assert hardware("host").chip.hbm_bytes == host.chip.hbm_bytes > 1e9
+
+
+def own(tmp_path: Path, text: str) -> Hardware:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return hardware(str(path))
+
+
+def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
+    mine = own(tmp_path, 'base = "h200"\n[chip]\nhbm_bytes = 100e9\n[node]\ngpus = 4\n')
+    h200 = hardware("h200")
+    assert (mine.name, mine.chip.hbm_bytes, mine.node.gpus) == ("mine", 100e9, 4)
+    assert mine.chip.hbm_bytes_per_s == h200.chip.hbm_bytes_per_s and mine.rates == h200.rates
+    assert machine.load(str(tmp_path / "mine.toml")).memory_bytes == 100e9
+    (tmp_path / "second.toml").write_text('base = "mine.toml"\n[chip]\nsms = 10\n')
+    second = hardware(str(tmp_path / "second.toml"))
+    assert (second.chip.sms, second.chip.hbm_bytes) == (10, 100e9)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[chip\n", "not valid TOML"),
+        ('base = "h900"', "unknown base 'h900'"),
+        ("base = 3", "base must be a name in quotes"),
+        ('base = "mine.toml"', "is built on it again"),
+        ('base = "h100"\nclock = 3', "unknown key clock"),
+        ('base = "h100"\nchip = 3', "chip must be a table"),
+        ('base = "h100"\n[chip]\nsmss = 3', "chip.smss is unknown"),
+        ('base = "h100"\n[chip]\nsms = 1.5', "chip.sms must be a whole number"),
+        ('base = "h100"\n[chip]\nsms = true', "chip.sms must be a whole number"),
+        ('base = "h100"\n[chip]\nhbm_bytes = "much"', "chip.hbm_bytes must be a number"),
+        ('base = "h100"\n[chip]\nhbm_bytes = 0', "must be positive and finite"),
+        ('base = "h100"\n[chip]\nhbm_bytes = inf', "must be positive and finite"),
+        ('base = "h100"\n[chip]\ngeneration = 4', "chip.generation must be text"),
+        ('base = "h100"\n[node]\nlinks_per_switch = 4', "links_per_switch must be a list"),
+        ("[flops_per_s]\nbf16 = 1\nfp32 = 1\n", "section [chip] is missing"),
+        ('base = "_gpu"\n[chip]\nsms = 3', "chip.generation is missing"),
+        ('base = "h100"\n[curve]\ngpus = 8', "must be written [[curve]]"),
+        (
+            'base = "h100"\n[[curve]]\ncollective = "all_reduce"\ngpus = 8\nmessage_bytes = [2, 1]\n'
+            "bus_bytes_per_s = [1, 2]",
+            "ascending sizes",
+        ),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(MegakernelError) as failed:
+        own(tmp_path, text)
+    assert message in str(failed.value) and "mine.toml" in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("h900", "unknown machine 'h900'"),
+        ("_gpu", "unknown machine '_gpu'"),
+        ("h100x16", "a node of h100 has 1 to 8 GPUs"),
+        ("h100x0", "a node of h100 has 1 to 8 GPUs"),
+        ("tpu-v5p", "known for comparison only"),
+        ("nowhere.toml", "cannot read machine file nowhere.toml"),
+    ],
+)
+def test_bad_names(name: str, message: str) -> None:
+    with pytest.raises(MegakernelError) as failed:
+        machine.load(name)
+    assert message in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "units, leaf, spine, core",
+    [(2, 16, 8, 0), (4, 32, 16, 0), (8, 64, 32, 0), (16, 128, 128, 64), (32, 256, 256, 128), (64, 512, 512, 256)],
+)
+def test_switches_of_a_published_reference_design(units: int, leaf: int, spine: int, core: int) -> None:
+    """NVIDIA DGX SuperPOD reference architecture for DGX B200: table of larger pods."""
+    parts = hardware("b200").parts(256 * units)
+    assert (parts.units, parts.leaf_switches, parts.spine_switches, parts.core_switches) == (units, leaf, spine, core)
+
+
+def test_networks_that_cannot_be() -> None:
+    with pytest.raises(MegakernelError, match="no whole nodes of 8"):
+        hardware("h100").levels(12)
+    with pytest.raises(MegakernelError, match="8 GPUs at most"):
+        hardware("a100").levels(16)
+    with pytest.raises(MegakernelError, match="nothing is known"):
+        hardware("a100").parts(16)
+    with pytest.raises(MegakernelError, match="h100 has no fp4 arithmetic"):
+        hardware("h100").flops_per_s("fp4")

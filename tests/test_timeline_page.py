@@ -1,0 +1,345 @@
+"""The page in a real browser, opened from the disk: what it shows, and what one can do there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from browser import Browser, browser, missing
+
+from megakernel.program import Program
+from megakernel.timeline import write_html
+from megakernel.timeline.resolve import WAIT, resolve
+from megakernel.timeline.resources import RESOURCES, curves
+from megakernel.timeline.summary import summarise, wait_causes
+from megakernel.timeline.waits import causes, finishes, releasers
+from megakernel.trace import IntervalKind, Trace
+
+ENTER, ESCAPE = "\ue007", "\ue00c"
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Browser]:
+    if reason := missing():
+        pytest.skip(reason)
+    with browser() as b:
+        yield b
+
+
+@pytest.fixture(scope="module")
+def stalled() -> tuple[Program, Trace]:
+    return synthetic.stalled()[:2]
+
+
+@pytest.fixture(scope="module")
+def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages: a stalled step, a node with roles, and the node beside a slower one."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {name: folder / f"{name}.html" for name in ("stalled", "node", "pair")}
+    write_html(*stalled, made["stalled"])
+    write_html(*synthetic.node(2, 3, clock_error_s=2e-6), made["node"])
+    write_html(*synthetic.node(2, 3), made["pair"], synthetic.node(2, 3, slow=2.0))
+    return made
+
+
+@pytest.fixture
+def page(driver: Browser, files: dict[str, Path]) -> Browser:
+    driver.open(files["stalled"], "window.timeline")
+    return driver
+
+
+@pytest.fixture
+def node(driver: Browser, files: dict[str, Path]) -> Browser:
+    driver.open(files["node"], "window.timeline")
+    return driver
+
+
+@pytest.fixture
+def pair(driver: Browser, files: dict[str, Path]) -> Browser:
+    driver.open(files["pair"], "window.timeline")
+    return driver
+
+
+def _complaints(page: Browser) -> list[str]:
+    """What the page wrote to the console; that pixels are read is the tests' doing."""
+    return [line for line in page.log() if "getImageData" not in line]
+
+
+def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]) -> None:
+    p, t = stalled
+    assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [p.workers, len(t.intervals)]
+    r = resolve(p, t)
+    found = releasers(r, finishes(r))
+    names, cause = causes(p).names, wait_causes(r, causes(p))
+    assert "embed" in {names[n] for n in cause if n >= 0}
+    shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
+    for i, d in enumerate(shown):
+        assert d["name"] == r.instruction(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
+        assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9) and d["duration_s"] * 1e9 == pytest.approx(
+            r.end[i] - r.begin[i]
+        )
+        assert d["operands"] == r.operands(i) and d["cause"] == (names[cause[i]] if cause[i] >= 0 else "")
+    worst = max(shown, key=lambda d: d["duration_s"] if d["kind"] == "compute" else 0)
+    assert worst["duration_s"] > 5e-3 and worst["layer"] == "layer 1"
+    assert _complaints(page) == []
+
+
+def test_wheel_zooms_at_the_pointer_and_keys_move(page: Browser) -> None:
+    page.keys("f")
+    begin, end = page.run("return timeline.visibleRange()")
+    page.wheel(500, 300, -400)
+    after = page.run("return timeline.visibleRange()")
+    assert begin < after[0] < after[1] < end
+    page.keys("d")
+    moved = page.run("return timeline.visibleRange()")
+    assert moved[0] > after[0] and moved[1] - moved[0] == pytest.approx(after[1] - after[0])
+    page.drag((700, 400), (800, 400))
+    dragged = page.run("return timeline.visibleRange()")
+    assert dragged[0] < moved[0]
+    page.keys("s")
+    assert np.ptp(page.run("return timeline.visibleRange()")) > np.ptp(dragged)
+    page.keys("0")
+    assert page.run("return timeline.visibleRange()") == pytest.approx([begin, end])
+
+
+def _a_wait(page: Browser) -> int:
+    return int(
+        page.run(
+            "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
+            " if (d.kind === 'counter wait' && d.duration_s > 1e-3 && d.releaser >= 0) return i; }"
+        )
+    )
+
+
+def test_a_click_selects_and_explains_a_wait(page: Browser) -> None:
+    page.keys("f")
+    wait = _a_wait(page)
+    at = page.run("return timeline.locate(arguments[0])", wait)
+    page.click(at["x"], at["y"])
+    assert page.run("return timeline.selected()") == wait
+    described = page.run("return timeline.describe(arguments[0])", wait)
+    text = page.run("return document.getElementById('details').innerText")
+    assert described["name"] in text and described["cause"] in text and "released by" in text
+    for operand, value in described["operands"].items():
+        assert f"{operand}\t{value}" in text
+    page.keys("r")
+    assert page.run("return timeline.selected()") == described["releaser"]
+    assert "Released" in page.run("return document.getElementById('details').textContent")
+
+
+def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
+    page.keys("f")
+    page.run("timeline.select(-1); timeline.frameMs()")
+    wait = page.run("return timeline.locate(arguments[0])", _a_wait(page))
+    colours = (
+        "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = {};"
+        "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 30, 40, 8).data;"
+        "for (let i = 0; i < d.length; i += 4) { const c = d.slice(i, i + 3).join(); seen[c] = (seen[c] ?? 0) + 1; }"
+        "return Object.values(seen);"
+    )
+    shown = page.run(colours, wait["x"], wait["y"])
+    assert max(shown) < 0.95 * sum(shown)  # hatched
+    toggle = "document.querySelector('[data-toggle=wait]').click(); timeline.frameMs();"
+    page.run(toggle)
+    hidden = page.run(colours, wait["x"], wait["y"])
+    assert max(hidden) >= 0.95 * sum(hidden)  # an empty lane, a grid line at most
+    page.run(toggle)
+    assert page.run(colours, wait["x"], wait["y"]) == shown
+
+
+def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
+    count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
+    assert count == [24, 6, 2, 0]
+    page.keys("/lm_head")
+    assert page.run("return document.getElementById('matches').textContent") == "8"
+    page.keys(ENTER)  # Enter
+    assert page.run("return timeline.describe(timeline.selected()).name") == "lm_head"
+    page.keys(ESCAPE)  # Escape
+    assert page.run("return timeline.selected()") == -1
+
+
+def test_hover_help_and_theme(page: Browser) -> None:
+    page.keys("f")
+    at = page.run("return timeline.locate(arguments[0])", _a_wait(page))
+    page.move(at["x"], at["y"])
+    assert "waits for" in page.run("return document.getElementById('tooltip').innerText")
+    page.keys("?")
+    assert page.run("return document.getElementById('guide').open")
+    page.keys(ESCAPE)
+    assert not page.run("return document.getElementById('guide').open")
+    theme = "return document.documentElement.dataset.theme"
+    before = page.run(theme)
+    page.keys("t")
+    assert {before, page.run(theme)} == {"light", "dark"}
+    page.keys("t")
+    assert _complaints(page) == []
+
+
+def test_search_finds_what_touches_a_tile(page: Browser) -> None:
+    count = page.run(
+        "return ['writes=act', 'reads=act', 'buffer=act', 'act[40]', 'act[40,0:32] layer=1', 'act[0:64] gate',"
+        " 'kind=counter', 'worker=2 qkv', 'q[64]'].map(timeline.find)"
+    )
+    # 16 gate tiles write ACT in each of 3 layers, 8 a row block; 8 down_projs read it, each all columns of its rows.
+    waits = page.run(
+        "return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))"
+        ".filter((d) => d.kind === 'counter wait').length"
+    )
+    assert count == [48, 24, 72, 36, 5, 48, waits, 6, 0]
+
+
+def test_measuring_snaps_to_edges_and_says_what_happened(page: Browser) -> None:
+    page.keys("f")
+    wait = _a_wait(page)
+    described = page.run("return timeline.describe(arguments[0])", wait)
+    at = page.run("return timeline.locate(arguments[0])", wait)
+    left, right = at["x"] - at["width"] / 2, at["x"] + at["width"] / 2
+    page.drag((left + 3, at["y"]), (right - 3, at["y"]), shift=True)
+    begin, end = page.run("return timeline.measured()")
+    assert begin == pytest.approx(described["begin_s"]) and end - begin == pytest.approx(described["duration_s"])
+    shown = page.run("return document.getElementById('measured').innerText")
+    assert "waiting" in shown and "matrix" in shown
+    page.keys(ESCAPE)
+    assert page.run("return timeline.measured()") is None
+    page.move(left + 3, at["y"])
+    page.keys("m")
+    page.move(at["x"], at["y"])
+    page.keys("m")
+    assert page.run("return timeline.measured()")[0] == pytest.approx(described["begin_s"])
+    middle = (described["begin_s"] + end) / 2
+    assert page.run("return timeline.measured()")[1] == pytest.approx(middle, rel=0.01)
+    page.keys(ESCAPE)
+
+
+def _pixels(page: Browser, colour: str) -> int:
+    """Pixels of the canvas that have a colour of the style sheet."""
+    return int(
+        page.run(
+            "timeline.frameMs();"
+            "const want = getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim();"
+            "const rgb = [1, 3, 5].map((at) => parseInt(want.slice(at, at + 2), 16));"
+            "const c = document.getElementById('canvas'), g = c.getContext('2d');"
+            "const d = g.getImageData(0, 0, c.width, c.height).data;"
+            "let n = 0; for (let i = 0; i < d.length; i += 4) if (rgb.every((v, k) => d[i + k] === v)) n++; return n;",
+            colour,
+        )
+    )
+
+
+def test_arrows_and_the_critical_path_are_drawn(page: Browser) -> None:
+    page.keys("f")
+    page.run("timeline.select(-1)")
+    assert _pixels(page, "--accent") == 0
+    page.keys("x")
+    assert page.run("return timeline.arrows()") > 3 and _pixels(page, "--accent") > 100
+    page.keys("x")
+    assert _pixels(page, "--accent") == 0
+    page.keys("c")
+    assert _pixels(page, "--accent") > 500
+    page.keys("c")
+    assert _pixels(page, "--accent") == 0
+    page.run("timeline.select(arguments[0])", _a_wait(page))
+    assert _pixels(page, "--accent") > 50
+
+
+def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
+    rows = node.run("return timeline.rows()")
+    assert [r["type"] for r in rows] == ["rank", *["worker"] * 3] * 2
+    second = rows[4]
+    node.click(30, 53 + second["y"] + second["height"] / 2)
+    assert [r["type"] for r in node.run("return timeline.rows()")] == ["rank", *["worker"] * 3, "rank"]
+    node.run("timeline.toggle('worker 1')")
+    assert [r["text"] for r in node.run("return timeline.rows()")][2:7] == [
+        *("worker 1", "loader", "consumer", "storer", "input loader"),
+    ]
+    node.run("timeline.select(arguments[0])", node.run("return timeline.intervalCount") - 1)
+    assert node.run("return timeline.rows()").pop()["type"] == "worker"  # a selection opens its rank
+    node.keys("E")
+    assert all(r["open"] for r in node.run("return timeline.rows()") if r["type"] != "role")
+    node.keys("E")
+    assert [r["type"] for r in node.run("return timeline.rows()")] == ["rank", "rank"]
+    assert _complaints(node) == []
+
+
+def test_columns_hold_the_shares_of_a_ranks_time(node: Browser) -> None:
+    """Of a rank's workers: COMPUTE by instruction, and waits where nothing is computed or stored."""
+    p, t = synthetic.node(2, 3)
+    r = resolve(p, t)
+    names = [r.instruction(i).name for i in range(len(r))]
+    start = r.period // 3
+    # A long stretch comes from bins, exact but for the two at its ends; a short one from the intervals themselves.
+    for length, error in ((r.period // 6, 5e-3), (20_000, 1e-5), (300, 1e-5)):
+        ticks = np.full((3, length), "", dtype="U16")
+        for kinds in (WAIT, (IntervalKind.STORE,), (IntervalKind.COMPUTE,)):
+            for i in np.flatnonzero(r.kind(*kinds) & (r.lane < 3) & (r.end > start) & (r.begin < start + length)):
+                here = slice(max(r.begin[i] - start, 0), r.end[i] - start)
+                ticks[r.lane[i], here] = "waiting" if kinds is WAIT else names[i]
+        found, counts = np.unique(ticks, return_counts=True)
+        expected = {n: c / ticks.size for n, c in zip(found.tolist(), counts, strict=True) if n}
+        shares = node.run("return timeline.shares('rank 0 0', ...arguments)", start * 1e-9, (start + length) * 1e-9)
+        for n in set(expected) | set(shares):
+            assert shares.get(n, 0) == pytest.approx(expected.get(n, 0), abs=error)
+    workers = summarise(p, t).per_worker[:3]
+    whole = node.run("return timeline.shares('rank 0 0', 0, arguments[0])", r.period * 1e-9)
+    assert whole["waiting"] == pytest.approx(sum(w.wait for w in workers) / 3, abs=2e-3)
+
+
+def test_curves_are_those_of_the_summary(node: Browser) -> None:
+    p, t = synthetic.node(2, 3)
+    summary = summarise(p, t)
+    assert node.run("return timeline.tracks()") == [r.name for r in summary.resources] == [n for n, _ in RESOURCES]
+    r = resolve(p, t)
+    half = curves(r, 2).mean(axis=0)[:, 1] / (r.period * 1e-9 / 2)
+    for resource, expected in zip(summary.resources, half, strict=True):
+        shown = node.run("return timeline.rate(0, ...arguments)", resource.name, r.period * 0.5e-9, r.period * 1e-9)
+        assert shown == pytest.approx(expected / resource.peak, rel=0.02, abs=1e-4)
+    node.move(700, 150)
+    assert "per rank" in node.run("return document.getElementById('tooltip').innerText")
+    before = _pixels(node, "--page")
+    node.keys("g")
+    assert node.run("return timeline.rows()[0].y") < 90 and before != _pixels(node, "--page")
+    node.keys("g")
+
+
+def test_clocks_of_ranks_have_an_uncertainty(node: Browser) -> None:
+    assert "±2 µs" in node.run("return document.getElementById('headline').innerText")
+    wait = node.run(
+        "const rank = (d) => Math.floor(d.lane / 3);"
+        "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
+        " if (d.releaser >= 0 && rank(d) !== rank(timeline.describe(d.releaser))) return i; }"
+    )
+    node.run("timeline.select(arguments[0])", wait)
+    assert "± 2 µs" in node.run("return document.getElementById('details').innerText")
+
+
+def test_two_traces_one_below_the_other(pair: Browser) -> None:
+    rows = pair.run("return timeline.rows()")
+    assert [r["text"] for r in rows if r["type"] == "rank"] == ["A rank 0", "B rank 0", "A rank 1", "B rank 1"]
+    table = pair.run("return document.querySelector('.comparison').innerText")
+    assert "gate_up_silu" in table and "× 2" in table
+    find = (
+        "return Array.from({length: timeline.intervalCount}, (_, i) => [i, timeline.describe(i)])"
+        ".filter(([, d]) => d.name === 'gate_up_silu' && d.kind === 'compute' && d.layer === 'layer 1').map(([i]) => i)"
+    )
+    some = pair.run(find)
+    mine = some[3]
+    pair.run("timeline.select(arguments[0])", mine)
+    one = pair.run("return timeline.describe(timeline.selected())")
+    pair.keys("b")
+    two = pair.run("return timeline.describe(timeline.selected())")
+    assert two["operands"] == one["operands"] and two["lane"] == one["lane"] + 6 and two["twin"] == mine
+    assert one["begin_s"] < two["begin_s"] and two["duration_s"] > 1.3 * one["duration_s"]
+    rate = "return timeline.rate(1, 'matrix', ...arguments)"
+    before = pair.run(rate, 0, 1e-3)
+    pair.keys("l")  # align there
+    moved = pair.run("return timeline.describe(timeline.selected())")
+    by = two["begin_s"] - one["begin_s"]
+    assert moved["begin_s"] == pytest.approx(one["begin_s"])
+    assert pair.run(rate, -by, 1e-3 - by) == pytest.approx(before)
+    pair.keys(ESCAPE)
+    pair.keys("l")
+    assert pair.run("return timeline.describe(arguments[0])", one["twin"])["begin_s"] == pytest.approx(two["begin_s"])
+    assert _complaints(pair) == []
