@@ -300,4 +300,3 @@ def dims_words(dims: Dims) -> NDArray[np.int32]:
         [np.float32(v).view(np.int32) if kind is float else v for v, (_, kind) in zip(values, DIM_FIELDS, strict=True)],
         np.int32,
     )
-

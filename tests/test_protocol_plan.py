@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from test_protocol import make
 from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, Buffer, Dims, StepTable
 from megakernel.isa.launch import PAGE_BYTES, PAGES
 from megakernel.isa.record import OPERAND_WORD, opcode
-from megakernel.program import Program
 from megakernel.scheduler import Options
 
 WEIGHTS, INPUTS, OUTPUT = range(3)
@@ -26,8 +24,12 @@ def plan(dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, N
     """Columns of the boxes of a record in layer 1."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
-    n = build_fibres().mk_protocol_plan(*(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)), 1,
-                                 ctypes.c_void_p(rows.ctypes.data), CAPACITY)
+    n = build_fibres().mk_protocol_plan(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)),
+        1,
+        ctypes.c_void_p(rows.ctypes.data),
+        CAPACITY,
+    )
     assert n < CAPACITY
     return dict(zip(COLUMNS, rows[:n].T, strict=True))
 
@@ -108,7 +110,9 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], name: str, dims: Dims, wor
         return
     reduce = output is Buffer.REDUCE
     out = covered(boxes, OUTPUT, output, dims, dims.rank if reduce else 0)
-    first = row if not reduce or dims.one_hop else row // dims.row_block // dims.tp * dims.row_block + row % dims.row_block
+    first = (
+        row if not reduce or dims.one_hop else row // dims.row_block // dims.tp * dims.row_block + row % dims.row_block
+    )
     expected = np.zeros_like(out)
     expected[first : first + rows, columns] = 1
     # Rows of a partial's slot beyond the last token are nobody's.
