@@ -167,7 +167,7 @@ class LaunchImage:
     @property
     def params(self) -> Any:
         """The launch's Params, to be changed in place."""
-        return STRUCTURES["Params"].from_buffer(memoryview(self.memory), self._params)
+        return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
 
     def restore(self) -> None:
         """As before the first launch. Pointers stay where they are."""
