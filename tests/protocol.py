@@ -167,11 +167,7 @@ class LaunchImage:
     @property
     def params(self) -> Any:
         """The launch's Params, to be changed in place."""
-        return STRUCTURES["Params"].from_buffer(self.memory, self._params)
-
-    @property
-    def diagnosis(self) -> Any:
-        return STRUCTURES["Diagnosis"].from_buffer(self.memory, self._diagnosis)
+        return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
 
     def restore(self) -> None:
         """As before the first launch. Pointers stay where they are."""
@@ -252,7 +248,6 @@ class LaunchImage:
         for (rank, buffer), (shape, dtype) in self._shapes.items():
             if BUFFERS[buffer].layered:
                 strides[rank, buffer] = int(np.prod(shape[1:])) * dtype.itemsize
-        self._diagnosis = image.add(np.zeros(ctypes.sizeof(STRUCTURES["Diagnosis"]), np.uint8))
         pointers = {
             "dims": image.add(np.stack([dims_words(program.rank_dims(rank)) for rank in range(tp)])),
             "counter_values": image.table(self._counters),
@@ -262,7 +257,7 @@ class LaunchImage:
             "maps": self._add_maps(),
             "step_words": image.add(table.words),
             "abort": image.add(np.zeros(1, np.int32)),
-            "diagnosis": self._diagnosis,
+            "diagnosis": image.add(np.zeros(ctypes.sizeof(STRUCTURES["Diagnosis"]), np.uint8)),
             "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.vocab), np.float32)),
         }
         struct = STRUCTURES["Params"]
@@ -305,4 +300,3 @@ def dims_words(dims: Dims) -> NDArray[np.int32]:
         [np.float32(v).view(np.int32) if kind is float else v for v, (_, kind) in zip(values, DIM_FIELDS, strict=True)],
         np.int32,
     )
-

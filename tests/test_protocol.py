@@ -1,5 +1,5 @@
-"""The roles of the Hopper interpreter on the host: whole programs on fibres, with every rule of the pages checked, under
-many interleavings; and planted bugs, each found by a check.
+"""The roles of the Hopper interpreter on the host: whole programs on fibres, under many interleavings and with every
+rule of the pages checked; and planted bugs, each found by a check.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ def h100(workers: int, **fields: Any) -> machines.Machine:
 
 
 def make(
-    shape: str, tp: int, options: Options, *, workers: int = 2, chunks: tuple[tuple[int, int], ...] = ((200, 3), (0, 30))
+    shape: str,
+    tp: int,
+    options: Options,
+    *,
+    workers: int = 2,
+    chunks: tuple[tuple[int, int], ...] = ((200, 3), (0, 30)),
 ) -> tuple[ReferenceBackend, Program, Any]:
     """A backend with a random KV cache, a program, and a step that runs `chunks` (start, tokens), one row left over."""
     _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
@@ -59,7 +64,11 @@ def make(
     order = rng.permutation(PAGES).tolist()
     step = [
         Chunk(
-            slot, start, rng.integers(0, 100, count).tolist(), order[4 * slot : 4 * slot + 4], [SampleRow(index=count - 1)]
+            slot,
+            start,
+            rng.integers(0, 100, count).tolist(),
+            order[4 * slot : 4 * slot + 4],
+            [SampleRow(index=count - 1)],
         )
         for slot, (start, count) in enumerate(chunks)
     ]
@@ -98,10 +107,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "tp", "options"), CASES, ids=lambda v: str(v) if not isinstance(v, Options) else v.matmul)
-def test_any_interleaving_gives_the_bits_of_the_sequence(
-    shape: str, tp: int, options: Options
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tp", "options"), CASES, ids=lambda v: str(v) if not isinstance(v, Options) else v.matmul
+)
+def test_any_interleaving_gives_the_bits_of_the_sequence(shape: str, tp: int, options: Options) -> None:
     backend, program, table = make(shape, tp, options)
     image = LaunchImage(backend, program, table)
     image.run_in_sequence()

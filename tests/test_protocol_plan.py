@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +10,9 @@ from numpy.typing import NDArray
 from protocol import build_fibres, dims_words
 from test_protocol import make
 
-from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, Buffer, Dims, StepTable
+from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, Buffer, Dims, StepTable, attention_pages, matmul_pages
 from megakernel.isa.launch import PAGE_BYTES, PAGES
 from megakernel.isa.record import OPERAND_WORD, opcode
-from megakernel.program import Program
 from megakernel.scheduler import Options
 
 WEIGHTS, INPUTS, OUTPUT = range(3)
@@ -26,8 +24,12 @@ def plan(dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, N
     """Columns of the boxes of a record in layer 1."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
-    n = build_fibres().mk_protocol_plan(*(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)), 1,
-                                 ctypes.c_void_p(rows.ctypes.data), CAPACITY)
+    n = build_fibres().mk_protocol_plan(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)),
+        1,
+        ctypes.c_void_p(rows.ctypes.data),
+        CAPACITY,
+    )
     assert n < CAPACITY
     return dict(zip(COLUMNS, rows[:n].T, strict=True))
 
@@ -72,6 +74,15 @@ MATMULS: dict[str, tuple[Buffer, Buffer, Buffer | None]] = {
 }
 
 
+def check_counts(boxes: dict[str, NDArray[np.int32]], name: str, dims: Dims, words: list[int]) -> None:
+    """As many pages of each kind as the instruction table declares."""
+    matmul = BY_NAME[name].matmul
+    assert matmul is not None
+    declared = matmul_pages(matmul, np.array(words[1:2]), np.array(words[3:4]), dims)
+    for fill, count in ((WEIGHTS, declared.weights), (INPUTS, declared.inputs), (OUTPUT, declared.output)):
+        assert len(np.unique(boxes["page"][boxes["fill"] == fill])) == count[0]
+
+
 def check_matmul(boxes: dict[str, NDArray[np.int32]], name: str, dims: Dims, words: list[int]) -> None:
     inputs, weights, output = MATMULS[name]
     row, rows, col, cols = words
@@ -108,7 +119,9 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], name: str, dims: Dims, wor
         return
     reduce = output is Buffer.REDUCE
     out = covered(boxes, OUTPUT, output, dims, dims.rank if reduce else 0)
-    first = row if not reduce or dims.one_hop else row // dims.row_block // dims.tp * dims.row_block + row % dims.row_block
+    first = (
+        row if not reduce or dims.one_hop else row // dims.row_block // dims.tp * dims.row_block + row % dims.row_block
+    )
     expected = np.zeros_like(out)
     expected[first : first + rows, columns] = 1
     # Rows of a partial's slot beyond the last token are nobody's.
@@ -130,6 +143,10 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
         pages = table.block_tables[table.item_seq[item]][blocks]
         heads = table.item_kv_head[item] + np.arange(table.item_kv_heads[item])
         assert (keys[np.ix_(pages, heads)] > 0).all() and (values[np.ix_(pages, heads)] > 0).all()
+    items = slice(first, end)
+    blocks = np.where(table.item_seq[items] < 0, 0, table.item_blocks[items])
+    declared = attention_pages(table.item_rows[items], table.item_kv_heads[items], blocks, dims)
+    assert len(np.unique(boxes["page"])) == declared.sum()
     order = boxes["item"].tolist()
     assert order == sorted(order)
 
@@ -151,6 +168,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
             words = record[OPERAND_WORD:][: len(BY_NAME[name].operands)].tolist()
             if name in MATMULS:
                 check_pages(boxes)
+                check_counts(boxes, name, dims, words)
                 check_matmul(boxes, name, dims, words)
             elif name == "attention":
                 if len(boxes["page"]):

@@ -1,4 +1,4 @@
-"""The roles of the Hopper interpreter on threads, under a race detector: an ordering that nobody asked for is a race."""
+"""The roles of the Hopper interpreter on threads, under a race detector."""
 
 from __future__ import annotations
 

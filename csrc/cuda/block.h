@@ -1,17 +1,19 @@
 // Shared memory of a block.
 //
-// Every page of a launch passes through one ring: page n of a block, counted from 0 over all of its instructions, lies
-// in slot n % kPages, and phase n / kPages of the slot's barriers is the page's:
+// Every page of a launch passes through one ring: page n of a block, counted from 0 over all of its
+// instructions, lies in slot n % kPages, and phase n / kPages of the slot's barriers is the page's:
 //
-//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page. Of an output
+//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page. Of
+//   an output
 //           page: it may be written
 //   ready   output pages only: the consumer warps have written it
-//   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all of them
+//   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all of
+//   them
 //
-// Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so the roles
-// walk the same pages without a word. Nothing is ever re-initialised. A barrier tells two neighbouring phases apart,
-// no more: so both loaders wait for every page to be free and arrive at it, whoever fills it, and neither is ever
-// more than a lap ahead of the other or of the consumers.
+// Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so
+// the roles walk the same pages without a word. Nothing is ever re-initialised. A barrier tells two
+// neighbouring phases apart, no more: so both loaders wait for every page to be free and arrive at it,
+// whoever fills it, and neither is ever more than a lap ahead of the other or of the consumers.
 //
 // Instruction j of a block has slot j % kSlots; its barriers complete one phase per instruction:
 //
@@ -53,7 +55,7 @@ struct alignas(1024) Block {
   typename P::Barrier full[kPages], ready[kPages], empty[kPages];
   Slot<P> slots[kSlots];
   typename P::Barrier parted;  // both loaders have come to their end
-  uint32_t passed[2];            // pages that they have come by
+  uint32_t passed[2];          // pages that they have come by
   Dims dims;
   StepView step;
   Scratch scratch;

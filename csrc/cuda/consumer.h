@@ -1,5 +1,5 @@
-// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, task, pages)` is the
-// work itself.
+// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, task, pages)`
+// is the work itself.
 #pragma once
 #include "pages.h"
 
@@ -24,9 +24,13 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
           delay.record == task.where.number)
         p.stall(delay.ns);
     }
-    const Call call{&params, &block.dims, &block.step, &block.scratch,
+    const Call call{&params,
+                    &block.dims,
+                    &block.step,
+                    &block.scratch,
                     params.sample_scratch + static_cast<int64_t>(block.index) * 2 * block.dims.vocab,
-                    task.where.layer, warp};
+                    task.where.layer,
+                    warp};
     Pages<P> pages(p, block, params, task, page);
     Bodies::run(p, call, task, pages);
     page = pages.next();

@@ -1,4 +1,5 @@
-// The controller: walks the stream of its worker, claims from queues, and publishes one instruction after the other.
+// The controller: walks the stream of its worker, claims from queues, and publishes one instruction after the
+// other.
 #pragma once
 #include "block.h"
 
@@ -20,7 +21,8 @@ class Controller {
       if (!(params_.segments >> segment & 1)) continue;
       const bool body = segment == kBody;
       for (int32_t layer = body ? params_.layer_begin : 0; layer < (body ? params_.layer_end : 1); ++layer) {
-        if (!run_segment({segment, layer, 0, segment == kEpilogue ? block_.dims.layers : layer})) return false;
+        if (!run_segment({segment, layer, 0, segment == kEpilogue ? block_.dims.layers : layer}))
+          return false;
       }
     }
     return true;
@@ -30,7 +32,8 @@ class Controller {
     const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
     for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
       const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
-      if (record_opcode(record) == static_cast<int32_t>(Opcode::drain) && !drain(operands<Drain>(record), where))
+      if (record_opcode(record) == static_cast<int32_t>(Opcode::drain) &&
+          !drain(operands<Drain>(record), where))
         return false;
       if (p_.aborted()) return false;
       publish(record, where);

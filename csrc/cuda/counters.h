@@ -1,26 +1,25 @@
-// Which counters a record waits for and which it signals. Words: megakernel/isa/record.py; what the step table picks:
-// docs/architecture.md.
+// Which counters a record waits for and which it signals. Words: megakernel/isa/record.py; what the step
+// table picks: docs/architecture.md.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
 
 namespace mk {
 
-MK_FN Scope scope_of(const Dims& d, int32_t rank) {
-  return rank == d.rank ? Scope::kGpu : Scope::kSystem;
-}
+MK_FN Scope scope_of(const Dims& d, int32_t rank) { return rank == d.rank ? Scope::kGpu : Scope::kSystem; }
 
 MK_FN Need need_of(const Params& params, const Dims& d, const Where& where, int32_t slot, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
-          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter]), slot,
-          counter};
+          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter]),
+          slot, counter};
 }
 
 // Who signals may sit on another device.
 MK_FN Scope wait_scope(const Dims& d) { return d.tp > 1 ? Scope::kSystem : Scope::kGpu; }
 
-// The words that name one counter each; true once they hold, false where the launch was aborted. So are the next two.
+// The words that name one counter each; true once they hold, false where the launch was aborted. So are the
+// next two.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& task) {
   if (!params.synchronise) return true;
@@ -30,9 +29,11 @@ MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& tas
   });
 }
 
-// Attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait word 0 names.
+// Attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait word 0
+// names.
 template <class P>
-MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task, int32_t item) {
+MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task,
+                     int32_t item) {
   const int32_t word = task.record[kWaitWord];
   if (!params.synchronise || !(word & kIndexed)) return true;
   const Attention& op = operands<Attention>(task.record);
@@ -74,7 +75,8 @@ MK_FN void signal_words(P& p, const Params& params, const Dims& d, const Task& t
     const int32_t word = task.record[kSignalWord + i];
     if (word == 0 || (word & kIndexed)) continue;
     const int32_t rank = word_rank(word), block = task.where.block + (word & kNext ? 1 : 0);
-    arrive(p, params, d, rank == kAllRanks ? all_ranks(d) : Ranks{rank, rank + 1}, block, word_counter(word), 1);
+    arrive(p, params, d, rank == kAllRanks ? all_ranks(d) : Ranks{rank, rank + 1}, block, word_counter(word),
+           1);
   }
 }
 

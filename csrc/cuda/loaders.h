@@ -1,5 +1,5 @@
-// The two loaders. The weight loader never waits for data of this launch, so it is ahead by as many pages as are free,
-// across the borders of instructions; the input loader waits for the counters.
+// The two loaders. The weight loader never waits for data of this launch, so it is ahead by as many pages as
+// are free, across the borders of instructions; the input loader waits for the counters.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -25,8 +25,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use,
   }
 }
 
-// Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a block must not
-// end before they do. Whoever was behind arrives where the other was ahead, so that the phases of all pages complete.
+// Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a
+// block must not end before they do. Whoever was behind arrives where the other was ahead, so that the phases
+// of all pages complete.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   if (p.lane() == 0) block.passed[loader] = page;
@@ -48,17 +49,17 @@ MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
     if (slot.task.end()) break;
     uint64_t begin = 0;
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
-      const Page at = page_of(page);
-      if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
-      if (use.fill == Fill::kWeights) {
-        if (begin == 0) begin = p.now();
-        fill(p, block, params, use, at.slot);
-      } else {
-        p.arrive(block.full[at.slot]);
-      }
-      ++page;
-      return true;
-    });
+             const Page at = page_of(page);
+             if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
+             if (use.fill == Fill::kWeights) {
+               if (begin == 0) begin = p.now();
+               fill(p, block, params, use, at.slot);
+             } else {
+               p.arrive(block.full[at.slot]);
+             }
+             ++page;
+             return true;
+           });
     if (begin) p.trace(slot.task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.retired);
   }
@@ -80,21 +81,21 @@ MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
     p.arrive(slot.inputs);
     int32_t item = -1;
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
-      if (use.item != item) {
-        item = use.item;
-        if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
-        p.fence_async();
-      }
-      const Page at = page_of(page);
-      if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
-      if (use.fill == Fill::kInputs) {
-        fill(p, block, params, use, at.slot);
-      } else {
-        p.arrive(block.full[at.slot]);
-      }
-      ++page;
-      return true;
-    });
+             if (use.item != item) {
+               item = use.item;
+               if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
+               p.fence_async();
+             }
+             const Page at = page_of(page);
+             if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
+             if (use.fill == Fill::kInputs) {
+               fill(p, block, params, use, at.slot);
+             } else {
+               p.arrive(block.full[at.slot]);
+             }
+             ++page;
+             return true;
+           });
     p.arrive(slot.retired);
   }
   settle_loads(p, block, 1, page);

@@ -1,4 +1,5 @@
-// The pages of the instruction at hand, as a consumer warp reaches them: i counts from the instruction's first.
+// The pages of the instruction at hand, as a consumer warp reaches them: i counts from the instruction's
+// first.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -10,7 +11,11 @@ class Pages {
  public:
   // `first`: number of the instruction's first page in the block's sequence.
   MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
-      : p_(p), block_(block), params_(params), task_(task), first_(first),
+      : p_(p),
+        block_(block),
+        params_(params),
+        task_(task),
+        first_(first),
         generic_(task.is(Opcode::attention) || block.dims.dots) {}
 
   MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
@@ -22,8 +27,8 @@ class Pages {
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
-  // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor cores read
-  // pages in the proxy that fills them; what the warp has read itself it must fence.
+  // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor
+  // cores read pages in the proxy that fills them; what the warp has read itself it must fence.
   MK_FN void release(int i) {
     if (generic_) p_.fence_async();
     p_.arrive(block_.empty[page_of(first_ + i).slot]);

@@ -1,8 +1,8 @@
-// Which pages an instruction takes: a function of its record, the sizes and the step table. Everyone who touches pages
-// walks the list that `for_pages` gives, in its order.
+// Which pages an instruction takes: a function of its record, the sizes and the step table. Everyone who
+// touches pages walks the list that `for_pages` gives, in its order.
 //
-// A page of tiles is made of boxes of [kBoxRows rows][128 bytes], a page of pieces of kPieces rows of up to kPiece
-// elements.
+// A page of tiles is made of boxes of [kBoxRows rows][128 bytes], a page of pieces of kPieces rows of up to
+// kPiece elements.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -18,11 +18,11 @@ struct PageUse {
   Fill fill;
   bool pieces;  // not tiles
   Buffer buffer;
-  int32_t x, y, z;           // of box 0, in elements, rows, and matrices of the buffer
+  int32_t x, y, z;  // of box 0, in elements, rows, and matrices of the buffer
   int32_t first, boxes, per;
-  int32_t step;              // pieces: rows between rows
-  int32_t inner;             // pieces: elements of a whole row
-  int32_t item;              // attention: whose counters must hold; -1 elsewhere
+  int32_t step;   // pieces: rows between rows
+  int32_t inner;  // pieces: elements of a whole row
+  int32_t item;   // attention: whose counters must hold; -1 elsewhere
 
   MK_FN int32_t box_x(int32_t i) const { return x + (first + i) / per * (pieces ? kPiece : kTileInner); }
   MK_FN int32_t box_y(int32_t i) const { return y + (first + i) % per * (pieces ? step : kBoxRows); }
@@ -53,10 +53,10 @@ struct Matmul {
 MK_FN bool matmul_of(const Dims& d, const int32_t* record, Matmul& m) {
   const QkvRope& op = operands<QkvRope>(record);  // as of all matmuls
   switch (static_cast<Opcode>(record_opcode(record))) {
-#define MK_MATMUL(name, weights, inputs, inner, halves, output)                                                       \
-  case Opcode::name:                                                                                                  \
-    m = {Buffer::inputs, Buffer::weights, output >= 0, static_cast<Buffer>(output), inner, halves, op.row, op.rows,   \
-         op.col,         op.cols};                                                                                    \
+#define MK_MATMUL(name, weights, inputs, inner, halves, output)                                            \
+  case Opcode::name:                                                                                       \
+    m = {Buffer::inputs, Buffer::weights, output >= 0, static_cast<Buffer>(output), inner, halves, op.row, \
+         op.rows,        op.col,          op.cols};                                                        \
     return true;
     MK_MATMULS(MK_MATMUL)
 #undef MK_MATMUL
@@ -66,7 +66,9 @@ MK_FN bool matmul_of(const Dims& d, const int32_t* record, Matmul& m) {
 }
 
 // Every layer has weights of its own but for the LM head's.
-MK_FN int32_t weight_layer(const Matmul& m, int32_t layer) { return m.weights == Buffer::LM_HEAD ? 0 : layer; }
+MK_FN int32_t weight_layer(const Matmul& m, int32_t layer) {
+  return m.weights == Buffer::LM_HEAD ? 0 : layer;
+}
 
 // Tensor cores: columns in chunks; of each chunk its k, kTileInner at a time, then the results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return kChunk / m.halves; }
@@ -84,13 +86,15 @@ MK_FN bool tensor_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& ea
   for (int32_t col = 0; col < m.cols; col += chunk_cols(m)) {
     const int32_t cols = lower(m.cols - col, chunk_cols(m));
     for (int32_t x = 0; x < m.k; x += kTileInner) {
-      if (!each(PageUse{Fill::kInputs, false, m.inputs, x, m.row, 0, 0, row_boxes, kTileRows / kBoxRows, 0, 0, -1}))
+      if (!each(PageUse{Fill::kInputs, false, m.inputs, x, m.row, 0, 0, row_boxes, kTileRows / kBoxRows, 0, 0,
+                        -1}))
         return false;
       for (int32_t n = 0; n < 2; ++n) {
         const int32_t first = m.halves == 2 ? 0 : n * kTileRows, half = m.halves == 2 ? n : 0;
         if (first >= cols) break;
-        if (!each(PageUse{Fill::kWeights, false, m.weights, x, m.col + col + first, depth * m.halves + half, 0,
-                          ceil_div(lower(cols - first, kTileRows), kBoxRows), kTileRows / kBoxRows, 0, 0, -1}))
+        if (!each(PageUse{Fill::kWeights, false, m.weights, x, m.col + col + first, depth * m.halves + half,
+                          0, ceil_div(lower(cols - first, kTileRows), kBoxRows), kTileRows / kBoxRows, 0, 0,
+                          -1}))
           return false;
       }
     }
@@ -104,9 +108,9 @@ MK_FN bool tensor_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& ea
   return true;
 }
 
-// Dot products: units of 16 columns (of gate and up 8 each), whose k comes in pieces; a piece of a unit is two pages,
-// member 0 and 1: even and odd columns, or gate and up. The activations come again in every lap of the ring, after the
-// lap's weights: piece p of row r is number p * rows + r.
+// Dot products: units of 16 columns (of gate and up 8 each), whose k comes in pieces; a piece of a unit is
+// two pages, member 0 and 1: even and odd columns, or gate and up. The activations come again in every lap of
+// the ring, after the lap's weights: piece p of row r is number p * rows + r.
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(m.rows * ceil_div(m.k, kPiece), kPieces); }
 // Weight pages of a lap, both members of a piece in the same one.
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
@@ -135,11 +139,11 @@ MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each)
   return true;
 }
 
-// Attention: the query rows of an item (row, then head of the group) in tiles, units = KV heads x tiles, a pass of one
-// unit per consumer warp; of each pass every KV block, of that every KV head of the pass, its keys, then its values:
-// keys [element][token] in halves of 64 tokens, values [token][element] in halves of 64 elements. Narrow heads have
-// both halves of their keys in one page. A padding item takes one page with nothing in it, which says that its
-// counters hold.
+// Attention: the query rows of an item (row, then head of the group) in tiles, units = KV heads x tiles, a
+// pass of one unit per consumer warp; of each pass every KV block, of that every KV head of the pass, its
+// keys, then its values: keys [element][token] in halves of 64 tokens, values [token][element] in halves of
+// 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one page with
+// nothing in it, which says that its counters hold.
 template <class Each>
 MK_FN bool item_pages(const Dims& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
   if (s.item_seq[item] < 0)
@@ -162,8 +166,8 @@ MK_FN bool item_pages(const Dims& d, const StepView& s, int32_t item, int32_t la
             return false;
         }
         for (int32_t half = 0; half < (narrow ? 1 : 2); ++half) {
-          if (!each(PageUse{Fill::kInputs, false, Buffer::V_CACHE, half * kTileInner, value, layer, 0, value_boxes,
-                            value_boxes, 0, 0, item}))
+          if (!each(PageUse{Fill::kInputs, false, Buffer::V_CACHE, half * kTileInner, value, layer, 0,
+                            value_boxes, value_boxes, 0, 0, item}))
             return false;
         }
       }

@@ -1,5 +1,6 @@
-// What the roles ask of the machine below them: a class P, one object per warp. The device implements it by PTX
-// (device.cuh), the host by fibres and by threads (csrc/host), so that the roles that run are the roles that are tested.
+// What the roles ask of the machine below them: a class P, one object per warp. The device implements it by
+// PTX (device.cuh), the host by fibres and by threads (csrc/host), so that the roles that run are the roles
+// that are tested.
 //
 // All members are warp-collective: every lane calls, one lane acts. A warp of the host has one lane.
 //
@@ -10,7 +11,8 @@
 //   struct Barrier                           in shared memory; phases count from 0 and alternate in parity
 //   void init(Barrier&, int arrivals)        before sync_block()
 //   void sync_block()                        all warps of the block, once, at its begin
-//   bool wait(Barrier&, uint32_t parity)     until the phase of that parity has completed, then acquires (block). A fresh
+//   bool wait(Barrier&, uint32_t parity)     until the phase of that parity has completed, then acquires
+//   (block). A fresh
 //                                            barrier counts as past parity 1. False: the launch was aborted
 //   void wait_always(Barrier&, parity)       the same, whether aborted or not
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
@@ -18,36 +20,38 @@
 //
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            asynchronous. A tile is a box of kBoxRows rows of 128 bytes, in the 128-byte
-//                                            swizzle, zero outside the tensor; bytes are a multiple of 16, so are addresses
+//                                            asynchronous. A tile is a box of kBoxRows rows of 128 bytes, in
+//                                            the 128-byte swizzle, zero outside the tensor; bytes are a
+//                                            multiple of 16, so are addresses
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group
 //   void wait_read(int pending)              all but the last `pending` groups have read their pages
-//   void wait_stores()                       all stores of this warp can be seen by all who see what it does next
-//   void fence_async()                       this warp's generic accesses before later asynchronous ones
+//   void wait_stores()                       all stores of this warp can be seen by all who see what it does
+//   next void fence_async()                       this warp's generic accesses before later asynchronous ones
 //
 //   bool wait_counters(int n, Scope, const Where&, F need)
-//                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes share them),
-//                                            then acquires once (scope). False: aborted
+//                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes
+//                                            share them), then acquires once (scope). False: aborted
 //   void signal(int32_t*, int count, Scope)  of one lane: adds, after all that its warp has seen (release)
 //   int claim(int32_t*, uint32_t base, int end)
-//                                            takes the next of [0, end), counted from `base`; -1: all are taken
+//                                            takes the next of [0, end), counted from `base`; -1: all are
+//                                            taken
 //   int arrive_acq_rel(int32_t*)             adds 1, gives the value before
 //   void sync_warp()                         what one lane did before, all lanes see
 //   void consumer_sync()                     the consumer warps of the block
 //   bool aborted()                           polls
 //   void reads(const void* page, bool generic), writes(void* page)
-//                                            what follows reads the page (generically or by tensor cores), writes it
-//                                            generically: the host checks it, nothing on the device
+//                                            what follows reads the page (generically or by tensor cores),
+//                                            writes it generically: the host checks it, nothing on the device
 //
 //   uint64_t now()                           ticks of the trace, 0 where kTrace is 0
 //   void trace(const Where&, Role, IntervalKind, uint64_t begin)     an interval that ends now
 //   void stall(uint64_t ns)                  both only where kTrace is not 0
 //
-// After an abort nothing waits for data: waits return false at once, and every role runs through what the controller
-// had published, without loads, bulk stores and signals, up to the end that the controller publishes. So all warps of
-// a block still meet at the same barriers.
+// After an abort nothing waits for data: waits return false at once, and every role runs through what the
+// controller had published, without loads, bulk stores and signals, up to the end that the controller
+// publishes. So all warps of a block still meet at the same barriers.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"
@@ -71,8 +75,8 @@ struct Where {
 // A counter that an instruction needs.
 struct Need {
   const int32_t* value;  // null: nothing
-  uint32_t target;  // holds once value - target >= 0
-  int32_t slot;     // wait word
+  uint32_t target;       // holds once value - target >= 0
+  int32_t slot;          // wait word
   int32_t counter;
 };
 

@@ -1,4 +1,5 @@
-// The storer: output pages to memory, of any rank; then, once all that an instruction stores is there, its signals.
+// The storer: output pages to memory, of any rank; then, once all that an instruction stores is there, its
+// signals.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -7,7 +8,8 @@ namespace mk {
 
 // Starts the stores of a page: results of X are added, partials go to whoever keeps the rows.
 template <class P>
-MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot) {
+MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
+                 int slot) {
   const Dims& d = block.dims;
   const bool partial = use.buffer == Buffer::REDUCE;
   const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
@@ -36,19 +38,19 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     uint64_t begin = 0;
     int reading = -1;  // slot of the page that is being stored
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
-      const Page at = page_of(page++);
-      if (use.fill != Fill::kOutput) return true;
-      if (!p.wait(block.ready[at.slot], written >> at.slot & 1)) return false;
-      written ^= 1u << at.slot;
-      if (begin == 0) begin = p.now();
-      store(p, block, params, slot.task, use, at.slot);
-      if (reading >= 0) {
-        p.wait_read(1);
-        p.arrive(block.empty[reading], kConsumerWarps);
-      }
-      reading = at.slot;
-      return true;
-    });
+             const Page at = page_of(page++);
+             if (use.fill != Fill::kOutput) return true;
+             if (!p.wait(block.ready[at.slot], written >> at.slot & 1)) return false;
+             written ^= 1u << at.slot;
+             if (begin == 0) begin = p.now();
+             store(p, block, params, slot.task, use, at.slot);
+             if (reading >= 0) {
+               p.wait_read(1);
+               p.arrive(block.empty[reading], kConsumerWarps);
+             }
+             reading = at.slot;
+             return true;
+           });
     if (reading >= 0) {
       p.wait_read(0);
       p.arrive(block.empty[reading], kConsumerWarps);

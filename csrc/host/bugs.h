@@ -1,5 +1,5 @@
-// Bugs to plant: each weakens one primitive where one role calls it, so that the tests show which check finds it. The
-// roles know nothing of them.
+// Bugs to plant: each weakens one primitive where one role calls it, so that the tests show which check finds
+// it. The roles know nothing of them.
 #pragma once
 #include "../cuda/block.h"
 
@@ -7,13 +7,13 @@ namespace mk {
 
 enum class Bug : int32_t {
   kNone,
-  kDroppedArrival,   // a consumer warp forgets to release a page
-  kEarlyRelease,     // the storer frees a page that its store still reads
-  kRelaxedSignal,    // the storer's signals release nothing
-  kNoInputFence,     // the input loader loads what it has waited for without a proxy fence
-  kNoOutputFence,    // a consumer warp leaves what it has written unfenced
-  kWrongPhase,       // a consumer warp waits for the phase of a page before the one it needs
-  kEarlySignal,      // the storer signals before its stores have completed
+  kDroppedArrival,  // a consumer warp forgets to release a page
+  kEarlyRelease,    // the storer frees a page that its store still reads
+  kRelaxedSignal,   // the storer's signals release nothing
+  kNoInputFence,    // the input loader loads what it has waited for without a proxy fence
+  kNoOutputFence,   // a consumer warp leaves what it has written unfenced
+  kWrongPhase,      // a consumer warp waits for the phase of a page before the one it needs
+  kEarlySignal,     // the storer signals before its stores have completed
 };
 
 template <class Base>
@@ -24,7 +24,8 @@ class Planted : public Base {
   explicit Planted(Bug bug, Args&&... args) : Base(static_cast<Args&&>(args)...), bug_(bug) {}
 
   void arrive(Barrier& barrier, int count = 1) {
-    if (bug_ == Bug::kDroppedArrival && this->warp() == kWarps - 1 && this->is_empty(barrier) && ++arrivals_ == 3)
+    if (bug_ == Bug::kDroppedArrival && this->warp() == kWarps - 1 && this->is_empty(barrier) &&
+        ++arrivals_ == 3)
       return;
     Base::arrive(barrier, count);
   }

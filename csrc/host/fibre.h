@@ -1,5 +1,5 @@
-// Fibres: many warps in one thread, each on a stack of its own. Who goes next, and when an asynchronous operation
-// happens, is drawn from a seed, so that a run can be repeated.
+// Fibres: many warps in one thread, each on a stack of its own. Who goes next, and when an asynchronous
+// operation happens, is drawn from a seed, so that a run can be repeated.
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
@@ -33,8 +33,8 @@ class Scheduler {
   ~Scheduler();
 
   void add(std::function<void()> body);
-  // Until all fibres have ended. Where none can go on: `stuck` may wake some; false: it could not, and the run is
-  // given up.
+  // Until all fibres have ended. Where none can go on: `stuck` may wake some; false: it could not, and the
+  // run is given up.
   bool run(const std::function<bool()>& stuck);
 
   // Of the running fibre. Others may go first:

@@ -1,6 +1,6 @@
-// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: what is asynchronous happens late, pages are
-// poison unless they are full, and the proxies meet at fences only. Orderings between threads are csrc/host/thread_warp.h's
-// matter: here all stores are seen at once.
+// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: what is asynchronous happens late,
+// pages are poison unless they are full, and the proxies meet at fences only. Orderings between threads are
+// csrc/host/thread_warp.h's matter: here all stores are seen at once.
 #pragma once
 #include <memory>
 #include <string>
@@ -43,9 +43,12 @@ struct FibreWorld {
 
 // What the warps of a block share, besides its memory.
 struct FibreBlock {
-  FibreBlock(FibreWorld& launch, unsigned char* pages, FibreBarrier* full_barriers, FibreBarrier* ready_barriers,
-             FibreBarrier* empty_barriers, std::string name)
-      : world(launch), monitor(pages, std::move(name)), full(full_barriers), ready(ready_barriers),
+  FibreBlock(FibreWorld& launch, unsigned char* pages, FibreBarrier* full_barriers,
+             FibreBarrier* ready_barriers, FibreBarrier* empty_barriers, std::string name)
+      : world(launch),
+        monitor(pages, std::move(name)),
+        full(full_barriers),
+        ready(ready_barriers),
         empty(empty_barriers) {}
 
   FibreWorld& world;
@@ -67,7 +70,8 @@ struct FibreBlock {
     static constexpr const char* kNames[] = {"full", "ready", "empty"};
     const FibreBarrier* const lists[] = {full, ready, empty};
     for (int i = 0; i < 3; ++i) {
-      if (const int s = index(lists[i], barrier); s >= 0) return std::string(kNames[i]) + "[" + std::to_string(s) + "]";
+      if (const int s = index(lists[i], barrier); s >= 0)
+        return std::string(kNames[i]) + "[" + std::to_string(s) + "]";
     }
     return slots.at(&barrier);
   }
@@ -254,8 +258,8 @@ class FibreWarp {
     ++groups_[group].unread;
     ++storing_;
     scheduler().post([this, from, put, group] {
-      auto box = std::make_shared<std::vector<unsigned char>>(static_cast<const unsigned char*>(from),
-                                                              static_cast<const unsigned char*>(from) + kBoxBytes);
+      auto box = std::make_shared<std::vector<unsigned char>>(
+          static_cast<const unsigned char*>(from), static_cast<const unsigned char*>(from) + kBoxBytes);
       block_.monitor.stored(from);
       --groups_[group].unread;
       scheduler().wake(own_);
@@ -288,13 +292,16 @@ class FibreWarp {
 
 inline std::string FibreWarp::describe() const {
   static constexpr const char* kRoles[] = {"controller", "weight loader", "storer", "input loader"};
-  const std::string who = block_.monitor.name() + " " +
-                          (warp_ < kConsumerWarp ? kRoles[warp_] : "consumer " + std::to_string(warp_ - kConsumerWarp));
-  if (barrier_) return who + " waits for " + block_.name(*barrier_) + " phase " + std::to_string(barrier_->phase);
+  const std::string who =
+      block_.monitor.name() + " " +
+      (warp_ < kConsumerWarp ? kRoles[warp_] : "consumer " + std::to_string(warp_ - kConsumerWarp));
+  if (barrier_)
+    return who + " waits for " + block_.name(*barrier_) + " phase " + std::to_string(barrier_->phase);
   if (waits_for_)
-    return who + " waits in segment " + std::to_string(where_->segment) + " layer " + std::to_string(where_->layer) +
-           " record " + std::to_string(where_->number) + " for counter " + std::to_string(waits_for_->counter) + ": " +
-           std::to_string(*waits_for_->value) + " of " + std::to_string(waits_for_->target);
+    return who + " waits in segment " + std::to_string(where_->segment) + " layer " +
+           std::to_string(where_->layer) + " record " + std::to_string(where_->number) + " for counter " +
+           std::to_string(waits_for_->counter) + ": " + std::to_string(*waits_for_->value) + " of " +
+           std::to_string(waits_for_->target);
   return "";
 }
 

@@ -1,5 +1,5 @@
-// What a block's pages go through, watched: every page is free, loading, full (of an output page: may be written),
-// ready, and free again; the generic and the asynchronous proxy meet at fences only.
+// What a block's pages go through, watched: every page is free, loading, full (of an output page: may be
+// written), ready, and free again; the generic and the asynchronous proxy meet at fences only.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -18,7 +18,8 @@ class Monitor {
   std::string load(const void* at, int warp) {
     const int s = slot(at);
     State& page = state_[s];
-    if (page.stage != kFree && !(page.stage == kLoading && page.loader == warp)) return tell(warp, "loads into", s);
+    if (page.stage != kFree && !(page.stage == kLoading && page.loader == warp))
+      return tell(warp, "loads into", s);
     page.stage = kLoading;
     page.loader = warp;
     if (const int who = page.reads | page.writes)
@@ -76,8 +77,8 @@ class Monitor {
   }
   std::string tell(int warp, const std::string& what, int s) const {
     static constexpr const char* kStages[] = {"free", "loading", "full", "ready"};
-    return name_ + (warp < 0 ? "" : " warp " + std::to_string(warp)) + " " + what + " page slot " + std::to_string(s) +
-           ", which is " + kStages[state_[s].stage];
+    return name_ + (warp < 0 ? "" : " warp " + std::to_string(warp)) + " " + what + " page slot " +
+           std::to_string(s) + ", which is " + kStages[state_[s].stage];
   }
   void poison_all() { memset(pages_, 0xFF, size_t{kPages} * kPageBytes); }
 

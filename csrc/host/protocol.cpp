@@ -20,10 +20,10 @@ class Launch {
       : seed_(seed), count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
     for (int32_t i = 0; i < count_; ++i) {
       Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
-      FibreBlock& block = blocks_.emplace_back(
-          world_, memory.pages[0], memory.full, memory.ready, memory.empty,
-          "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
-              std::to_string(i % params.workers));
+      FibreBlock& block =
+          blocks_.emplace_back(world_, memory.pages[0], memory.full, memory.ready, memory.empty,
+                               "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
+                                   std::to_string(i % params.workers));
       name(block, memory);
       for (int w = 0; w < kWarps; ++w) {
         Warp& warp = warps_.emplace_back(bug, block, w);
@@ -80,8 +80,8 @@ class Launch {
 extern "C" {
 
 // Runs a launch. Where it gives 0, `message` says what went wrong.
-__attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed, int32_t bug,
-                                                               char* message, int32_t size) {
+__attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed,
+                                                               int32_t bug, char* message, int32_t size) {
   mk::Launch launch(*params, seed, static_cast<mk::Bug>(bug));
   const std::string wrong = launch.run();
   strncpy(message, wrong.c_str(), size - 1);
@@ -89,11 +89,12 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// The boxes of the pages of a record, as rows of ten: page, fill, pieces, buffer, x, y, z, place in the page, bytes,
-// item. Returns their number; a page without boxes has a row of 0 bytes.
-__attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const int32_t* step_words,
-                                                                const int32_t* record, int32_t layer, int32_t* rows,
-                                                                int32_t capacity) {
+// The boxes of the pages of a record, as rows of ten: page, fill, pieces, buffer, x, y, z, place in the page,
+// bytes, item. Returns their number; a page without boxes has a row of 0 bytes.
+__attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims,
+                                                                const int32_t* step_words,
+                                                                const int32_t* record, int32_t layer,
+                                                                int32_t* rows, int32_t capacity) {
   mk::Task task{};
   memcpy(task.record, record, sizeof task.record);
   task.where.layer = layer;

@@ -1,5 +1,5 @@
-// What stands in for a tensor map and the bulk copy engine: boxes of [kBoxRows rows][128 bytes] between memory and
-// pages, in the 128-byte swizzle.
+// What stands in for a tensor map and the bulk copy engine: boxes of [kBoxRows rows][128 bytes] between
+// memory and pages, in the 128-byte swizzle.
 #pragma once
 #include <string.h>
 
@@ -63,7 +63,8 @@ inline void store_box(const HostMap& map, int x, int y, int z, const void* from)
 // Of float32.
 inline void add_box(const HostMap& map, int x, int y, int z, const void* from) {
   for_elements(map, x, y, z, [&](char* to, uint32_t at) {
-    if (to) *reinterpret_cast<float*>(to) += *reinterpret_cast<const float*>(static_cast<const char*>(from) + at);
+    if (to)
+      *reinterpret_cast<float*>(to) += *reinterpret_cast<const float*>(static_cast<const char*>(from) + at);
   });
 }
 

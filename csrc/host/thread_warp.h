@@ -1,6 +1,7 @@
-// The platform (csrc/cuda/platform.h) on threads of the operating system, one per warp, with the orderings that the
-// contract states and no other: a race detector then sees where the roles rely on one that they have not asked for. Bulk
-// copies happen at once, element by element; when they happen is csrc/host/fibre_warp.h's matter.
+// The platform (csrc/cuda/platform.h) on threads of the operating system, one per warp, with the orderings
+// that the contract states and no other: a race detector then sees where the roles rely on one that they have
+// not asked for. Bulk copies happen at once, element by element; when they happen is csrc/host/fibre_warp.h's
+// matter.
 #pragma once
 #include <sched.h>
 
@@ -51,7 +52,8 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  ThreadWarp(const Params& params, ThreadBlock& block, int warp) : params_(params), block_(block), warp_(warp) {}
+  ThreadWarp(const Params& params, ThreadBlock& block, int warp)
+      : params_(params), block_(block), warp_(warp) {}
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
