@@ -10,6 +10,7 @@ from ..settings import SETTINGS
 from . import output
 
 if TYPE_CHECKING:
+    from ..isa import Dtype
     from ..scheduler import Options
     from ..serving import LLM
 
@@ -125,6 +126,15 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
         return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]
     ids = llm.tokenizer.encode(_TEXT)
     return (ids * (count // len(ids) + 1))[:count]
+
+
+def paper_dtype(name: str) -> Dtype:
+    """The compute dtype of a program that is compiled without weights: `auto` means bf16."""
+    from ..isa import Dtype
+    from ..serving.llm import parse_dtype
+
+    named = parse_dtype(name)
+    return Dtype.BF16 if named is None else named
 
 
 _TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on

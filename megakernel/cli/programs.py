@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_lowering, add_setting, lowering, positive
+from .options import AddVerb, add_lowering, add_setting, lowering, paper_dtype, positive
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -72,12 +72,10 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def compile_for(args: argparse.Namespace) -> tuple[Program, LlamaConfig, Machine]:
     """The program that the flags describe. Types and weights play no part, so `auto` means bf16 here."""
     from .. import machine as machines
-    from ..isa import Dtype
     from ..model import load_config
     from ..scheduler import compile_program
-    from ..serving.llm import parse_dtype
 
-    dtype = parse_dtype(args.dtype) or Dtype.BF16
+    dtype = paper_dtype(args.dtype)
     machine = machines.load(args.machine, args.workers)
     config = load_config(args.model)
     context = args.context or config.max_context

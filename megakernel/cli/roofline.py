@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_setting, positive
+from .options import AddVerb, add_setting, paper_dtype, positive
 
 if TYPE_CHECKING:
     from ..machine import Hardware
@@ -123,12 +123,10 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 def _step(args: argparse.Namespace, hardware: Hardware) -> int:
     from .. import machine as machines
-    from ..isa import Dtype
     from ..model import load_config
     from ..roofline import SHAPES, memory_fit, step_roofline
     from ..roofline.kernels import critical_rows
     from ..roofline.program_step import RATE
-    from ..serving.llm import parse_dtype
     from ..serving.memory import weight_bytes
 
     if args.model in SHAPES:
@@ -139,8 +137,7 @@ def _step(args: argparse.Namespace, hardware: Hardware) -> int:
     context = args.context or _CONTEXT
     if context > config.max_context:
         raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
-    named = parse_dtype(args.dtype)
-    dtype = Dtype.BF16 if named is None else named
+    dtype = paper_dtype(args.dtype)
     parts = _parts(args, config, machines.load(args.machine), dtype, context)
     dims = parts[0].dims
     ranks = [replace(dims, rank=rank) for rank in range(args.tp)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_lowering, add_setting, lowering, positive
+from .options import AddVerb, add_lowering, add_setting, lowering, paper_dtype, positive
 
 if TYPE_CHECKING:
     from ..isa import Dims, StepTable
@@ -115,11 +115,9 @@ def _fractions(values: dict[str, float | None]) -> str:
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
     from .. import machine as machines
-    from ..isa import Dtype
     from ..model import load_config
     from ..program import Program
     from ..scheduler import compile_program
-    from ..serving.llm import parse_dtype
 
     if args.file:
         program = Program.load(args.file)
@@ -132,7 +130,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
     program = compile_program(
         config,
         machine,
-        dtype=parse_dtype(args.dtype) or Dtype.BF16,
+        dtype=paper_dtype(args.dtype),
         tokens=tokens,
         logit_rows=tokens,
         max_seqs=tokens,
