@@ -22,8 +22,8 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def copied_tile(tile: Array) -> Array:
-    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle: in each
-    8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
+    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle:
+    in each 8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
     rows = tile.view(np.uint8).reshape(-1, 128)
     out = np.empty_like(rows)
     for r, row in enumerate(rows):
@@ -33,8 +33,8 @@ def copied_tile(tile: Array) -> Array:
 
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:
-    """The [rows][16] bf16 matrix that wgmma reads: PTX ISA, "Matrix descriptor" and "Canonical layouts", K-major, 128-byte
-    swizzle: rows of 128 bytes in groups of eight, the groups `stride` apart; the swizzle XORs bits 4-6 of an address
+    """The [rows][16] bf16 matrix that wgmma reads: PTX ISA, "Matrix descriptor" and "Canonical layouts", K-major,
+    128-byte swizzle: rows of 128 bytes in groups of eight, the groups `stride` apart; the swizzle XORs bits 4-6 of an address
     with bits 7-9."""
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0  # 128-byte swizzle, base offset 0
@@ -80,8 +80,8 @@ def test_output_pages_spread_over_the_banks(layouts: ctypes.CDLL) -> None:
 
 
 def test_fragments(layouts: ctypes.CDLL) -> None:
-    """PTX ISA, mma.m16n8k16 with .bf16: element i of lane t's fragments. wgmma's accumulators are the same of each warp's
-    16 rows and each 8 columns."""
+    """PTX ISA, mma.m16n8k16 with .bf16: element i of lane t's fragments. wgmma's accumulators are the same of each
+    warp's 16 rows and each 8 columns."""
     for lane in range(32):
         group, thread = lane >> 2, lane % 4
         for i in range(8):
