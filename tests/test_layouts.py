@@ -34,8 +34,8 @@ def copied_tile(tile: Array) -> Array:
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:
     """The [rows][16] bf16 matrix that wgmma reads: PTX ISA, "Matrix descriptor" and "Canonical layouts", K-major,
-    128-byte swizzle: rows of 128 bytes in groups of eight, the groups `stride` apart; the swizzle XORs bits 4-6 of an address
-    with bits 7-9."""
+    128-byte swizzle: rows of 128 bytes in groups of eight, the groups `stride` apart; the swizzle XORs bits 4-6 of an
+    address with bits 7-9."""
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0  # 128-byte swizzle, base offset 0
     row, byte = np.arange(rows)[:, None], np.arange(32)
