@@ -22,8 +22,8 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def copied_tile(tile: Array) -> Array:
-    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle: in
-    each 8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
+    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle:
+    in each 8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
     rows = tile.view(np.uint8).reshape(-1, 128)
     out = np.empty_like(rows)
     for r, row in enumerate(rows):
