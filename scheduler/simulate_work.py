@@ -152,7 +152,7 @@ class _Keys:
     def __init__(self, program: Program, views: list[StepTable], records: Records, opcodes: Int32s) -> None:
         dims = program.dims
         matmuls = [i for i in BY_OPCODE.values() if i.family is Family.MATMUL]
-        self._weights: dict[int, Ints] = {}
+        self._weights: dict[int, Int32s] = {}
         self._first: dict[int, int] = {}
         count = 0
         for instruction in matmuls:
@@ -249,13 +249,15 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     of = np.repeat(np.arange(len(item)), rows)
     nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
     sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
-    pairs = np.bincount(of, weights=sees, minlength=len(item)) * live
+    pairs = np.where(live, np.bincount(of, weights=sees, minlength=len(item)).astype(np.float64), 0.0)
     last = np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end)
     kv_tokens = np.maximum(last - begin, 0) * live
     per_pair, per_token = attention_cost(dims, 1, 1.0)
-    flops, kv_bytes = per_pair * heads * pairs, per_token * heads * kv_tokens
+    flops: Floats = per_pair * heads.astype(np.float64) * pairs
+    kv_bytes: Floats = per_token * (heads * kv_tokens).astype(np.float64)
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
-    size = rows * heads * dims.group_size * dims.head_dim * float(itemsize(dims))  # of q, and of the output
+    # Of q, and of the output.
+    size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
     key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)

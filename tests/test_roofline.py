@@ -96,6 +96,10 @@ def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
     half = achieved(memory, ceilings, 4.0)
     assert (half.fraction, half.limit, half.read_bytes_per_s, half.flops, half.error) == (0.5, "memory", 50, 250, None)
     assert achieved(math, ceilings, 10.0).limit == "math"
+    link = replace(memory, link_bytes=30.0)
+    assert achieved(link, ceilings, 4.0).limit == "memory"
+    linked = achieved(link, replace(ceilings, link_bytes_per_s=10.0), 4.0)
+    assert (linked.fraction, linked.limit) == (0.75, "link")
     wrong = achieved(math, ceilings, 4.0)
     assert wrong.fraction == 1.25 and wrong.error and "measured wrongly" in wrong.error
 

@@ -16,6 +16,7 @@ from megakernel.cli import main
 from megakernel.isa import BY_NAME, BY_OPCODE, Family
 from megakernel.isa.record import WAIT_WORD, WAITS, opcode
 from megakernel.model.config import LlamaConfig
+from megakernel.roofline import step_work
 from megakernel.scheduler import Options, describe, verify
 
 LOWERINGS = [
@@ -91,6 +92,17 @@ def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: in
     link = np.array(describe(compiled(EVEN, small_machine(2, 8), n, 3, tp, options))["link_bytes_per_layer"])
     assert (link.sum(axis=0) == expected).all() and (link.sum(axis=1) == expected).all()
     assert (np.diag(link) == 0).all()
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
+    program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, options)
+    figures = describe(program)
+    layers = program.dims.layers * np.sum(figures["link_bytes_per_layer"])
+    assert tp * step_work(program.dims, [32], [32], 0).link_bytes == layers
+    tokens = 8 * (8 - program.dims.own_logit_rows)  # sampled ids and their logprobs, which the bound leaves out
+    assert tp * step_work(program.dims, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
 
 
 @pytest.mark.parametrize("options", LOWERINGS, ids=name)

@@ -1,4 +1,4 @@
-"""The two ceilings of a machine: how fast it reads memory and how fast it multiplies and adds."""
+"""The ceilings of a machine: how fast it reads memory, multiplies and adds, and sends to its peers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Ceilings:
     flops: float  # a multiply-add counts as two
     threads: int
     how: str
+    link_bytes_per_s: float | None = None  # of each rank to its peers; None: ranks share one memory
 
 
 ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in all, about how many seconds) -> bytes/s
@@ -42,7 +43,13 @@ def measure_ceilings(threads: int, read: ReadProbe, fma: FmaProbe) -> Ceilings:
 
 def machine_ceilings(machine: Machine) -> Ceilings:
     """The datasheet's (for `host`, nominal) rates."""
-    return Ceilings(machine.memory_bytes_per_s, machine.matrix_flops, machine.workers, f"datasheet: {machine.name}")
+    return Ceilings(
+        machine.memory_bytes_per_s,
+        machine.matrix_flops,
+        machine.workers,
+        f"datasheet: {machine.name}",
+        machine.link_bytes_per_s,
+    )
 
 
 def last_level_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

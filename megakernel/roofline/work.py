@@ -20,6 +20,7 @@ class Work:
     flops: float
     weight_bytes: float
     kv_bytes: float
+    link_bytes: float = 0.0  # stored at other ranks
 
     @property
     def bytes(self) -> float:
@@ -37,7 +38,7 @@ class Achieved:
     fraction: float
     read_bytes_per_s: float
     flops: float
-    limit: str  # "memory" or "math"
+    limit: str  # "memory", "math" or "link"
     error: str | None
 
 
@@ -50,7 +51,7 @@ def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_ro
     key) pairs, each row seeing itself and what came before it. Norms, RoPE and softmax are left out: they are a few
     operations per element. Bytes: every weight once, of the embedding table only the gathered rows (none if it is
     `tied` and the LM head reads all of it), final norm and LM head only if there are logit rows; K and V of every
-    context token once.
+    context token once. What goes to other ranks: `_link_bytes`.
     """
     if len(rows) != len(contexts):
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
@@ -73,7 +74,24 @@ def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_ro
     if not (tied and logit_rows):
         weights += total * dims.hidden * itemsize(dims)
     kv = 2.0 * sum(contexts) * dims.kv_cols * itemsize(dims) * dims.layers
-    return Work(flops, weights, kv)
+    return Work(flops, weights, kv, _link_bytes(dims, total, logit_rows))
+
+
+def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
+    """Bytes that each of Y ranks stores at the others, shards taken as even.
+
+    A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the MLP's
+    reduction, and the attention output's, or its transpose, 1 / Y of that. Where all ranks have the whole residual
+    there are no gathers, and each exchange goes to everyone. Then the logit rows: gathered, and their logits in
+    float32 sent to where they are sampled.
+    """
+    others = (dims.tp - 1) / dims.tp
+    copies = dims.tp if dims.one_hop else 1
+    gathers = 0 if dims.one_hop else 1
+    attention = dims.heads * dims.head_dim / dims.tp if dims.replicated_o else dims.hidden
+    layer = others * (2 * gathers * dims.hidden + copies * (attention + dims.hidden))
+    head = others * (gathers * dims.hidden * itemsize(dims) + 4 * dims.vocab / dims.tp)
+    return rows * layer * dims.layers * itemsize(dims) + logit_rows * head
 
 
 def _elements(buffer: Buffer, dims: Dims) -> int:
@@ -81,19 +99,23 @@ def _elements(buffer: Buffer, dims: Dims) -> int:
 
 
 def bound(work: Work, ceilings: Ceilings) -> float:
-    """The least time of a step, in seconds: max(FLOPs / FLOP rate, bytes / read rate), math and memory overlapped."""
-    return max(_times(work, ceilings))
+    """The least time of a step, in seconds: arithmetic, memory and link overlapped, the longest of them."""
+    return max(_times(work, ceilings).values())
 
 
-def _times(work: Work, ceilings: Ceilings) -> tuple[float, float]:
-    return work.flops / ceilings.flops, work.bytes / ceilings.read_bytes_per_s
+def _times(work: Work, ceilings: Ceilings) -> dict[str, float]:
+    return {
+        "memory": work.bytes / ceilings.read_bytes_per_s,
+        "math": work.flops / ceilings.flops,
+        "link": work.link_bytes / (ceilings.link_bytes_per_s or math.inf),
+    }
 
 
 def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
     """What a step that took `seconds` reached."""
-    math_s, memory_s = _times(work, ceilings)
-    fraction = max(math_s, memory_s) / seconds
-    limit = "memory" if memory_s >= math_s else "math"
+    times = _times(work, ceilings)
+    limit = max(times, key=lambda name: times[name])
+    fraction = times[limit] / seconds
     error = fraction_error(fraction, ceilings)
     return Achieved(fraction, work.bytes / seconds, work.flops / seconds, limit, error)
 
