@@ -69,7 +69,7 @@ def no_compiler() -> None:
     """The pretended driver takes any code."""
     from megakernel.runtime.cuda import compile
 
-    compile.cubin = lambda *, trace: b"code"  # type: ignore[assignment]
+    compile.cubin = lambda *, trace, dots: b"code"  # type: ignore[assignment]
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 

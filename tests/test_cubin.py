@@ -52,7 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[cuda.Cubin, str]:
     path = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if path is None:
         pytest.skip("needs nvcc")
-    cubin = cuda.nvcc(path).compile(trace=False)
+    cubin = cuda.nvcc(path).compile(trace=False, dots=False)
     file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
     return cubin, disassemble(file)

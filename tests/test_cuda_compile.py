@@ -18,7 +18,7 @@ class Counting:
     """A compiler that notes what it was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.asked: list[bool] = []
+        self.asked: list[tuple[bool, bool]] = []
         self.log = ""
         (folder / "csrc" / "cuda").mkdir(parents=True)
         (folder / "csrc" / "common").mkdir()
@@ -30,9 +30,9 @@ class Counting:
         monkeypatch.setattr(compile, "compiler", lambda: compile.Compiler(self.version))
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
-    def _compile(self, trace: bool) -> compile.Cubin:
-        self.asked.append(trace)
-        return compile.Cubin(b"code of " + self.source.read_bytes() + str(trace).encode(), self.log)
+    def _compile(self, trace: bool, dots: bool) -> compile.Cubin:
+        self.asked.append((trace, dots))
+        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{dots:d}".encode(), self.log)
 
 
 @pytest.fixture
@@ -41,19 +41,20 @@ def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
 
 
 def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
-    assert compile.cubin(trace=False) == compile.cubin(trace=False) == b"code of oneFalse"
-    assert compile.cubin(trace=True) == b"code of oneTrue"
-    assert counting.asked == [False, True]
+    assert compile.cubin(trace=False, dots=False) == compile.cubin(trace=False, dots=False) == b"code of one 00"
+    assert compile.cubin(trace=True, dots=True) == b"code of one 11"
+    assert compile.cubin(trace=True, dots=False) == b"code of one 10"
+    assert counting.asked == [(False, False), (True, True), (True, False)]
     counting.source.touch()
-    compile.cubin(trace=False)
-    assert len(counting.asked) == 2  # by content, not by time
+    compile.cubin(trace=False, dots=False)
+    assert len(counting.asked) == 3  # by content, not by time
     counting.source.write_text("two")
-    assert compile.cubin(trace=False) == b"code of twoFalse"
+    assert compile.cubin(trace=False, dots=False) == b"code of two 00"
     (counting.source.parent / "new.h").write_text("")
-    compile.cubin(trace=False)
+    compile.cubin(trace=False, dots=False)
     counting.version = "2"
-    compile.cubin(trace=False)
-    assert len(counting.asked) == 5
+    compile.cubin(trace=False, dots=False)
+    assert len(counting.asked) == 6
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
 
@@ -62,17 +63,17 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
-    assert compile.cubin(trace=False) == b"code of oneFalse"
+    assert compile.cubin(trace=False, dots=False) == b"code of one 00"
 
 
 def test_a_line_on_a_terminal(
     counting: Counting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compile.cubin(trace=True)
+    compile.cubin(trace=True, dots=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    compile.cubin(trace=False)
-    compile.cubin(trace=False)
+    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, dots=False)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "compiling the CUDA interpreter" in said
 
@@ -83,9 +84,9 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to calls\n"
     )
     with pytest.raises(MegakernelError, match=r"slow code of csrc/cuda: \(C7510\) Potential"):
-        compile.cubin(trace=False)
+        compile.cubin(trace=False, dots=False)
     counting.log = ""
-    assert compile.cubin(trace=False)  # the slow one was not kept
+    assert compile.cubin(trace=False, dots=False)  # the slow one was not kept
 
 
 def test_the_first_complaint_is_the_error() -> None:

@@ -29,117 +29,131 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   return page;
 }
 
-// The same pages, for warps whose rows the tile lacks.
-template <class Pages>
-MK_FN int pass_over(Pages& pages, int page, int count) {
-  for (const int end = page + count; page < end; ++page) {
-    pages.full(page);
-    pages.release(page);
-  }
-  return page;
-}
-
 // Both below take the results kTurn blocks at a time: unrolled over all of them, their code would not fit a
 // cache.
 constexpr int kTurn = 4;
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(i, h, e,
-// block, to)` puts a pair of accumulator block i, which is the chunk's block `block`, at an address. kSpan:
-// as of shift(). Returns the page after the last.
-template <int kElement, int kSpan, class Accumulators, class Pages, class Write>
-MK_FN int fill_pages(Pages& pages, int page, int blocks, bool idle, Accumulators& acc, const Write& write) {
+// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(first, at)`
+// puts the pairs of block first + i, i < kTurn, at at(i, h, e). Returns the page after the last.
+template <int kElement, class Accumulators, class Pages, class Write>
+MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Write& write) {
   constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
   unsigned char* out = nullptr;
   MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
     if (first % kOfPage == 0) out = pages.writable(page);
-    if (!idle) {
-      MK_UNROLL for (int i = 0; i < kTurn; ++i) {
-        if (first + i >= blocks) break;
-        MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-          MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
-            const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
-            write(i, h, e, first + i, out + tile_offset(acc.row(h), col * kElement));
-          }
-        }
-      }
-      acc.template shift<kTurn, kSpan>();
-    }
+    write(first, [&](int i, int h, int e) {
+      const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
+      return out + tile_offset(acc.row(h), col * kElement);
+    });
     if ((first + kTurn) % kOfPage == 0 || first + kTurn >= blocks) pages.ready(page++);
   }
   return page;
 }
 
+// All pairs of the first `blocks` blocks, at most kTurn.
+template <class Accumulators, class Each>
+MK_FN void for_pairs(int blocks, const Each& each) {
+  MK_UNROLL for (int i = 0; i < kTurn; ++i) {
+    if (i >= blocks) break;
+    MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
+      MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) each(i, h, e);
+    }
+  }
+}
+
 // Hands each pair of results that the tile has to `to.store`; `cols` columns from `col` on.
 template <class Accumulators, class To>
-MK_FN void store_results(Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
+MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
   typename To::Row rows[Accumulators::kRows]{};
   MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
     if (acc.row(h) < m.rows) rows[h] = to.row(m.row + acc.row(h));
   }
   MK_LOOP for (int first = 0; first < cols; first += kTurn * kBlockCols) {
+    const auto part = acc.template blocks<kTurn>(first / kBlockCols);
     MK_UNROLL for (int i = 0; i < kTurn; ++i) {
       MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
         const int at = first + i * kBlockCols + acc.col(e);
         if (at >= cols) continue;
         const auto column = to.column(col + at);
         MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-          if (acc.row(h) < m.rows) to.store(rows[h], column, acc.low(i, h, e), acc.high(i, h, e));
+          if (acc.row(h) < m.rows) to.store(rows[h], column, part.low(i, h, e), part.high(i, h, e));
         }
       }
     }
-    acc.template shift<kTurn, 2 * kPageBlocks>();
+  }
+}
+
+// An instruction on the warps whose rows the tile lacks: its pages pass.
+template <class Pages>
+MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
+  for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
+    const int cols = lower(m.cols - done, chunk_cols(m));
+    for (const int end = page + steps * (m.halves == 2 || cols > kTileRows ? 3 : 2); page < end; ++page) {
+      pages.full(page);
+      pages.release(page);
+    }
+    if (!m.by_pages) continue;
+    for (int at = 0; at < cols; at += output_cols(m), ++page) {
+      pages.writable(page);
+      pages.ready(page);
+    }
   }
 }
 
 // An instruction on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
+  using Accumulators = typename P::Accumulators;
   const int steps = ceil_div(m.k, kTileInner);
-  const bool idle = c.warp / 4 * 64 >= m.rows;  // the warpgroup
+  if (c.warp / 4 * 64 >= m.rows) return pass_over(m, steps, pages);  // the warpgroup
   for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
     const int col = m.col + done, cols = lower(m.cols - done, chunk_cols(m)),
               blocks = ceil_div(cols, kBlockCols);
-    typename P::Accumulators acc(c.warp);
-    const bool both = m.halves == 2 || cols > kTileRows;
-    if (idle) {
-      page = pass_over(pages, page, steps * (both ? 3 : 2));
-    } else if (both) {
+    Accumulators acc(c.warp);
+    if (m.halves == 2 || cols > kTileRows) {
       page = multiply<2>(pages, page, steps, acc);
     } else {
       page = multiply<1>(pages, page, steps, acc);
     }
     switch (opcode) {
       case Opcode::qkv_rope:
-        if (!idle) store_results(acc, ToQkv(c), m, col, cols);
+        store_results(acc, ToQkv(c), m, col, cols);
         break;
       case Opcode::lm_head:
-        if (!idle) store_results(acc, ToLogits(c), m, col, cols);
+        store_results(acc, ToLogits(c), m, col, cols);
         break;
       case Opcode::o_proj:
       case Opcode::down_proj: {
         const ToResidual to = residual(c, opcode);
-        page = fill_pages<4, 2 * kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, int block, unsigned char* out) {
-              *reinterpret_cast<Pair*>(out) =
-                  to.value(col + block * kBlockCols + acc.col(e), acc.low(i, h, e), acc.high(i, h, e));
-            });
+        page = fill_pages<4>(pages, page, blocks, acc, [&](int first, const auto& at) {
+          const auto part = acc.template blocks<kTurn>(first);
+          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
+            *reinterpret_cast<Pair*>(at(i, h, e)) = to.value(col + (first + i) * kBlockCols + acc.col(e),
+                                                             part.low(i, h, e), part.high(i, h, e));
+          });
+        });
         break;
       }
       case Opcode::o_partial:
       case Opcode::down_partial:
-        page = fill_pages<2, 2 * kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, int, unsigned char* out) {
-              store_pair(reinterpret_cast<uint16_t*>(out), acc.low(i, h, e), acc.high(i, h, e));
-            });
+        page = fill_pages<2>(pages, page, blocks, acc, [&](int first, const auto& at) {
+          const auto part = acc.template blocks<kTurn>(first);
+          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
+            store_pair(reinterpret_cast<uint16_t*>(at(i, h, e)), part.low(i, h, e), part.high(i, h, e));
+          });
+        });
         break;
       case Opcode::gate_up_silu: {
         const ToActivation to(c);
-        page = fill_pages<2, kPageBlocks>(
-            pages, page, blocks, idle, acc, [&](int i, int h, int e, int block, unsigned char* out) {
-              const int at = col + block * kBlockCols + acc.col(e), up = kPageBlocks + i;
-              store_pair(reinterpret_cast<uint16_t*>(out), to.value(at, acc.low(i, h, e), acc.low(up, h, e)),
-                         to.value(at + 1, acc.high(i, h, e), acc.high(up, h, e)));
-            });
+        page = fill_pages<2>(pages, page, blocks, acc, [&](int first, const auto& at) {
+          const auto gate = acc.template blocks<kTurn>(first), up = acc.template blocks<kTurn>(kPageBlocks + first);
+          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
+            const int at_col = col + (first + i) * kBlockCols + acc.col(e);
+            store_pair(reinterpret_cast<uint16_t*>(at(i, h, e)),
+                       to.value(at_col, gate.low(i, h, e), up.low(i, h, e)),
+                       to.value(at_col + 1, gate.high(i, h, e), up.high(i, h, e)));
+          });
+        });
         break;
       }
       default:

@@ -10,7 +10,7 @@ MK_FN void matmul(P& p, const Call& c, const int32_t* record, Pages& pages) {
   Matmul m;
   if (!matmul_of(*c.dims, record, m)) return;
   const Opcode opcode = static_cast<Opcode>(record_opcode(record));
-  if (c.dims->dots) {
+  if (uses_dots(*c.dims)) {
     dots(p, c, opcode, m, pages);
   } else {
     gemm<P>(c, opcode, m, pages);

@@ -1,7 +1,11 @@
 // The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
-// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals.
+// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_DOTS=1 is
+// for programs whose Dims.dots is 1.
 #ifndef MK_TRACE
 #define MK_TRACE 0
+#endif
+#ifndef MK_DOTS
+#define MK_DOTS 0
 #endif
 #include "bodies.h"
 #include "device.cuh"
@@ -20,9 +24,13 @@ constexpr int kAlignment = 1024;
 static_assert(sizeof(Shared) + kAlignment <= kSharedBytes, "a block's shared memory must fit");
 
 // Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that
-// compute.
-#define MK_SERVICE_REGISTERS 64
+// compute. Who asks for more than the block was launched with waits for ever.
+#define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kConsumerWarps <=
+                  kLaunchRegisters * kWarps,
+              "no more registers than there are");
 
 #if MK_TRACE
 // SM clock and wall clock, just after a step of the latter.

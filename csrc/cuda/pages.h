@@ -16,7 +16,7 @@ class Pages {
         params_(params),
         task_(task),
         first_(first),
-        generic_(task.is(Opcode::attention) || block.dims.dots) {}
+        generic_(task.is(Opcode::attention) || uses_dots(block.dims)) {}
 
   MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
 

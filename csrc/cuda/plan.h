@@ -40,6 +40,15 @@ struct PageUse {
   }
 };
 
+// The numerics class. The device's code is for one, which leaves out half of it; the host's is for both.
+MK_FN bool uses_dots([[maybe_unused]] const Dims& d) {
+#if defined(MK_DOTS)
+  return MK_DOTS != 0;
+#else
+  return d.dots != 0;
+#endif
+}
+
 // A matmul: rows x cols of inputs [.][k] times weights [.][k] transposed.
 struct Matmul {
   Buffer inputs, weights;
@@ -188,7 +197,7 @@ MK_FN bool for_pages(const Dims& d, const StepView& s, const Task& task, Each&& 
   }
   Matmul m;
   if (!matmul_of(d, task.record, m)) return true;
-  return d.dots ? dot_pages(d, m, task.where.layer, each) : tensor_pages(d, m, task.where.layer, each);
+  return uses_dots(d) ? dot_pages(d, m, task.where.layer, each) : tensor_pages(d, m, task.where.layer, each);
 }
 
 }  // namespace mk

@@ -40,8 +40,6 @@ class Accumulators {
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
   // Column in its block of 8.
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
-  __device__ __forceinline__ float low(int block, int h, int) const { return v_[4 * block + 2 * h]; }
-  __device__ __forceinline__ float high(int block, int h, int) const { return v_[4 * block + 2 * h + 1]; }
 
   // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1.
   // The pages are being read until settle().
@@ -58,13 +56,24 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // Each span of kSpan blocks loses its first kBlocks, so that a loop that is no longer than it must be can
-  // take the results at places that are known when it is compiled.
-  template <int kBlocks, int kSpan>
-  __device__ __forceinline__ void shift() {
-    MK_UNROLL for (int i = 0; i < 128; ++i) {
-      if (i % (4 * kSpan) < 4 * (kSpan - kBlocks)) v_[i] = v_[i + 4 * kBlocks];
+  // kCount blocks: of the results, those from block `first` on, a multiple of kCount. A register has no
+  // run-time index, so they are picked by branches.
+  template <int kCount>
+  struct Blocks {
+    float v[4 * kCount];
+
+    __device__ __forceinline__ float low(int block, int h, int) const { return v[4 * block + 2 * h]; }
+    __device__ __forceinline__ float high(int block, int h, int) const { return v[4 * block + 2 * h + 1]; }
+  };
+  template <int kCount>
+  __device__ __forceinline__ Blocks<kCount> blocks(int first) const {
+    Blocks<kCount> out{};
+    MK_UNROLL for (int block = 0; block < 32; block += kCount) {
+      if (block == first) {
+        MK_UNROLL for (int i = 0; i < 4 * kCount; ++i) out.v[i] = v_[4 * block + i];
+      }
     }
+    return out;
   }
 
   // All steps but the last `kPending` have read their pages. With 0 the results are there.

@@ -13,8 +13,6 @@ class HostAccumulators {
 
   int row(int h) const { return warp_ * kRows + h; }
   int col(int e) const { return 2 * e; }
-  float low(int block, int h, int e) const { return sum_[h][8 * (shifted_ + block) + 2 * e]; }
-  float high(int block, int h, int e) const { return sum_[h][8 * (shifted_ + block) + 2 * e + 1]; }
 
   template <int kHalves>
   void step(const unsigned char* a, const unsigned char* b0, const unsigned char* b1) {
@@ -30,9 +28,16 @@ class HostAccumulators {
   template <int kPending>
   void settle() {}
 
-  template <int kBlocks, int kSpan>
-  void shift() {
-    shifted_ += kBlocks;
+  struct Blocks {
+    const HostAccumulators& all;
+    int first;
+
+    float low(int block, int h, int e) const { return all.sum_[h][8 * (first + block) + 2 * e]; }
+    float high(int block, int h, int e) const { return all.sum_[h][8 * (first + block) + 2 * e + 1]; }
+  };
+  template <int>
+  Blocks blocks(int first) const {
+    return {*this, first};
   }
 
  private:
@@ -43,7 +48,6 @@ class HostAccumulators {
   }
 
   const int warp_;
-  int shifted_ = 0;  // blocks
   float sum_[kRows][256] = {};
 };
 

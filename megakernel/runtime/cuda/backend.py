@@ -76,12 +76,12 @@ class CudaBackend:
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None  # by its own word
         self._node = Node(dims.tp)
-        self._codes: dict[bool, bytes] = {}
-        self._kernels: dict[tuple[bool, int], Kernel] = {}
+        self._codes: dict[tuple[bool, bool], bytes] = {}
+        self._kernels: dict[tuple[bool, bool, int], Kernel] = {}
         self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
         self._closed = False
         for gpu in self._node.gpus:
-            self._kernel(gpu, trace=False)
+            self._kernel(gpu, dims, trace=False)
         self._heap = Heap(self._node, dims, pages)
         load_weights(self._heap, checkpoint, dims)
         self._tracing = Tracing(self._heap)
@@ -166,19 +166,21 @@ class CudaBackend:
 
     def _check_resident(self, program: Program) -> None:
         for gpu, ranks in self._node.grids():
-            room, need = self._kernel(gpu, trace=False).blocks, len(ranks) * program.workers
+            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.workers
             if need > room:
                 raise MegakernelError(
                     f"the program has {program.workers} workers for each of {len(ranks)} ranks, "
                     f"GPU {gpu.ordinal} holds {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
-    def _kernel(self, gpu: Gpu, *, trace: bool) -> Kernel:
-        key = trace, gpu.ordinal
+    def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
+        """The one for programs of the numerics class of `dims`."""
+        variant = trace, bool(dims.dots)
+        key = *variant, gpu.ordinal
         if key not in self._kernels:
-            if trace not in self._codes:
-                self._codes[trace] = compile.cubin(trace=trace)
-            self._kernels[key] = Kernel(gpu, self._codes[trace])
+            if variant not in self._codes:
+                self._codes[variant] = compile.cubin(trace=trace, dots=bool(dims.dots))
+            self._kernels[key] = Kernel(gpu, self._codes[variant])
         return self._kernels[key]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
@@ -196,7 +198,7 @@ class CudaBackend:
                 self._provide(grid.gpu, grid.params, grid.blocks)
                 if launch.traced:
                     self._tracing.prepare(grid, loaded.program)
-                grid.begin(self._kernel(grid.gpu, trace=launch.traced))
+                grid.begin(self._kernel(grid.gpu, loaded.program.dims, trace=launch.traced))
         loaded.fetch()
 
     def ended(self, loaded: Loaded, *, failed: bool) -> None:
@@ -236,7 +238,7 @@ class CudaBackend:
             self._provide(grid.gpu, grid.params, grid.blocks)
             if known is not None:
                 known.close()
-            known = Phases(loaded.program, grid, self._kernel(grid.gpu, trace=False), self._heap.generation)
+            known = Phases(loaded.program, grid, self._kernel(grid.gpu, loaded.program.dims, trace=False), self._heap.generation)
             self._phases[key] = known
         return known
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -43,9 +44,9 @@ class Compiler:
     version: str
     nvcc: str | None = None
 
-    def compile(self, *, trace: bool) -> Cubin:
-        """One of the two cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
-        cubin = _with_nvcc(self.nvcc, trace) if self.nvcc else _with_nvrtc(trace)
+    def compile(self, *, trace: bool, dots: bool) -> Cubin:
+        """One of the four cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
+        cubin = _with_nvcc(self.nvcc, trace, dots) if self.nvcc else _with_nvrtc(trace, dots)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
         return cubin
@@ -89,26 +90,26 @@ def nvcc(path: str) -> Compiler:
     return Compiler(f"nvcc {release[1] if release else answer}", path)
 
 
-def cubin(*, trace: bool) -> bytes:
-    """The interpreter's code, from the cache or compiled now (about half a minute, told on a terminal)."""
+def cubin(*, trace: bool, dots: bool) -> bytes:
+    """The interpreter's code for programs of a numerics class (Dims.dots), from the cache or compiled now (about half a minute, told on a terminal)."""
     with_ = compiler()
-    path = cache_folder() / "cubin" / f"{_key(with_, trace)}.cubin"
+    path = cache_folder() / "cubin" / f"{_key(with_, trace, dots)}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
     terminal = sys.stderr.isatty()
     if terminal:
-        what = "the CUDA interpreter with tracing" if trace else "the CUDA interpreter"
+        what = "the CUDA interpreter" + (" for few rows" if dots else "") + (" with tracing" if trace else "")
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(trace=trace).code
+    code = with_.compile(trace=trace, dots=dots).code
     _store(path, code)
     return code
 
 
-def _key(with_: Compiler, trace: bool) -> str:
+def _key(with_: Compiler, trace: bool, dots: bool) -> str:
     """Names everything that the code depends on, and nothing else: no times, no paths."""
-    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, trace)).encode())
+    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *_defines(trace, dots))).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
         digest.update(text)
@@ -131,22 +132,22 @@ def _store(path: Path, code: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def _defines(trace: bool) -> list[str]:
-    return [f"-DMK_TRACE={int(trace)}"]
+def _defines(trace: bool, dots: bool) -> list[str]:
+    return [f"-DMK_TRACE={int(trace)}", f"-DMK_DOTS={int(dots)}"]
 
 
-def _with_nvcc(path: str, trace: bool) -> Cubin:
+def _with_nvcc(path: str, trace: bool, dots: bool) -> Cubin:
     folder = source_folder() / "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "megakernel.cubin"
-        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace), "-o", str(target)]
+        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace, dots), "-o", str(target)]
         done = subprocess.run([*command, "megakernel.cu"], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise _failed(done.stderr)
         return Cubin(target.read_bytes(), done.stderr)
 
 
-def _with_nvrtc(trace: bool) -> Cubin:
+def _with_nvrtc(trace: bool, dots: bool) -> Cubin:
     from cuda.bindings import nvrtc
 
     def check(answer: tuple[Any, ...]) -> Any:
@@ -158,7 +159,7 @@ def _with_nvrtc(trace: bool) -> Cubin:
     text = (folder / "megakernel.cu").read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(text, b"megakernel.cu", 0, None, None))
     try:
-        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace), f"-I{folder}"]
+        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace, dots), f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         # A buffer of one byte would be CPython's own b" ", which the library then overwrites.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -180,5 +181,5 @@ def _failed(said: str) -> MegakernelError:
 
 
 if __name__ == "__main__":
-    for _trace in (False, True):
-        cubin(trace=_trace)
+    for _trace, _dots in itertools.product((False, True), repeat=2):
+        cubin(trace=_trace, dots=_dots)
