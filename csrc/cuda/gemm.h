@@ -128,8 +128,8 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
         page = fill_pages<4>(pages, page, blocks, acc, [&](int first, const auto& at) {
           const auto part = acc.template blocks<kTurn>(first);
           for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
-            *reinterpret_cast<Pair*>(at(i, h, e)) = to.value(col + (first + i) * kBlockCols + acc.col(e),
-                                                             part.low(i, h, e), part.high(i, h, e));
+            *reinterpret_cast<Pair*>(at(i, h, e)) =
+                to.value(col + (first + i) * kBlockCols + acc.col(e), part.low(i, h, e), part.high(i, h, e));
           });
         });
         break;
@@ -146,7 +146,8 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
       case Opcode::gate_up_silu: {
         const ToActivation to(c);
         page = fill_pages<2>(pages, page, blocks, acc, [&](int first, const auto& at) {
-          const auto gate = acc.template blocks<kTurn>(first), up = acc.template blocks<kTurn>(kPageBlocks + first);
+          const auto gate = acc.template blocks<kTurn>(first),
+                     up = acc.template blocks<kTurn>(kPageBlocks + first);
           for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
             const int at_col = col + (first + i) * kBlockCols + acc.col(e);
             store_pair(reinterpret_cast<uint16_t*>(at(i, h, e)),

@@ -238,7 +238,9 @@ class CudaBackend:
             self._provide(grid.gpu, grid.params, grid.blocks)
             if known is not None:
                 known.close()
-            known = Phases(loaded.program, grid, self._kernel(grid.gpu, loaded.program.dims, trace=False), self._heap.generation)
+            known = Phases(
+                loaded.program, grid, self._kernel(grid.gpu, loaded.program.dims, trace=False), self._heap.generation
+            )
             self._phases[key] = known
         return known
 

@@ -91,7 +91,10 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(*, trace: bool, dots: bool) -> bytes:
-    """The interpreter's code for programs of a numerics class (Dims.dots), from the cache or compiled now (about half a minute, told on a terminal)."""
+    """The interpreter's code for programs of a numerics class (Dims.dots): from the cache, or compiled now.
+
+    That takes about half a minute, which a terminal is told.
+    """
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{_key(with_, trace, dots)}.cubin"
     try:
