@@ -73,6 +73,6 @@ def test_registers_by_role(built: tuple[cuda.Cubin, str]) -> None:
     assert "HGMMA" in consumers and "UTMALDG" in service
 
 
-@pytest.mark.xfail(reason="ptxas spills in the whole kernel, though in none of its bodies alone", strict=True)
+@pytest.mark.xfail(reason="6,260 bytes of spill stores, half of them where Q, K, V and logits are stored", strict=True)
 def test_nothing_lies_in_local_memory(built: tuple[cuda.Cubin, str]) -> None:
     assert re.search(r"\b(LDL|STL)\b", built[1]) is None

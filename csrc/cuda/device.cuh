@@ -143,6 +143,7 @@ class Device {
     fence_async();
     __syncwarp();
   }
+  MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
   // Relaxed polls, then one acquiring load of each counter by the lane that has seen it.

@@ -30,7 +30,7 @@ class Pages {
   // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor
   // cores read pages in the proxy that fills them; what the warp has read itself it must fence.
   MK_FN void release(int i) {
-    if (generic_) p_.fence_async();
+    if (generic_) p_.fence_pages();
     p_.arrive(block_.empty[page_of(first_ + i).slot]);
     ++passed_;
   }
@@ -43,7 +43,7 @@ class Pages {
     return block_.pages[page.slot];
   }
   MK_FN void ready(int i) {
-    p_.fence_async();
+    p_.fence_pages();
     p_.arrive(block_.ready[page_of(first_ + i).slot]);
     ++passed_;
   }

@@ -28,7 +28,9 @@
 //   void commit()                            what this warp has stored since the last is a group
 //   void wait_read(int pending)              all but the last `pending` groups have read their pages
 //   void wait_stores()                       all stores of this warp can be seen by all who see what it does
-//   next void fence_async()                       this warp's generic accesses before later asynchronous ones
+//   next
+//   void fence_async()                       this warp's generic accesses before later asynchronous ones
+//   void fence_pages()                       the same of shared memory alone
 //
 //   bool wait_counters(int n, Scope, const Where&, F need)
 //                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes

@@ -39,6 +39,9 @@ class Planted : public Base {
   void wait_stores() {
     if (bug_ != Bug::kEarlySignal) Base::wait_stores();
   }
+  void fence_pages() {
+    if (bug_ != Bug::kNoOutputFence || this->warp() < kConsumerWarp) Base::fence_pages();
+  }
   void fence_async() {
     if (bug_ == Bug::kNoInputFence && this->warp() == kInputWarp) return;
     if (bug_ == Bug::kNoOutputFence && this->warp() >= kConsumerWarp) return;

@@ -154,8 +154,9 @@ class FibreWarp {
   void wait_stores() {
     while (storing_ > 0) scheduler().block(own_);
   }
+  void fence_pages() { block_.monitor.fence(warp_); }
   void fence_async() {
-    block_.monitor.fence(warp_);
+    fence_pages();
     unfenced_ = unordered_ = false;
   }
 

@@ -94,6 +94,7 @@ class ThreadWarp {
   void commit() {}
   void wait_read(int) {}
   void wait_stores() {}
+  void fence_pages() {}
   void fence_async() {}
 
   template <class F>
