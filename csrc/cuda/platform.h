@@ -12,8 +12,8 @@
 //   void init(Barrier&, int arrivals)        before sync_block()
 //   void sync_block()                        all warps of the block, once, at its begin
 //   bool wait(Barrier&, uint32_t parity)     until the phase of that parity has completed, then acquires
-//   (block). A fresh
-//                                            barrier counts as past parity 1. False: the launch was aborted
+//                                            (block). A fresh barrier counts as past parity 1. False: the
+//                                            launch was aborted
 //   void wait_always(Barrier&, parity)       the same, whether aborted or not
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
 //   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
@@ -27,8 +27,8 @@
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group
 //   void wait_read(int pending)              all but the last `pending` groups have read their pages
-//   void wait_stores()                       all stores of this warp can be seen by all who see what it does
-//   next
+//   void wait_stores()                       all stores of this warp can be seen by all who see what it
+//                                            does next
 //   void fence_async()                       this warp's generic accesses before later asynchronous ones
 //   void fence_pages()                       the same of shared memory alone
 //
