@@ -3,12 +3,11 @@
 // Every page of a launch passes through one ring: page n of a block, counted from 0 over all of its
 // instructions, lies in slot n % kPages, and phase n / kPages of the slot's barriers is the page's:
 //
-//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page. Of
-//   an output
-//           page: it may be written
+//   full    both loaders, each as it comes by, and the bytes of the loads of the one that fills the page.
+//           Of an output page: it may be written
 //   ready   output pages only: the consumer warps have written it
-//   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all of
-//   them
+//   empty   all consumer warps, each when it needs the page no more; of an output page the storer, for all
+//           of them
 //
 // Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so
 // the roles walk the same pages without a word. Nothing is ever re-initialised. A barrier tells two
