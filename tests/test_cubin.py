@@ -12,25 +12,31 @@ import pytest
 
 from megakernel.runtime.cuda import compile as cuda
 
-EXPECTED = {
+BOTH = {
     "USETMAXREG.DEALLOC": "registers given up by the warps that move data",
     "USETMAXREG.TRY_ALLOC": "and taken by those that compute",
     "SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for pages",
     "SYNCS.ARRIVE.TRANS64": "freeing pages",
     "UTMALDG.3D": "bulk loads of tiles",
-    "UTMASTG.3D": "bulk stores of tiles",
-    "UTMAREDG.3D.ADD": "bulk additions to the residual",
-    "UBLKCP": "bulk loads of rows, for dot products",
-    "HGMMA.64x128x16.F32.BF16": "matmuls on the tensor cores",
-    "WARPGROUP.DEPBAR.LE gsb0, 0x1": "two of their groups in flight",
     "HMMA.16816.F32.BF16": "attention",
     "LDSM.16.MT88.4": "its keys and values",
-    "LDS.128": "dot products",
     "LDG.E.128.STRONG.GPU": "reading what this launch wrote, past the first-level cache",
     "REDG.E.ADD.S32.STRONG.GPU": "signals on the GPU",
     "REDG.E.ADD.S32.STRONG.SYS": "signals to others",
     "FENCE.VIEW.ASYNC": "ordinary accesses before bulk copies",
 }
+TENSOR = BOTH | {
+    "UTMASTG.3D": "bulk stores of tiles",
+    "UTMAREDG.3D.ADD": "bulk additions to the residual",
+    "HGMMA.64x128x16.F32.BF16": "matmuls on the tensor cores",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x1": "two of their groups in flight",
+}
+DOTS = BOTH | {
+    "UBLKCP": "bulk loads of rows, for dot products",
+    "LDS.128": "dot products",
+}
+# Bytes that each class may spill: what ptxas of CUDA 13.0 does, and what is left to do.
+SPILLS = {"tensor": 6300, "dots": 600}
 
 
 def disassemble(cubin: Path) -> str:
@@ -42,37 +48,38 @@ def disassemble(cubin: Path) -> str:
     return subprocess.run([tool, "--print-code", str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
-def lacking(sass: str) -> dict[str, str]:
-    return {name: what for name, what in EXPECTED.items() if name not in sass}
+def lacking(sass: str, expected: dict[str, str]) -> dict[str, str]:
+    return {name: what for name, what in expected.items() if name not in sass}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[cuda.Cubin, str]:
-    """Compiling fails on code that ptxas calls slow: wgmma serialised, setmaxnreg ignored."""
+@pytest.fixture(scope="module", params=["tensor", "dots"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, cuda.Cubin, str]:
+    """A numerics class, its code, and that in words. Compiling fails on what ptxas calls slow: wgmma serialised,
+    setmaxnreg ignored."""
     path = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if path is None:
         pytest.skip("needs nvcc")
-    cubin = cuda.nvcc(path).compile(trace=False, dots=False)
+    cubin = cuda.nvcc(path).compile(trace=False, dots=request.param == "dots")
     file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
-    return cubin, disassemble(file)
+    return request.param, cubin, disassemble(file)
 
 
-def test_every_kind_of_work_uses_its_instructions(built: tuple[cuda.Cubin, str]) -> None:
-    assert lacking(built[1]) == {}
+def test_every_kind_of_work_uses_its_instructions(built: tuple[str, cuda.Cubin, str]) -> None:
+    assert lacking(built[2], TENSOR if built[0] == "tensor" else DOTS) == {}
 
 
 def test_a_table_that_no_code_meets_fails() -> None:
-    assert len(lacking("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4]")) == len(EXPECTED) - 1
+    assert len(lacking("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4]", TENSOR)) == len(TENSOR) - 1
 
 
-def test_registers_by_role(built: tuple[cuda.Cubin, str]) -> None:
+def test_registers_by_role(built: tuple[str, cuda.Cubin, str]) -> None:
     """The highest register of the part that each role's warps run stays in what the role has."""
-    consumers, service = re.split("USETMAXREG.DEALLOC", built[1].split("USETMAXREG.TRY_ALLOC")[1])
+    consumers, service = re.split("USETMAXREG.DEALLOC", built[2].split("USETMAXREG.TRY_ALLOC")[1])
     assert max(map(int, re.findall(r"\bR(\d+)\b", consumers))) < 224
-    assert "HGMMA" in consumers and "UTMALDG" in service
+    assert "HMMA" in consumers and "UTMALDG" in service
 
 
-@pytest.mark.xfail(reason="6,260 bytes of spill stores, half of them where Q, K, V and logits are stored", strict=True)
-def test_nothing_lies_in_local_memory(built: tuple[cuda.Cubin, str]) -> None:
-    assert re.search(r"\b(LDL|STL)\b", built[1]) is None
+def test_no_more_is_spilled_than_is_known(built: tuple[str, cuda.Cubin, str]) -> None:
+    [stored] = re.findall(r"(\d+) bytes spill stores", built[1].log)
+    assert int(stored) <= SPILLS[built[0]]
