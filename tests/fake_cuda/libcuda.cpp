@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -88,6 +89,7 @@ struct Function {
 };
 
 std::mutex memory_mutex;
+std::set<Stream*> streams;  // the main thread's
 std::map<uint64_t, size_t> memory, pinned;
 std::map<std::pair<int, int>, bool> peers;
 thread_local int64_t current = 0;  // device + 1
@@ -201,8 +203,10 @@ int cuMemAlloc_v2(uint64_t* address, size_t size) {
   memory[*address] = size;
   return kOk;
 }
+// Freeing memory waits for all work, as the driver's does.
 int cuMemFree_v2(uint64_t address) {
   if (!current) return kInvalidContext;
+  for (Stream* stream : streams) stream->wait();
   const std::lock_guard lock(memory_mutex);
   if (!memory.erase(address)) return kInvalidValue;
   free(reinterpret_cast<void*>(address));
@@ -216,6 +220,7 @@ int cuMemHostAlloc(void** address, size_t size, unsigned) {
   return kOk;
 }
 int cuMemFreeHost(void* address) {
+  for (Stream* stream : streams) stream->wait();
   const std::lock_guard lock(memory_mutex);
   if (!pinned.erase(reinterpret_cast<uint64_t>(address))) return kInvalidValue;
   free(address);
@@ -251,9 +256,11 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, Stream* stream) {
 int cuStreamCreate(Stream** stream, unsigned) {
   if (!current) return kInvalidContext;
   *stream = new Stream;
+  streams.insert(*stream);
   return kOk;
 }
 int cuStreamDestroy_v2(Stream* stream) {
+  streams.erase(stream);
   delete stream;
   return kOk;
 }
