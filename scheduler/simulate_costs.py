@@ -141,8 +141,8 @@ def _gpu_costs(machine: Machine, gpu: _Gpu) -> Costs:
 
 
 # -- the host
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz): benchmarks/results/simulate-host.json, bfloat16. Another host's are
-# what benchmarks/simulate_host.py says there.
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json. For another
+# host, run benchmarks/simulate_host.py there.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
         matmul_flops=((1.0, 52e9), (2.0, 90e9), (4.0, 110e9), (8.0, 125e9), (96.0, 124e9)),
