@@ -10,6 +10,7 @@ machine only slows one. The figures go into scheduler/simulate_costs.py.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from megakernel.isa import record as rec
 from megakernel.isa.record import Records
 from megakernel.model import load_config
 from megakernel.model.random_checkpoint import RandomCheckpoint
+from megakernel.program import Program, Segment
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.runtime import Chunk, build_step, create
 from megakernel.runtime.native import probe_read
@@ -37,6 +39,8 @@ ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
 ATTENTION_ROWS = (1, 4, 16, 32)
 CONTEXT = 1024
 IN_CACHE = 8 << 20
+REPEATS, ROUNDS = 40, 5
+TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 def best(work: Callable[[], object], seconds: float = 0.3) -> float:
@@ -57,34 +61,53 @@ def record(name: str, *operands: int) -> Records:
     return words
 
 
-def arithmetic(dtype: Dtype) -> dict[str, object]:
-    """FLOP/s of one core by rows of a matmul tile, and by (row, head) pairs of an attention item."""
+def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
+    """FLOP/s of one core by rows of a matmul tile, and by (row, head) pairs of an attention item.
+
+    Each from launches that run one instruction once and many times over: the difference has neither launch nor call.
+    """
+    config = replace(CONFIG, layers=1)
     program = compile_program(
-        CONFIG, machines.host(1), dtype=dtype, tokens=96, logit_rows=1, max_seqs=1, max_context=CONTEXT
+        config, machines.host(1), dtype=dtype, tokens=96, logit_rows=1, max_seqs=1, max_context=CONTEXT
     )
     dims = program.dims
     backend = create(
-        "cpu", RandomCheckpoint("random", CONFIG, seed=0), dims, dims.pages_per_seq, dtype=dtype, threads=1
+        "cpu", RandomCheckpoint("random", config, seed=0), dims, dims.pages_per_seq, dtype=dtype, threads=1
     )
-    matmul, attention = [], []
-    empty = build_step(dims, [Chunk(0, 0, [0], range(dims.pages_per_seq))])
-    call = best(lambda: backend.execute(record("join"), 0, empty))  # all but the arithmetic
+
+    def seconds_each(one: Records, start: int, rows: int) -> float:
+        table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.pages_per_seq))])
+        once, many = (repeated(program, one, n) for n in (1, 1 + REPEATS))
+        times = [best(lambda p=p: backend.launch(p, table)) for p in (once, many)]  # type: ignore[misc]
+        return (times[1] - times[0]) / REPEATS
+
+    matmul, attention = {}, {}
     for rows in ROWS:
-        one = record("o_proj", 0, rows, 0, 256)
-        table = build_step(dims, [Chunk(0, 0, [0] * rows, range(dims.pages_per_seq))])
-        seconds = best(lambda one=one, table=table: backend.execute(one, 0, table))  # type: ignore[misc]
-        matmul.append((rows, 2.0 * rows * 256 * dims.o_cols / (seconds - call)))
+        seconds = seconds_each(record("o_proj", 0, rows, 0, 256), 0, rows)
+        matmul[rows] = 2.0 * rows * 256 * dims.o_cols / seconds
     for rows in ATTENTION_ROWS:
-        table = build_step(dims, [Chunk(0, CONTEXT - rows, [0] * rows, range(dims.pages_per_seq))])
         pairs = sum(CONTEXT - rows + 1 + i for i in range(rows))
-        one = record("attention", 0, 1, dims.rank_kv_heads)
-        seconds = best(lambda one=one, table=table: backend.execute(one, 0, table))  # type: ignore[misc]
-        attention.append((rows * dims.group_size, attention_cost(dims, dims.kv_heads, pairs)[0] / (seconds - call)))
-    norm = record("attn_norm", 0, 96)
-    table = build_step(dims, [Chunk(0, 0, [0] * 96, range(dims.pages_per_seq))])
-    vector = 4.0 * 96 * dims.hidden / (best(lambda: backend.execute(norm, 0, table)) - call)
+        seconds = seconds_each(record("attention", 0, 1, dims.rank_kv_heads), CONTEXT - rows, rows)
+        attention[rows * dims.group_size] = attention_cost(dims, dims.kv_heads, pairs)[0] / seconds
+    vector = {96: 4.0 * 96 * dims.hidden / seconds_each(record("attn_norm", 0, 96), 0, 96)}
     backend.close()
     return {"matmul_flops": matmul, "attention_flops": attention, "vector_flops": vector}
+
+
+def fastest(rounds: list[dict[str, dict[int, float]]]) -> dict[str, dict[int, float]]:
+    return {name: {rows: max(one[name][rows] for one in rounds) for rows in rates} for name, rates in rounds[0].items()}
+
+
+def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def repeated(program: Program, one: Records, times: int) -> Program:
+    """`program` with nothing in it but one record, again and again, on its only worker."""
+    nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
+    body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
+    unsignalled = {name: np.zeros_like(getattr(program, name)) for name in TOTALS}
+    return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
 
 
 def null_step(workers: int, layers: int, tokens: int) -> tuple[float, int]:
@@ -126,9 +149,10 @@ def main() -> None:
         "memory_runs": reads,
         "cache_bytes_per_s": {n: max(probe_read(n, IN_CACHE * n, 0.3) for _ in range(3)) for n in (1, threads)},
         "cache_bytes": last_level_cache(),
-        "bf16": arithmetic(Dtype.BF16),
-        "f32": arithmetic(Dtype.F32),
-        "synchronisation": synchronisation(),
+        **{
+            dtype.name.lower(): fastest([arithmetic(dtype) for _ in range(ROUNDS)]) for dtype in (Dtype.BF16, Dtype.F32)
+        },
+        "synchronisation": median([synchronisation() for _ in range(ROUNDS)]),
     }
     for name, value in figures.items():
         print(name, value)

@@ -120,26 +120,27 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 
 # -- the host
-# Nominal until benchmarks/simulate_host.py has run on an idle machine: reads as in docs/results.md, the rest guessed.
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz): benchmarks/results/simulate-host.json, bfloat16. Another host's are
+# what benchmarks/simulate_host.py says there.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
-        matmul_flops=((1.0, 20e9), (96.0, 110e9)),
-        attention_flops=((1.0, 10e9), (64.0, 60e9)),
+        matmul_flops=((1.0, 52e9), (2.0, 90e9), (4.0, 110e9), (8.0, 125e9), (96.0, 124e9)),
+        attention_flops=((4.0, 19.5e9), (16.0, 46.7e9), (64.0, 69.3e9), (128.0, 69.9e9)),
         row_quantum=1,
-        vector_flops=10e9,
-        memory_bytes_per_s=min(24.8e9, 14e9 * machine.workers),
-        cache_bytes_per_s=40e9 * machine.workers,
-        cache_bytes=36e6,
-        worker_bytes_per_s=40e9,
+        vector_flops=11.8e9,
+        memory_bytes_per_s=min(23.1e9, 11.6e9 * machine.workers),
+        cache_bytes_per_s=24.9e9 * machine.workers,
+        cache_bytes=37.5e6,
+        worker_bytes_per_s=24.9e9,
         egress_bytes_per_s=machine.link_bytes_per_s,
         switch_bytes_per_s=machine.link_bytes_per_s,
         latency_s=0.0,
         store_s=0.0,
-        dispatch_s=machine.dispatch_s,
+        dispatch_s=77e-9,
         claim_s=0.0,
-        signal_s=machine.signal_s,
-        remote_signal_s=machine.signal_s,
-        launch_s=10e-6,
+        signal_s=102e-9,
+        remote_signal_s=102e-9,
+        launch_s=39.7e-6,
         ring_bytes=256.0 * 1024,
         stage_bytes=0.0,
         in_flight=1,
