@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..machine import Machine
+from ..errors import MegakernelError
+from ..machine import HOST, Machine
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
@@ -78,42 +79,20 @@ _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 64
 _MEMORY_FRACTION = 0.92
 # All-reduce bus bandwidth on eight H100s: 370 of 450 GB/s at most (the same chapter).
 _LINK_FRACTION = 370 / 450
-# L2 to SMs: 5.5 TB/s read on an H100 of 114 SMs at 1.755 GHz (Chips and Cheese, 2023, "Nvidia's H100: Funny L2, and
-# Tons of Bandwidth"): bytes per SM and clock. Most that one SM takes per clock: 64 bytes (NVIDIA's A100 white paper).
-_L2_BYTES_PER_CLOCK, _SM_BYTES_PER_CLOCK = 5.5e12 / (114 * 1.755e9), 64.0
 # An asynchronous global load or store: about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
 _LATENCY_S = _STORE_S = 0.5e-6
 # An atomic on the far die: 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
-# NVLink hop with skew: 2.3 to 2.6 us (a public Kimi-K3 design note for GB200).
-_REMOTE_SIGNAL_S = 2.45e-6
-# Stream launch of an H100 (HazyResearch).
-_LAUNCH_S = 2.1e-6
 # The Hopper interpreter: six pages of 32 KiB, stages of a 128 x 64 and a 64 x 256 tile, two instructions in flight.
 _RING_BYTES, _STAGE_BYTES, _IN_FLIGHT = 6 * 32768.0, 49152.0, 2
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    """What `Machine` lacks: boost clock, L2 size, and a node's switch (per-port rate x ports, one direction)."""
-
-    clock_hz: float
-    l2_bytes: float
-    switch_bytes_per_s: float
-
-
-# Clocks, caches and switches: *How to Scale Your Model*; the B200's clock follows from its 80 TFLOP/s of float32.
-_GPUS = {
-    "v100": _Gpu(1.38e9, 6e6, 2.4e12),
-    "a100": _Gpu(1.41e9, 40e6, 4.8e12),
-    "h100": _Gpu(1.98e9, 50e6, 6.4e12),
-    "h200": _Gpu(1.98e9, 50e6, 6.4e12),
-    "b200": _Gpu(2.1e9, 126e6, 14.4e12),
-    "gb200": _Gpu(2.1e9, 126e6, 130e12),
-}
-
-
-def _gpu_costs(machine: Machine, gpu: _Gpu) -> Costs:
+def _gpu_costs(machine: Machine) -> Costs:
+    if not (machine.cache_bytes and machine.cache_bytes_per_s and machine.worker_bytes_per_s):
+        raise MegakernelError(
+            f"cannot simulate on {machine.name}: its file needs chip.l2_bytes, l2_bytes_per_clock and"
+            " load_bytes_per_clock, or a base that has them"
+        )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
     return Costs(
         matmul_flops=((1.0, matrix),),
@@ -121,18 +100,18 @@ def _gpu_costs(machine: Machine, gpu: _Gpu) -> Costs:
         row_quantum=_ROW_QUANTUM,
         vector_flops=machine.vector_flops / machine.workers,
         memory_bytes_per_s=machine.memory_bytes_per_s * _MEMORY_FRACTION,
-        cache_bytes_per_s=_L2_BYTES_PER_CLOCK * gpu.clock_hz * machine.workers,
-        cache_bytes=gpu.l2_bytes,
-        worker_bytes_per_s=_SM_BYTES_PER_CLOCK * gpu.clock_hz,
+        cache_bytes_per_s=machine.cache_bytes_per_s,
+        cache_bytes=machine.cache_bytes,
+        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
-        switch_bytes_per_s=gpu.switch_bytes_per_s,
+        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=_LATENCY_S,
         store_s=_STORE_S,
         dispatch_s=machine.dispatch_s,
         claim_s=_CLAIM_S,
         signal_s=machine.signal_s,
-        remote_signal_s=_REMOTE_SIGNAL_S,
-        launch_s=_LAUNCH_S,
+        remote_signal_s=machine.remote_signal_s,
+        launch_s=machine.launch_s,
         ring_bytes=_RING_BYTES,
         stage_bytes=_STAGE_BYTES,
         in_flight=_IN_FLIGHT,
@@ -170,8 +149,5 @@ def _host_costs(machine: Machine) -> Costs:
 
 
 def costs_of(machine: Machine) -> Costs:
-    """The table's costs for a machine: by its name, `h100x8` like `h100`; a GPU of another name is like an H100."""
-    if machine.name == "host":
-        return _host_costs(machine)
-    known = (gpu for name, gpu in _GPUS.items() if machine.name.startswith(name))
-    return _gpu_costs(machine, next(known, _GPUS["h100"]))
+    """The table's costs for a machine."""
+    return _host_costs(machine) if machine.name == HOST else _gpu_costs(machine)

@@ -31,9 +31,10 @@ def test_every_figure_has_a_source(path: Path) -> None:
 def test_units_are_in_the_names(name: str) -> None:
     counts = {"generation", "sms", "warps_per_sm", "threads_per_warp", "subpartitions_per_sm", "registers_per_sm"}
     counts |= {"registers_per_thread", "fp32_lanes_per_subpartition"}
+    units = ("_hz", "_s", "_bytes", "_bytes_per_sm", "_bytes_per_clock", "_w", "_per_hour")
     chip = hardware(name).chip
     for key in vars(chip):
-        assert key in counts or key.endswith(("_hz", "_s", "_bytes", "_bytes_per_sm", "_w", "_per_hour")), key
+        assert key in counts or key.endswith(units), key
 
 
 @pytest.mark.parametrize("name", [n for n in KNOWN if hardware(n).node.links_per_switch])
@@ -74,6 +75,14 @@ def test_a_device_for_the_compiler() -> None:
     assert machine.load("h100x8") == h100
     assert set(MACHINES) == set(KNOWN) - {"tpu-v5p"}
     assert machine.load("host").workers == machine.cpu_count()
+
+
+def test_caches_and_switches() -> None:
+    h100, b200 = hardware("h100"), hardware("b200")
+    assert h100.l2_bytes_per_s == pytest.approx(5.5e12 * (132 * 1.98) / (114 * 1.755), rel=1e-3)
+    assert b200.clock_hz == pytest.approx(2.1e9, rel=0.01)
+    # Every switch port has a cable or could have one; a DGX-1 has no switches.
+    assert [hardware(n).switch_bytes_per_s for n in ("h100", "b200", "v100")] == [6.4e12, 7.2e12, 1.2e12]
 
 
 def test_nodes_of_a_chip() -> None:

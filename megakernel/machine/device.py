@@ -26,13 +26,19 @@ class Machine:
     vector_flops: float  # float32 outside the matrix unit, FLOP/s
     memory_bytes_per_s: float
     memory_bytes: float
+    cache_bytes: float  # the last shared one
+    cache_bytes_per_s: float  # from it to all workers
+    worker_bytes_per_s: float  # most that one worker loads, or stores
     link_bytes_per_s: float  # egress to peers, one direction
+    switch_bytes_per_s: float  # of all of a node's devices
     tile_rows: int  # token rows of a matmul tile, and of a row block
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
     pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
+    launch_s: float
     signal_s: float  # from a signal to a waiting worker's start
+    remote_signal_s: float  # the same between devices of a node
     dispatch_s: float  # fetch, decode and set-up of one instruction
 
 
@@ -47,13 +53,19 @@ def _machine(hardware: Hardware) -> Machine:
         vector_flops=hardware.rates.fp32,
         memory_bytes_per_s=hardware.chip.hbm_bytes_per_s,
         memory_bytes=hardware.chip.hbm_bytes,
+        cache_bytes=hardware.chip.l2_bytes,
+        cache_bytes_per_s=hardware.l2_bytes_per_s,
+        worker_bytes_per_s=hardware.chip.load_bytes_per_clock * hardware.clock_hz,
         link_bytes_per_s=hardware.link.egress_bytes_per_s,
+        switch_bytes_per_s=hardware.switch_bytes_per_s,
         tile_rows=hardware.tiles.rows,
         tile_cols=hardware.tiles.cols,
         col_unit=hardware.tiles.col_unit,
         page=hardware.tiles.page,
         pages=hardware.tiles.pages,
+        launch_s=hardware.costs.stream_launch_s,
         signal_s=hardware.costs.signal_s,
+        remote_signal_s=hardware.costs.node_hop_s,
         dispatch_s=hardware.costs.dispatch_s,
     )
 
@@ -90,13 +102,19 @@ def host(workers: int | None = None) -> Machine:
         vector_flops=20e9 * n,
         memory_bytes_per_s=10e9 * n,
         memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        cache_bytes=36e6,
+        cache_bytes_per_s=40e9 * n,
+        worker_bytes_per_s=40e9,
         link_bytes_per_s=10e9,
+        switch_bytes_per_s=10e9,
         tile_rows=96,
         tile_cols=256,
         col_unit=16,
         page=16,
         pages=0,
+        launch_s=10e-6,
         signal_s=0.3e-6,
+        remote_signal_s=0.3e-6,
         dispatch_s=0.2e-6,
     )
 

@@ -33,7 +33,8 @@ class Chip:
     boost_clock_hz: float | None = None
     tmem_bytes_per_sm: float = 0.0  # tensor memory
     l2_bytes: float = 0.0
-    l2_bytes_per_s: float | None = None  # measured
+    l2_bytes_per_clock: float = 0.0  # what an SM gets of it when all ask; measured
+    load_bytes_per_clock: float = 0.0  # most that an SM takes
     board_w: float | None = None  # what the board may draw
     usd_per_hour: float | None = None  # a list price
 
@@ -229,6 +230,23 @@ class Hardware:
     costs: Costs | None = None  # None: only for comparison
     tiles: Tiles | None = None
     curves: tuple[Curve, ...] = ()
+
+    @property
+    def clock_hz(self) -> float:
+        """The boost clock, or where it is not known the one that fp32's rate implies."""
+        return self.chip.boost_clock_hz or self.chip.clock_for(self.rates.fp32)
+
+    @property
+    def l2_bytes_per_s(self) -> float:
+        """From the L2 cache to all SMs."""
+        return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
+
+    @property
+    def switch_bytes_per_s(self) -> float:
+        """What a node's switches carry one way; cables between all pairs of GPUs carry what the GPUs send."""
+        if not self.node.switches:
+            return self.node.gpus * self.link.egress_bytes_per_s
+        return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
 
     def flops_per_s(self, dtype: str) -> float:
         """Rate for operands of `dtype`: bf16, fp8, fp4 or fp32."""
