@@ -1,8 +1,9 @@
 """Everything that a Hopper GPU has to show, as one JSON and one trace: `python benchmarks/gpu.py -o FILE -t FILE`.
 
 Runs from a checkout (`PYTHONPATH=.` where the package is not installed) with torch, cuda-python and CuPy, in under
-eight minutes. Each part is a process of its own; one that fails or finds no time left is named, and the others go on.
-`--part NAME` runs one.
+eight minutes. Each part is a process of its own; one that fails, hangs or finds no time left is named, and the others
+go on. The JSON is written after each, so that what has been measured is there whatever happens next. `--only NAME`,
+as often as wanted, runs those; `--part NAME` runs one in this process.
 
 probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
 check         every instruction against the reference, one case of each kind
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ PROMPT, STEPS, RUNS = 32, 127, 5
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
 LIMIT_S = 460.0
+PART_LIMIT_S = 180.0  # so that one that hangs leaves time for others
+_ERROR_LINES = 15
 _SEED = 1
 
 
@@ -337,7 +340,9 @@ def check(_: Path | None) -> Json:
     from megakernel.cli import doctor_gpu
 
     found = {case.name: doctor_gpu.check(case, seeds=1, repeats=20) for case in doctor_gpu.cases()}
-    return {"cases": list(found), "differences": [line for lines in found.values() for line in lines]}
+    differences = [line for lines in found.values() for line in lines]
+    wrong = {"error": f"{len(differences)} instructions differ: {differences[0]}"} if differences else {}
+    return {"cases": list(found), "differences": differences} | wrong
 
 
 def numerics(_: Path | None) -> Json:
@@ -418,18 +423,18 @@ PARTS: dict[str, Callable[[Path | None], Json]] = {
 }
 # The most telling first: what finds no time left is the least.
 PLAN = (
-    *("probe", "check", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "numerics", "decode-8b", "mixed-8b"),
+    *("probe", "check", "numerics", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "decode-8b", "mixed-8b"),
     *("torch-8b", "partitions", "delay", "torch-8b", "decode-8b"),
 )
 
 
-def run_all(trace: Path | None) -> Json:
-    """Each part in a process of its own."""
+def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None]) -> None:
+    """Each part in a process of its own; `save` gets what there is after each."""
     begin = time.perf_counter()
     out: Json = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for number, name in enumerate(PLAN):
-            left = LIMIT_S - (time.perf_counter() - begin)
+        for number, name in enumerate(plan):
+            left = min(PART_LIMIT_S, LIMIT_S - (time.perf_counter() - begin))
             target = Path(scratch) / f"{number}.json"
             command = [sys.executable, __file__, "--part", name, "-o", str(target)]
             if name == "decode-1b" and trace and name not in out:
@@ -440,19 +445,21 @@ def run_all(trace: Path | None) -> Json:
             else:
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-                    lines = done.stderr.strip().splitlines() or ["no word"]
-                    result = json.loads(target.read_text()) if target.exists() else {"error": lines[-1]}
+                    lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no word"]
+                    ended = done.returncode == 0 and target.exists()
+                    result = json.loads(target.read_text()) if ended else {"error": lines[-1], "stderr": lines}
                 except subprocess.TimeoutExpired:
                     result = {"error": f"not done after {left:.0f} s"}
             seconds = time.perf_counter() - started
             print(f"gpu: {name} {seconds:.1f} s {result.get('error', '')}", file=sys.stderr, flush=True)
             out.setdefault(name, []).append(result | {"took_s": seconds})
-    return out
+            save(out)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=PARTS, help="only this, in this process")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part and others so named, in their order")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the JSON goes (default: printed)")
     parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="where the trace of a decode step goes")
     arguments = parser.parse_args()
@@ -462,15 +469,30 @@ def main() -> int:
     if lack:
         print(f"gpu: {lack}", file=sys.stderr)
         return 1
-    result = PARTS[arguments.part](arguments.trace) if arguments.part else run_all(arguments.trace)
-    if not arguments.part:
-        result = {"command": "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]]), "parts": result}
+    if arguments.part:
+        give(PARTS[arguments.part](arguments.trace), arguments.output)
+        return 0
+    command = "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]])
+    last: Json = {}
+
+    def save(parts: Json) -> None:
+        last.update(command=command, parts=parts)
+        if arguments.output:
+            give(last, arguments.output)
+
+    run_all(arguments.only or PLAN, arguments.trace, save)
+    if not arguments.output:
+        give(last, None)
+    return 0
+
+
+def give(result: Json, output: Path | None) -> None:
+    """As JSON, to a file or printed."""
     text = json.dumps(result, indent=1)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    if output:
+        output.write_text(text + "\n")
     else:
         print(text)
-    return 0
 
 
 if __name__ == "__main__":

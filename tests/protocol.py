@@ -33,6 +33,7 @@ BUGS = (
     "no output fence",
     "wrong phase",
     "early signal",
+    "old map",
 )
 TIMEOUT_NS = 20_000_000_000
 _FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]

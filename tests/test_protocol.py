@@ -178,6 +178,7 @@ def test_a_counter_that_never_comes_ends_the_launch_with_who_waits() -> None:
         ("no output fence", "has not fenced what it stored"),
         ("wrong phase", "reads page slot"),
         ("early signal", "signals before what it stored is there"),
+        ("old map", "a tensor map that it has not acquired"),
     ],
 )
 def test_finds_a_planted_bug(bug: str, complaint: str) -> None:

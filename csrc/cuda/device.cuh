@@ -94,6 +94,12 @@ class Device {
           : "memory");
   }
 
+  // The copy engine keeps maps that it has used, past the end of a launch; the host writes them between
+  // launches.
+  MK_DEVICE void acquire_map(const TensorMap& map) {
+    if (lane_ == 0)
+      asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
+  }
   MK_DEVICE void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& b) {
     if (lane_ == 0)
       asm volatile(
@@ -146,7 +152,8 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // Relaxed polls, then one acquiring load of each counter by the lane that has seen it.
+  // Relaxed polls, then one acquiring load of each counter by the lane that has seen it. A vote orders no
+  // memory: what a lane has acquired, the lane that starts the loads must see.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -154,7 +161,9 @@ class Device {
       const Need wanted = need(i);
       if (wanted.value) held = wait_counter(wanted, scope, where);
     }
-    return __all_sync(0xFFFFFFFFu, held);
+    const bool all = __all_sync(0xFFFFFFFFu, held);
+    __syncwarp();
+    return all;
   }
   MK_DEVICE void signal(int32_t* to, int count, Scope scope) {
     if (scope == Scope::kGpu) {
@@ -189,6 +198,7 @@ class Device {
 
   MK_DEVICE void sync_warp() { __syncwarp(); }
   MK_DEVICE void consumer_sync() {
+    __syncwarp();  // the barrier counts whole warps
     asm volatile("bar.sync 1, %0;" ::"n"(kConsumerWarps * kLanes) : "memory");
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }

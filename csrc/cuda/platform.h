@@ -18,6 +18,7 @@
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
 //   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
 //
+//   void acquire_map(const TensorMap&)       before the block's first copies by it, and sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
 //                                            asynchronous. A tile is a box of kBoxRows rows of 128 bytes, in

@@ -29,6 +29,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
       p.init(slot.retired, kRetiring);
     }
   }
+  for (int i = p.warp(); i < params.dims->tp * kBuffers; i += kWarps) p.acquire_map(params.maps[i]);
   p.sync_block();
 }
 

@@ -35,6 +35,7 @@ class Accumulators {
 
   __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp), lane_(threadIdx.x % 32) {
     MK_UNROLL for (int i = 0; i < 128; ++i) v_[i] = 0.0f;
+    pin();  // before the first step's fence
   }
 
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
@@ -80,14 +81,17 @@ class Accumulators {
   template <int kPending>
   __device__ __forceinline__ void settle() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-    if (kPending == 0) {
-      MK_UNROLL for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(v_[i])::"memory");
-    }
+    if (kPending == 0) pin();
   }
 
  private:
   __device__ __forceinline__ static uint32_t shared(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  }
+
+  // No write of the accumulators moves past here, nor a read.
+  __device__ __forceinline__ void pin() {
+    MK_UNROLL for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(v_[i])::"memory");
   }
 
   float v_[128];

@@ -14,6 +14,7 @@ enum class Bug : int32_t {
   kNoOutputFence,   // a consumer warp leaves what it has written unfenced
   kWrongPhase,      // a consumer warp waits for the phase of a page before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
+  kOldMap,          // a block uses a tensor map as the launch before it knew it
 };
 
 template <class Base>
@@ -32,6 +33,9 @@ class Planted : public Base {
   bool wait(Barrier& barrier, uint32_t parity) {
     const bool wrong = bug_ == Bug::kWrongPhase && this->warp() == kWarps - 1 && this->is_full(barrier);
     return Base::wait(barrier, wrong ? parity ^ 1 : parity);
+  }
+  void acquire_map(const TensorMap& map) {
+    if (bug_ != Bug::kOldMap) Base::acquire_map(map);
   }
   void wait_read(int pending) {
     if (bug_ != Bug::kEarlyRelease) Base::wait_read(pending);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "accumulators.h"
@@ -56,6 +57,7 @@ struct FibreBlock {
   FibreBarrier *full, *ready, *empty;
   std::unordered_map<const FibreBarrier*, std::string> slots;  // names of the slots' barriers
   const FibreBarrier* outputs[kSlots] = {};
+  std::unordered_set<const TensorMap*> acquired;
 
   struct Meeting {
     int here = 0;
@@ -134,7 +136,9 @@ class FibreWarp {
     arrive(barrier);
   }
 
+  void acquire_map(const TensorMap& map) { block_.acquired.insert(&map); }
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    check_map(map);
     load(to, kBoxBytes, barrier, [=, host = host_map(map)] { load_box(to, host, x, y, z); });
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
@@ -142,9 +146,11 @@ class FibreWarp {
     load(to, bytes, barrier, [=] { memcpy(to, from, bytes); });
   }
   void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    check_map(map);
     store(from, [=, host = host_map(map)](const void* box) { store_box(host, x, y, z, box); });
   }
   void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    check_map(map);
     store(from, [=, host = host_map(map)](const void* box) { add_box(host, x, y, z, box); });
   }
   void commit() { groups_.push_back({}); }
@@ -239,6 +245,9 @@ class FibreWarp {
       scheduler().pause();
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
+  }
+  void check_map(const TensorMap& map) {
+    if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
   }
   template <class F>
   void load(void* to, uint32_t bytes, Barrier& barrier, F copy) {

@@ -73,6 +73,7 @@ class ThreadWarp {
   void arrive(Barrier& barrier, int count = 1) { barrier.change(count, 0); }
   void expect(Barrier& barrier, uint32_t bytes) { barrier.change(1, bytes); }
 
+  void acquire_map(const TensorMap&) {}
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
     const HostMap host = host_map(map);
     if (host.shared) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);

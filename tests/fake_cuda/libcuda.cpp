@@ -232,15 +232,6 @@ int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, Stream* 
   stream->push([=] { memset(reinterpret_cast<void*>(address), value, size); });
   return kOk;
 }
-int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, Stream* stream) {
-  if (!current) return kInvalidContext;
-  if (!on_device(address, 4 * words)) return kInvalidValue;
-  stream->push([=] {
-    for (size_t i = 0; i < words; ++i)
-      __atomic_store_n(reinterpret_cast<unsigned*>(address) + i, value, __ATOMIC_RELEASE);
-  });
-  return kOk;
-}
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, Stream* stream) {
   if (!current) return kInvalidContext;
   if (!on_device(to, size)) return kInvalidValue;

@@ -53,6 +53,8 @@ class Gpu:
         self.stream = check("making a stream", driver.cuStreamCreate(flag))
         self._side = check("making a stream", driver.cuStreamCreate(flag))
         self._done = check("making an event", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._one = self.pinned(np.dtype(np.int32).itemsize)
+        self._one.view(np.int32)[:] = 1
 
     def use(self) -> None:
         """Make this the calling thread's GPU."""
@@ -144,9 +146,13 @@ class Gpu:
         )
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 of the device to 1 while a kernel runs."""
+        """Set an int32 of the device to 1 while a kernel runs.
+
+        By the copy engine: what fills memory may be a kernel, and a persistent one leaves it no SM.
+        """
         self.use()
-        check("stopping the launch", self.driver.cuMemsetD32Async(address, 1, 1, self._side))
+        source = self._one.ctypes.data
+        check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     # -- order
 
@@ -188,6 +194,7 @@ class Gpu:
         self.use()
         d = self.driver
         d.cuStreamSynchronize(self.stream)
+        self.unpin(self._one)
         d.cuEventDestroy(self._done)
         d.cuStreamDestroy(self._side)
         d.cuStreamDestroy(self.stream)
