@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ground_truth import Verdict, adversarial, expected, explore, make_table
+from atomic_steps import expected, make_table
+from ground_truth import Verdict, adversarial, explore
 from mutate import KINDS
 from record import write
 from small_programs import large, small

@@ -9,19 +9,8 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import BY_NAME, Dtype
-from ..isa.record import (
-    ALL_RANKS,
-    LAYER_MASK,
-    OPERAND_WORD,
-    SIGNAL_WORD,
-    SIGNALS,
-    WAIT_WORD,
-    WAITS,
-    WORDS,
-    Records,
-    counter_word,
-    opcode,
-)
+from ..isa import record as rec
+from ..isa.record import Records
 from ..machine import Machine
 from ..model.config import LlamaConfig
 from ..program import Program, Segment
@@ -81,7 +70,7 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
     # What waits for whole phases must come after them in every stream.
     interleave = options.interleave and options.overlap_ranks
-    segments, queues = [], Segment(np.zeros((0, WORDS), np.int32), np.zeros(1, np.int32))
+    segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, phases in enumerate(tasks.segments):
         placed = place(phases, tasks.dims, machine, interleave=interleave)
         joins = [join for join in sync.joins if join.segment == number]
@@ -114,8 +103,8 @@ def _check(config: LlamaConfig, machine: Machine, *, tp: int, **sizes: int) -> N
     for name, value in sizes.items():
         if value < 1:
             raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
-    if config.layers > LAYER_MASK:
-        raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {LAYER_MASK}")
+    if config.layers > rec.LAYER_MASK:
+        raise MegakernelError(f"cannot compile {config.layers} layers: a program holds at most {rec.LAYER_MASK}")
     if machine.col_unit % 2:
         raise MegakernelError(
             f"machine {machine.name}: col_unit is {machine.col_unit}, but tiles must not cut a RoPE pair: make it even"
@@ -130,22 +119,18 @@ def _check_blocks(machine: Machine, tp: int, **rows: int) -> None:
 
 
 def _records(phase: Phase, waits: Words, signals: Words) -> Records:
-    out = np.zeros((len(phase), WORDS), dtype=np.int32)
+    out = np.zeros((len(phase), rec.WORDS), dtype=np.int32)
     out[:, 0] = phase.instruction.opcode
     for i, name in enumerate(phase.instruction.operands):
-        out[:, OPERAND_WORD + i] = phase.columns[name]
-    out[:, WAIT_WORD : WAIT_WORD + WAITS] = waits
-    out[:, SIGNAL_WORD : SIGNAL_WORD + SIGNALS] = signals
+        out[:, rec.OPERAND_WORD + i] = phase.columns[name]
+    rec.waits(out)[:] = waits
+    rec.signals(out)[:] = signals
     return out
 
 
 def _join(waits: Words, signals: Words) -> Records:
     """[1, WORDS]: one `join`."""
-    out = np.zeros((1, WORDS), dtype=np.int32)
-    out[0, 0] = BY_NAME["join"].opcode
-    out[0, WAIT_WORD : WAIT_WORD + len(waits)] = waits
-    out[0, SIGNAL_WORD : SIGNAL_WORD + len(signals)] = signals
-    return out
+    return rec.encode(BY_NAME["join"].opcode, (), waits, signals)[None]
 
 
 @dataclass(frozen=True)
@@ -192,12 +177,12 @@ def _with_queue(body: _Placed, ranks: int, workers: int, what: str) -> tuple[_Pl
     and precedes all that waits for it, in the order of all streams, so all of it may be claimed at once.
     """
     rank = body.stream // workers
-    claimed = np.ones(len(rank), bool) if what == "body" else opcode(body.records) == BY_NAME["attention"].opcode
+    claimed = np.ones(len(rank), bool) if what == "body" else rec.opcode(body.records) == BY_NAME["attention"].opcode
     queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)
     lengths = np.repeat(np.diff(queues.offsets), workers)
-    drains = np.zeros((ranks * workers, WORDS), dtype=np.int32)
+    drains = np.zeros((ranks * workers, rec.WORDS), dtype=np.int32)
     drains[:, 0] = BY_NAME["drain"].opcode
-    drains[:, OPERAND_WORD + BY_NAME["drain"].operands.index("end")] = lengths
+    drains[:, rec.OPERAND_WORD + BY_NAME["drain"].operands.index("end")] = lengths
     begin = np.full(ranks, np.inf)
     np.minimum.at(begin, rank[claimed], body.order[claimed])
     used, left = lengths > 0, ~claimed
@@ -219,11 +204,11 @@ def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) ->
     ends = []
     for stream in range(len(epilogue.offsets) - 1):
         rank, worker = divmod(stream, workers)
-        ends.append(_join(none, np.array([counter_word(gather, rank=rank)], np.int32)))
+        ends.append(_join(none, np.array([rec.counter_word(gather, rank=rank)], np.int32)))
         if worker == 0:
-            all_ranks = np.array([counter_word(leave, rank=ALL_RANKS)], np.int32)
-            ends.append(_join(np.array([counter_word(gather)], np.int32), all_ranks))
-        ends.append(_join(np.array([counter_word(leave)], np.int32), none))
+            all_ranks = np.array([rec.counter_word(leave, rank=rec.ALL_RANKS)], np.int32)
+            ends.append(_join(np.array([rec.counter_word(gather)], np.int32), all_ranks))
+        ends.append(_join(np.array([rec.counter_word(leave)], np.int32), none))
     after = np.repeat(
         np.arange(len(epilogue.offsets) - 1), [3 if s % workers == 0 else 2 for s in range(len(epilogue.offsets) - 1)]
     )

@@ -10,19 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BY_NAME, BY_OPCODE, Dims, link_bytes
-from ..isa.record import (
-    ALL_RANKS,
-    INDEXED,
-    OWNER,
-    SIGNAL_WORD,
-    SIGNALS,
-    WAIT_WORD,
-    WAITS,
-    Records,
-    opcode,
-    word_counter,
-    word_rank,
-)
+from ..isa import record as rec
+from ..isa.record import Records
 from ..program import Program, Segment
 
 
@@ -50,8 +39,8 @@ def describe(program: Program) -> dict[str, Any]:
     for segment, runs in segments:
         for name, count in _names(segment.records).items():
             by_opcode[name] += count * runs
-        words = segment.records[:, WAIT_WORD : WAIT_WORD + WAITS]
-        for number, count in zip(*np.unique(np.count_nonzero(words, axis=1), return_counts=True), strict=True):
+        used = np.count_nonzero(rec.waits(segment.records), axis=1)
+        for number, count in zip(*np.unique(used, return_counts=True), strict=True):
             waits[int(number)] += int(count) * runs
     return {
         "instructions": program.instructions,
@@ -83,9 +72,9 @@ def _link(program: Program, segments: Sequence[Segment]) -> NDArray[np.int64]:
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for rank in range(program.ranks):
         records = _of_rank(program, segments, rank)
-        for number in np.unique(opcode(records)):
+        for number in np.unique(rec.opcode(records)):
             instruction = BY_OPCODE[int(number)]
-            columns = instruction.columns(records[opcode(records) == number])
+            columns = instruction.columns(records[rec.opcode(records) == number])
             out[rank] += link_bytes(instruction, columns, program.rank_dims(rank))
     return out
 
@@ -99,7 +88,7 @@ def _of_rank(program: Program, segments: Sequence[Segment], rank: int) -> Record
 
 
 def _names(records: Records) -> dict[str, int]:
-    numbers, counts = np.unique(opcode(records), return_counts=True)
+    numbers, counts = np.unique(rec.opcode(records), return_counts=True)
     return {BY_OPCODE[int(n)].name: int(c) for n, c in zip(numbers, counts, strict=True)}
 
 
@@ -110,36 +99,35 @@ def _all_to_all(program: Program) -> int:
     """
     body = (program.body, program.queues)
     ranks = [_of_rank(program, body, rank) for rank in range(program.ranks)]
-    sizes = [np.bincount(opcode(records), minlength=max(BY_OPCODE) + 1)[:, None] for records in ranks]
+    sizes = [np.bincount(rec.opcode(records), minlength=max(BY_OPCODE) + 1)[:, None] for records in ranks]
     size, most = np.sum(sizes, axis=0), 0
     for rank, (records, own) in enumerate(zip(ranks, sizes, strict=True)):
-        signals = np.sum([_users(program, r, SIGNAL_WORD, SIGNALS, to=rank) for r in ranks], axis=0)
-        waits = _users(program, records, WAIT_WORD, WAITS)
+        signals = np.sum([_users(program, r, rec.signals(r), to=rank) for r in ranks], axis=0)
+        waits = _users(program, records, rec.waits(records))
         whole = (size > 1) & (signals == size), (own > 1) & (waits == own)
         most = max(most, int((whole[0].any(axis=0) & whole[1].any(axis=0)).sum()))
     return most
 
 
-def _users(program: Program, records: Records, first_word: int, words: int, to: int | None = None) -> NDArray[np.int64]:
-    """[opcode, counter]: instructions that name a rank's counter. A grid's name counts for each member.
+def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
+    """[opcode, counter]: instructions whose words `named` name a rank's counter. A grid's name counts for each member.
 
     `to`: whose counters, where the words say so.
     """
     dims = program.dims
-    named = records[:, first_word : first_word + words]
     used = named != 0
     if to is not None:
-        used &= np.isin(word_rank(named), (to, OWNER, ALL_RANKS))
+        used &= np.isin(rec.word_rank(named), (to, rec.OWNER, rec.ALL_RANKS))
     row, slot = np.nonzero(used)
-    word, kind = named[row, slot], opcode(records)[row]
+    word, kind = named[row, slot], rec.opcode(records)[row]
     attention = BY_NAME["attention"]
     out = np.zeros((max(BY_OPCODE) + 1, program.counters), dtype=np.int64)
-    plain = word & INDEXED == 0
-    np.add.at(out, (kind[plain], word_counter(word[plain])), 1)
+    plain = word & rec.INDEXED == 0
+    np.add.at(out, (kind[plain], rec.word_counter(word[plain])), 1)
     for r, w in zip(row[~plain], word[~plain], strict=True):
         groups = int(attention.columns(records[[r]])["groups"][0]) if to is None else 1
         members = np.arange(dims.row_blocks * groups)
-        if to is not None and word_rank(w) == OWNER:
+        if to is not None and rec.word_rank(w) == rec.OWNER:
             members = members[members % dims.tp == to]
-        out[attention.opcode, word_counter(w) + members] += 1
+        out[attention.opcode, rec.word_counter(w) + members] += 1
     return out

@@ -8,21 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BY_OPCODE, Dtype
-from ..isa.record import (
-    ALL_RANKS,
-    INDEXED,
-    NEXT,
-    OPERAND_WORD,
-    OWNER,
-    SIGNAL_WORD,
-    SIGNALS,
-    WAIT_WORD,
-    WAITS,
-    Records,
-    opcode,
-    word_counter,
-    word_rank,
-)
+from ..isa import record as rec
 from ..program import Program, Segment
 
 
@@ -65,14 +51,14 @@ def _segment(title: str, segment: Segment, of: tuple[str, int], totals: Totals, 
             yield from _lines(records, rank, start + int(segment.offsets[stream]), totals)
 
 
-def _lines(records: Records, rank: int, start: int, totals: Totals) -> Iterator[str]:
-    opcodes = opcode(records)
+def _lines(records: rec.Records, rank: int, start: int, totals: Totals) -> Iterator[str]:
+    opcodes = rec.opcode(records)
     for i, record in enumerate(records):
         instruction = BY_OPCODE[int(opcodes[i])]
-        operands = record[OPERAND_WORD : OPERAND_WORD + len(instruction.operands)].tolist()
+        operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(instruction.operands)].tolist()
         text = [f"    {start + i:6d}  {instruction.name:<12}"]
         text += [f"{name}={value}" for name, value in zip(instruction.operands, operands, strict=True)]
-        waits, signals = record[WAIT_WORD : WAIT_WORD + WAITS], record[SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
+        waits, signals = rec.waits(record), rec.signals(record)
         text += (
             ["wait", *(_wait(word, rank, totals) for word in waits[waits != 0].reshape(-1, 1))] if waits.any() else []
         )
@@ -82,15 +68,15 @@ def _lines(records: Records, rank: int, start: int, totals: Totals) -> Iterator[
         yield " ".join(text)
 
 
-def _wait(word: Records, rank: int, totals: Totals) -> str:
-    counter = int(word_counter(word)[0])
-    if word & INDEXED:
+def _wait(word: rec.Records, rank: int, totals: Totals) -> str:
+    counter = int(rec.word_counter(word)[0])
+    if word & rec.INDEXED:
         return f"#{counter}[table]"
     first, later = (int(t[rank, counter]) for t in totals)
     return f"#{counter}={later}" + (f" ({first} in layer 0)" if first != later else "")
 
 
-def _signal(word: Records, own: int) -> str:
-    rank = int(word_rank(word)[0])
-    to = {own: "", ALL_RANKS: "@all", OWNER: "@owner"}.get(rank, f"@{rank}")
-    return f"#{word_counter(word)[0]}{'[table]' if word & INDEXED else ''}{'+' if word & NEXT else ''}{to}"
+def _signal(word: rec.Records, own: int) -> str:
+    rank = int(rec.word_rank(word)[0])
+    to = {own: "", rec.ALL_RANKS: "@all", rec.OWNER: "@owner"}.get(rank, f"@{rank}")
+    return f"#{rec.word_counter(word)[0]}{'[table]' if word & rec.INDEXED else ''}{'+' if word & rec.NEXT else ''}{to}"

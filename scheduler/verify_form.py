@@ -83,10 +83,9 @@ class Word:
     indexed: Mask
 
 
-def _words(records: NDArray[np.int32], first: int, count: int) -> Word:
-    block = records[:, first : first + count]
-    row, slot = np.nonzero(block)
-    word = block[row, slot]
+def _words(words: NDArray[np.int32]) -> Word:
+    row, slot = np.nonzero(words)
+    word = words[row, slot]
     return Word(
         row,
         slot,
@@ -123,8 +122,8 @@ class Part:
             self.rank = np.concatenate([self.rank, queue // program.rank_queues])
             self.queue = np.concatenate([self.queue, queue])
         self.opcode = bits.opcode(self.records)
-        self.waits = _words(self.records, bits.WAIT_WORD, bits.WAITS)
-        self.signals = _words(self.records, bits.SIGNAL_WORD, bits.SIGNALS)
+        self.waits = _words(bits.waits(self.records))
+        self.signals = _words(bits.signals(self.records))
 
     def rows(self, opcode: int) -> Ints:
         return np.nonzero(self.opcode == opcode)[0]

@@ -1,4 +1,4 @@
-"""What the tests of the CPU backend share: a small odd-shaped model with random weights, tables, records, programs."""
+"""What the tests of the CPU backend share: a small odd-shaped model with random weights, tables, programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, BY_NAME, KV_BLOCK, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
-from megakernel.isa.record import LAYER_SHIFT, OPERAND_WORD, SIGNAL_WORD, WAIT_WORD, WORDS, Records
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program, Segment
 
@@ -133,23 +132,6 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
         table.item_partial[i], table.item_span[i] = item.partial, span
     slots = [item.slot for item in items]
     table.slot_items[:] = np.searchsorted(slots, np.arange(d.attention_slots + 1))
-
-
-def record(
-    name: str, *operands: int, layer: int = 0, waits: Sequence[int] = (), signals: Sequence[int] = ()
-) -> Records:
-    words = np.zeros(WORDS, np.int32)
-    words[0] = BY_NAME[name].opcode | layer << LAYER_SHIFT
-    words[OPERAND_WORD : OPERAND_WORD + len(operands)] = operands
-    words[WAIT_WORD : WAIT_WORD + len(waits)] = waits
-    words[SIGNAL_WORD : SIGNAL_WORD + len(signals)] = signals
-    return words
-
-
-def segment(*streams: Sequence[Records]) -> Segment:
-    records = [r for stream in streams for r in stream]
-    offsets = np.cumsum([0, *(len(stream) for stream in streams)]).astype(np.int32)
-    return Segment(np.array(records, np.int32).reshape(-1, WORDS), offsets)
 
 
 def program(

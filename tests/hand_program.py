@@ -6,23 +6,14 @@ Independent of the scheduler, so that a backend's tests do not rest on it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from program_parts import record, segment
 
-from megakernel.isa import BY_NAME, Dims, Dtype
-from megakernel.isa.record import (
-    ALL_RANKS,
-    OPERAND_WORD,
-    OWNER,
-    SIGNAL_WORD,
-    WAIT_WORD,
-    WORDS,
-    Records,
-    counter_word,
-)
+from megakernel.isa import Dims, Dtype
+from megakernel.isa.record import ALL_RANKS, OWNER, Records, counter_word
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import LlamaConfig
 from megakernel.program import Program, Segment
@@ -46,17 +37,6 @@ def make_dims(config: LlamaConfig, **overrides: Any) -> Dims:
     return replace(dims, **overrides)
 
 
-def make_record(name: str, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
-    words = np.zeros(WORDS, np.int32)
-    words[0] = BY_NAME[name].opcode
-    if len(operands) != len(BY_NAME[name].operands):
-        raise ValueError(f"{name} takes {BY_NAME[name].operands}")
-    words[OPERAND_WORD : OPERAND_WORD + len(operands)] = operands
-    for first, listed in ((WAIT_WORD, waits), (SIGNAL_WORD, signals)):
-        words[first : first + len(listed)] = listed
-    return words
-
-
 class _Builder:
     """Streams of all ranks, and the arrivals at their counters. A counter has the same number on every rank."""
 
@@ -72,10 +52,9 @@ class _Builder:
 
     def end(self, following: str = "") -> Segment:
         """The segment that is done; what follows belongs to the next."""
-        offsets = np.cumsum([0, *(len(s) for s in self.streams)]).astype(np.int32)
-        records = np.array([r for s in self.streams for r in s], np.int32).reshape(-1, WORDS)
+        done = segment(*self.streams)
         self._start(following)
-        return Segment(records, offsets)
+        return done
 
     def count(self, counter: int, to: int, arrivals: int, *, next_layer: bool = False) -> None:
         ranks = slice(None) if to == ALL_RANKS else to
@@ -126,13 +105,13 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
 
     for r, _ in ranks:
         for i, row, n in blocks:
-            b.add(r, make_record("rope", row, n, signals=[signal(x + i, owner(i))]))
+            b.add(r, record("rope", row, n, signals=[signal(x + i, owner(i))]))
     for r, (i, row, n) in owned:
-        b.add(r, make_record("embed", row, n, signals=[signal(x + i, owner(i))]))
+        b.add(r, record("embed", row, n, signals=[signal(x + i, owner(i))]))
     prologue = b.end("body")
 
     for r, (i, row, n) in owned:
-        b.add(r, make_record("attn_norm", row, n, waits=[wait(x + i)], signals=[signal(h + i, readers(r))]))
+        b.add(r, record("attn_norm", row, n, waits=[wait(x + i)], signals=[signal(h + i, readers(r))]))
     for r, d in with_heads:
         for i, row, n in blocks:
             for g in range(d.rank_kv_heads):
@@ -140,51 +119,51 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
                 k = d.q_cols + g * d.head_dim
                 for col, cols in ((first, end - first), (k, d.head_dim), (k + d.kv_cols, d.head_dim)):
                     done = [signal(qkv + i * d.rank_kv_heads + g, r)]
-                    b.add(r, make_record("qkv_rope", row, n, col, cols, waits=[wait(h + i)], signals=done))
+                    b.add(r, record("qkv_rope", row, n, col, cols, waits=[wait(h + i)], signals=done))
     for r, d in with_heads:
         to = r if not d.replicated_o else ALL_RANKS if d.one_hop else OWNER
         grids = {"waits": [wait(qkv, indexed=True)], "signals": [wait(attn, rank=to, indexed=True)]}
         for slot in range(d.attention_slots):
-            b.add(r, make_record("attention", slot, 1, d.rank_kv_heads, **grids))
+            b.add(r, record("attention", slot, 1, d.rank_kv_heads, **grids))
         for i, _, n in blocks:
             b.count(attn + i, owner(i) if to == OWNER else to, n * d.rank_kv_heads)
     if dims.tp == 1 or dims.replicated_o:
         for r, (i, row, n) in owned:
             for col, cols in tiles(dims.hidden):
                 done = [signal(o + i, owner(i))]
-                b.add(r, make_record("o_proj", row, n, col, cols, waits=[wait(attn + i)], signals=done))
+                b.add(r, record("o_proj", row, n, col, cols, waits=[wait(attn + i)], signals=done))
     else:
         for r, _ in with_heads:
             for i, row, n in blocks:
                 for col, cols in tiles(dims.hidden):
                     done = [signal(o_sum + i, owner(i))]
-                    b.add(r, make_record("o_partial", row, n, col, cols, waits=[wait(attn + i)], signals=done))
+                    b.add(r, record("o_partial", row, n, col, cols, waits=[wait(attn + i)], signals=done))
         for r, (i, row, n) in owned:
             for col, cols in tiles(dims.hidden):
                 done = [signal(o + i, owner(i))]
-                b.add(r, make_record("o_reduce", row, n, col, cols, waits=[wait(o_sum + i)], signals=done))
+                b.add(r, record("o_reduce", row, n, col, cols, waits=[wait(o_sum + i)], signals=done))
     for r, (i, row, n) in owned:
-        b.add(r, make_record("mlp_norm", row, n, waits=[wait(o + i)], signals=[signal(h2 + i, readers(r))]))
+        b.add(r, record("mlp_norm", row, n, waits=[wait(o + i)], signals=[signal(h2 + i, readers(r))]))
     for r, d in ranks:
         for i, row, n in blocks:
             for col, cols in tiles(d.rank_ffn):
                 done = [signal(act + i, r)]
-                b.add(r, make_record("gate_up_silu", row, n, col, cols, waits=[wait(h2 + i)], signals=done))
+                b.add(r, record("gate_up_silu", row, n, col, cols, waits=[wait(h2 + i)], signals=done))
     if dims.tp == 1:
         for r, (i, row, n) in owned:
             for col, cols in tiles(dims.hidden):
                 done = [signal(x + i, r, next_layer=True)]
-                b.add(r, make_record("down_proj", row, n, col, cols, waits=[wait(act + i)], signals=done))
+                b.add(r, record("down_proj", row, n, col, cols, waits=[wait(act + i)], signals=done))
     else:
         for r, _ in ranks[: dims.ffn_ranks]:
             for i, row, n in blocks:
                 for col, cols in tiles(dims.hidden):
                     done = [signal(down_sum + i, owner(i))]
-                    b.add(r, make_record("down_partial", row, n, col, cols, waits=[wait(act + i)], signals=done))
+                    b.add(r, record("down_partial", row, n, col, cols, waits=[wait(act + i)], signals=done))
         for r, (i, row, n) in owned:
             for col, cols in tiles(dims.hidden):
                 done = [signal(x + i, owner(i), next_layer=True)]
-                b.add(r, make_record("down_reduce", row, n, col, cols, waits=[wait(down_sum + i)], signals=done))
+                b.add(r, record("down_reduce", row, n, col, cols, waits=[wait(down_sum + i)], signals=done))
     body = b.end("epilogue")
 
     half = -(-dims.logit_rows // 2)
@@ -192,23 +171,23 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
         for row in range(0, dims.logit_rows, half):
             n = min(half, dims.logit_rows - row)
             grid = [wait(x, indexed=True)]
-            b.add(r, make_record("final_norm", row, n, waits=grid, signals=[signal(y, readers(r))]))
+            b.add(r, record("final_norm", row, n, waits=grid, signals=[signal(y, readers(r))]))
     for r, d in ranks:
         for col, cols in tiles(d.rank_vocab):
             done = [signal(logits, ALL_RANKS)]
-            b.add(r, make_record("lm_head", 0, dims.logit_rows, col, cols, waits=[wait(y)], signals=done))
+            b.add(r, record("lm_head", 0, dims.logit_rows, col, cols, waits=[wait(y)], signals=done))
     for r, _ in ranks:
-        b.add(r, make_record("join", waits=[wait(logits)], signals=[signal(chosen, r)]))
+        b.add(r, record("join", waits=[wait(logits)], signals=[signal(chosen, r)]))
         row = r * dims.own_logit_rows
         if row < dims.logit_rows:
             n = min(dims.own_logit_rows, dims.logit_rows - row)
-            b.add(r, make_record("sample", row, n, waits=[wait(chosen)]))
+            b.add(r, record("sample", row, n, waits=[wait(chosen)]))
     if dims.tp > 1:
         for r, _ in ranks:
             b.count(gathered, r, workers)
-            b.add_to_each_worker(r, make_record("join", signals=[wait(gathered, rank=r)]))
-            b.add(r, make_record("join", waits=[wait(gathered)], signals=[signal(ended, ALL_RANKS)]))
-            b.add_to_each_worker(r, make_record("join", waits=[wait(ended)]))
+            b.add_to_each_worker(r, record("join", signals=[wait(gathered, rank=r)]))
+            b.add(r, record("join", waits=[wait(gathered)], signals=[signal(ended, ALL_RANKS)]))
+            b.add_to_each_worker(r, record("join", waits=[wait(ended)]))
     epilogue = b.end()
 
     return Program(
@@ -229,6 +208,6 @@ def make_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
 def make_queue_program(dims: Dims, workers: int = 1, tile: int = 32) -> Program:
     """The same with the whole body in one queue for each rank, in the order in which one worker would run it."""
     queues = make_program(dims, 1, tile).body
-    drains = [make_record("drain", 0, n) for n in np.diff(queues.offsets) for _ in range(workers)]
-    body = Segment(np.array(drains, np.int32), np.arange(len(drains) + 1, dtype=np.int32))
+    drains = [[record("drain", 0, n)] for n in np.diff(queues.offsets) for _ in range(workers)]
+    body = segment(*drains)
     return replace(make_program(dims, workers, tile), body=body, queues=queues)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import program_parts
 
 from megakernel.isa import BY_NAME, Dims, Dtype, record
-from megakernel.program import Program, Segment
+from megakernel.program import Program
 
 
 def small_dims(**changes: int) -> Dims:
@@ -71,38 +72,27 @@ class _Builder:
         self, segment: int, name: str, operands: dict[str, int], waits: list[int], signals: list[int]
     ) -> np.ndarray:
         """A record; counts its arrivals, but for those that attention items bring."""
-        instruction = BY_NAME[name]
-        words = np.zeros(record.WORDS, dtype=np.int32)
-        words[0] = instruction.opcode
-        for i, operand in enumerate(instruction.operands):
-            words[record.OPERAND_WORD + i] = operands[operand]
-        words[record.WAIT_WORD : record.WAIT_WORD + len(waits)] = waits
-        words[record.SIGNAL_WORD : record.SIGNAL_WORD + len(signals)] = signals
+        values = [operands[operand] for operand in BY_NAME[name].operands]
         for word in signals:
             if not word & record.INDEXED:
                 rank = word >> record.RANK_SHIFT & record.RANK_MASK
                 ranks: slice | int = slice(None) if rank == record.ALL_RANKS else rank
                 self.arrivals[segment, int(bool(word & record.NEXT)), ranks, (word & record.COUNTER_MASK) - 1] += 1
-        return words
+        return program_parts.record(name, *values, waits=waits, signals=signals)
 
     def put(self, segment: int, rank: int, worker: int, words: np.ndarray) -> None:
         self.streams[segment][rank * self.workers + worker].append(words)
 
-    def segment(self, streams: list[list[np.ndarray]]) -> Segment:
-        records = [r for stream in streams for r in stream]
-        offsets = np.cumsum([0] + [len(s) for s in streams]).astype(np.int32)
-        return Segment(np.array(records, dtype=np.int32).reshape(-1, record.WORDS), offsets)
-
     def program(self) -> Program:
         prologue, body, epilogue = (a[:, :, : self.counters] for a in self.arrivals)
-        queues = {"queues": self.segment(self.queues)} if any(self.queues) else {}
+        queues = {"queues": program_parts.segment(*self.queues)} if any(self.queues) else {}
         return Program(
             self.dims,
             "test",
             self.dims.tp,
             self.workers,
             self.counters,
-            *(self.segment(streams) for streams in self.streams),
+            *(program_parts.segment(*streams) for streams in self.streams),
             prologue[0] + body[0],
             body[0] + body[1],
             body[1] + epilogue[0],

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import program_parts
 
 from megakernel.isa import BY_OPCODE, record
 from megakernel.program import SEGMENTS, Program, Segment
@@ -34,7 +35,9 @@ def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -
     return replace(program, **{name: Segment(records, segment.offsets)})
 
 
-def _set(program: Program, name: str, row: int, word: int, value: int) -> Program:
+def edit(program: Program, name: str, row: int, word: int, value: int) -> Program:
+    """One word of a record changed."""
+
     def change(records: np.ndarray) -> None:
         records[row, word] = np.array(value & 0xFFFFFFFF, np.uint32).astype(np.int32)
 
@@ -65,7 +68,7 @@ def _word(program: Program, rng: Rng, span: tuple[int, int]) -> tuple[str, int, 
 def _drop(span: tuple[int, int]) -> Mutation:
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _word(program, rng, span)
-        return found and _set(program, *found[:3], 0)
+        return found and edit(program, *found[:3], 0)
 
     return mutate
 
@@ -78,7 +81,7 @@ def _retarget(span: tuple[int, int]) -> Mutation:
         name, row, word, old = found
         counter = old & record.COUNTER_MASK
         other = 1 + (counter - 1 + int(rng.integers(1, program.counters))) % program.counters
-        return _set(program, name, row, word, (old & ~record.COUNTER_MASK) | other)
+        return edit(program, name, row, word, (old & ~record.COUNTER_MASK) | other)
 
     return mutate
 
@@ -91,7 +94,7 @@ def _duplicate(span: tuple[int, int]) -> Mutation:
         name, row, _, old = found
         words = getattr(program, name).records[row, span[0] : span[0] + span[1]]
         free = np.flatnonzero(words == 0)
-        return _set(program, name, row, span[0] + int(free[0]), old) if len(free) else None
+        return edit(program, name, row, span[0] + int(free[0]), old) if len(free) else None
 
     return mutate
 
@@ -101,7 +104,7 @@ def weaken_wait(program: Program, rng: Rng) -> Program | None:
     found, other = _word(program, rng, _WAIT), _word(program, rng, _WAIT)
     if found is None or other is None or found[3] == other[3]:
         return None
-    return _set(program, *found[:3], other[3])
+    return edit(program, *found[:3], other[3])
 
 
 def weaken_signal(program: Program, rng: Rng) -> Program | None:
@@ -116,13 +119,13 @@ def weaken_signal(program: Program, rng: Rng) -> Program | None:
     free = np.flatnonzero(segment.records[row - 1, record.SIGNAL_WORD :] == 0)
     if not len(free):
         return None
-    return _set(_set(program, name, row, word, 0), name, row - 1, record.SIGNAL_WORD + int(free[0]), value)
+    return edit(edit(program, name, row, word, 0), name, row - 1, record.SIGNAL_WORD + int(free[0]), value)
 
 
 def _flag(span: tuple[int, int], flag: int) -> Mutation:
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _word(program, rng, span)
-        return found and _set(program, *found[:3], found[3] ^ flag)
+        return found and edit(program, *found[:3], found[3] ^ flag)
 
     return mutate
 
@@ -136,7 +139,7 @@ def change_owner(program: Program, rng: Rng) -> Program | None:
     ranks = [*range(program.ranks), record.ALL_RANKS, record.OWNER]
     now = old >> record.RANK_SHIFT & record.RANK_MASK
     rank = int(rng.choice([r for r in ranks if r != now]))
-    return _set(program, name, row, word, old & ~(record.RANK_MASK << record.RANK_SHIFT) | rank << record.RANK_SHIFT)
+    return edit(program, name, row, word, old & ~(record.RANK_MASK << record.RANK_SHIFT) | rank << record.RANK_SHIFT)
 
 
 def change_total(program: Program, rng: Rng) -> Program | None:
@@ -166,7 +169,7 @@ def shift_region(program: Program, rng: Rng) -> Program | None:
         return None
     name, (row, word) = found
     old = int(getattr(program, name).records[row, word])
-    return _set(program, name, int(row), int(word), old + int(rng.choice([-4, -2, -1, 1, 2, 4])))
+    return edit(program, name, int(row), int(word), old + int(rng.choice([-4, -2, -1, 1, 2, 4])))
 
 
 def shrink_buffer(program: Program, rng: Rng) -> Program | None:
@@ -224,8 +227,7 @@ def reorder_segment(program: Program, rng: Rng) -> Program | None:
 
 
 def _rebuilt(program: Program, name: str, streams: list[np.ndarray]) -> Program:
-    offsets = np.cumsum([0, *map(len, streams)]).astype(np.int32)
-    return replace(program, **{name: Segment(np.concatenate(streams).reshape(-1, record.WORDS), offsets)})
+    return replace(program, **{name: program_parts.segment(*streams)})
 
 
 def _moved(copies: int, elsewhere: bool) -> Mutation:
@@ -272,7 +274,7 @@ def change_drain(program: Program, rng: Rng) -> Program | None:
         return None
     name, (row, word) = found
     old = int(getattr(program, name).records[row, word])
-    return _set(program, name, int(row), int(word), old + int(rng.choice([-2, -1, 1, 2])))
+    return edit(program, name, int(row), int(word), old + int(rng.choice([-2, -1, 1, 2])))
 
 
 KINDS: dict[str, Mutation] = {

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from program_parts import segment
 
 from megakernel.isa import BY_NAME, BY_OPCODE, Dims
 from megakernel.isa import record as rec
@@ -45,18 +46,7 @@ def dims(layers: int = 2, tokens: int = 64, row_block: int = 32, slots: int = 4,
 
 def record(name: str, operands: Sequence[int] = (), waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Words:
     """One record; waits and signals are words."""
-    words = [0] * rec.WORDS
-    words[0] = BY_NAME[name].opcode
-    words[rec.OPERAND_WORD : rec.OPERAND_WORD + len(operands)] = operands
-    words[rec.WAIT_WORD : rec.WAIT_WORD + len(waits)] = waits
-    words[rec.SIGNAL_WORD : rec.SIGNAL_WORD + len(signals)] = signals
-    return words
-
-
-def segment(streams: Sequence[Sequence[Words]]) -> Segment:
-    flat = [words for stream in streams for words in stream]
-    offsets = np.cumsum([0, *(len(s) for s in streams)]).astype(np.int32)
-    return Segment(np.array(flat, dtype=np.int32).reshape(-1, rec.WORDS), offsets)
+    return rec.encode(BY_NAME[name].opcode, operands, waits, signals).tolist()
 
 
 def program(
@@ -77,9 +67,9 @@ def program(
         ranks=ranks,
         workers=workers,
         counters=counters,
-        prologue=segment(prologue),
-        body=segment(body),
-        epilogue=segment(epilogue),
+        prologue=segment(*prologue),
+        body=segment(*body),
+        epilogue=segment(*epilogue),
         totals_first=zeros,
         totals_middle=zeros,
         totals_last=zeros,

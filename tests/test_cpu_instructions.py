@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, record, set_items
+from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
+from program_parts import record
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, program, record, segment, set_items
+from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, program, set_items
+from program_parts import record, segment
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable

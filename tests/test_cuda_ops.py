@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, record, set_items
+from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
+from program_parts import record
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
 from megakernel.isa.record import Records

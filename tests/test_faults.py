@@ -7,9 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from ground_truth import Verdict, adversarial, expected, explore, make_table
-from mutants import edit
-from mutate import KINDS
+from atomic_steps import expected, make_table
+from ground_truth import Verdict, adversarial, explore
+from handmade import handmade, rank_dims, small_dims
+from mutate import KINDS, PARTS, edit
 from small_programs import large, make, small
 
 from megakernel.isa import BY_NAME, record
@@ -61,6 +62,45 @@ def test_no_unsafe_mutant_is_accepted(kind: str) -> None:
         assert not (kind in ALWAYS_UNSAFE and verdict.safe), f"{kind} of {name} is no mistake to the judge"
         tried += 1
     assert tried
+
+
+HANDMADE = {
+    "one rank": handmade(small_dims(tokens=6, layers=2, heads=2, kv_heads=2, hidden=8, ffn=16, vocab=8)),
+    **{
+        f"{tp} ranks, O {o}, one hop {hop}, queue {queue}": handmade(
+            rank_dims(tp, tokens=4, replicated_o=o, one_hop=hop), queue=queue
+        )
+        for tp, o, hop, queue in [(2, 0, 0, "none"), (2, 0, 1, "attention"), (2, 1, 0, "body"), (2, 1, 1, "none")]
+    },
+}
+
+
+def unsafe(base: Program, program: Program, seed: int) -> bool:
+    """Whether an adversarial run shows a mistake."""
+    table = make_table(base.dims, seed)
+    return adversarial(program, table, expected(base, table), seed, 4).safe is False
+
+
+@pytest.mark.parametrize("name", HANDMADE)
+def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
+    """Of programs that owe nothing to the scheduler."""
+    base, rng = HANDMADE[name], np.random.default_rng(len(name))
+    mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(3) if (mutant := mutate(base, rng))]
+    accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]
+    assert len(accepted) < len(mutants) / 2
+    for seed, (kind, mutant) in enumerate(accepted):
+        assert not unsafe(base, mutant, seed), kind
+
+
+@pytest.mark.parametrize("name", list(HANDMADE)[::2])
+def test_no_word_makes_the_verifier_raise(name: str) -> None:
+    base, rng = HANDMADE[name], np.random.default_rng(3)
+    for seed in range(40):
+        part = str(rng.choice([part for part in PARTS if len(getattr(base, part).records)]))
+        row, word = int(rng.integers(len(getattr(base, part).records))), int(rng.integers(record.WORDS))
+        value = int(rng.integers(-(2**31), 2**31) if rng.random() < 0.5 else rng.integers(-2, 40))
+        mutant = edit(base, part, row, word, value)
+        assert not (verify(mutant).ok and unsafe(base, mutant, seed)), f"{part}[{row}] word {word} = {value}"
 
 
 def without(program: Program, name: str, opcode: str, first: int, count: int) -> Program:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, RandomCheckpoint, make_table, record
+from cpu_support import DIMS, PAGES, RandomCheckpoint, make_table
 from native_harness import build
 from numpy.typing import NDArray
+from program_parts import record
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space, from_f32, to_f32
 from megakernel.runtime.native import CDims

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mutants import edit
+from mutate import edit
 from test_protocol import make
 from test_protocol_plan import plan
 

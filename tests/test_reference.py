@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_program import make_dims, make_program, make_record
+from hand_program import make_dims, make_program
 from numpy.typing import NDArray
+from program_parts import record
 from tiny_llama import ROPES, TinyCheckpoint, error, hf_logits, make_llama
 
 from megakernel import runtime, trace
@@ -386,7 +387,7 @@ def draws(logits: NDArray[np.float32], n: int, **row: Any) -> NDArray[np.int32]:
     table = build_step(dims, [Chunk(0, 0, [1], range(1), [SampleRow(0, store=False, **row)] * n)])
     table.sample_position[:] = np.arange(1, n + 1)
     backend.buffer(Buffer.LOGITS)[:] = logits
-    backend.execute(make_record("sample", 0, n), 0, table)
+    backend.execute(record("sample", 0, n), 0, table)
     expected = logits[backend.buffer(Buffer.TOKENS_OUT)] - np.log(np.exp(logits.astype(np.float64)).sum())
     assert np.allclose(backend.buffer(Buffer.LOGPROBS_OUT), expected, atol=1e-5)
     return backend.buffer(Buffer.TOKENS_OUT).copy()
@@ -456,7 +457,7 @@ def test_sample_reads_and_writes_history() -> None:
     table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), rows)])
     backend.buffer(Buffer.LOGITS)[:] = logits
     backend.buffer(Buffer.TOKENS_OUT)[:] = -9
-    backend.execute(make_record("sample", 0, 5), 0, table)
+    backend.execute(record("sample", 0, 5), 0, table)
     assert backend.buffer(Buffer.TOKENS_OUT).tolist() == [8, 11, 5, 0, 0]
     assert backend.buffer(Buffer.HISTORY)[2, :6].tolist() == [3, 5, 5, 11, 8, 0]
     assert backend.buffer(Buffer.LOGPROBS_OUT)[3:].tolist() == [0.0, 0.0]
@@ -469,7 +470,7 @@ def test_sample_reads_and_writes_history() -> None:
         ({"frequency_penalty": 1.1}, 3),
     ):
         table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), [SampleRow(3, prompt_length=2, **penalty)])])
-        backend.execute(make_record("sample", 0, 5), 0, table)
+        backend.execute(record("sample", 0, 5), 0, table)
         assert backend.buffer(Buffer.TOKENS_OUT)[0] == token
 
 
@@ -484,12 +485,12 @@ def test_columns_may_be_cut_anywhere() -> None:
     results = []
     for step in (1000, 10):
         backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
-        backend.execute(make_record("embed", 0, dims.tokens), 0, table)
-        backend.execute(make_record("rope", 0, dims.tokens), 0, table)
-        backend.execute(make_record("attn_norm", 0, dims.tokens), 1, table)
+        backend.execute(record("embed", 0, dims.tokens), 0, table)
+        backend.execute(record("rope", 0, dims.tokens), 0, table)
+        backend.execute(record("attn_norm", 0, dims.tokens), 1, table)
         for col in range(0, dims.qkv_cols, step):
             cols = min(step, dims.qkv_cols - col)
-            backend.execute(make_record("qkv_rope", 0, dims.tokens, col, cols), 1, table)
+            backend.execute(record("qkv_rope", 0, dims.tokens, col, cols), 1, table)
         results.append([backend.buffer(b, 1).copy() for b in (Buffer.Q, Buffer.K_CACHE, Buffer.V_CACHE)])
     for whole, cut in zip(*results, strict=True):
         assert np.allclose(whole, cut, atol=1e-5) and whole.any()
@@ -505,8 +506,8 @@ def test_padding_is_zero_in_attention_and_final_norm() -> None:
     for buffer in (Buffer.X, Buffer.Q, Buffer.ATTN, Buffer.Y):
         backend.buffer(buffer)[...] = 3.0
     for slot in range(dims.attention_slots):
-        backend.execute(make_record("attention", slot, 1, dims.kv_heads), 0, table)
-    backend.execute(make_record("final_norm", 0, 4), 0, table)
+        backend.execute(record("attention", slot, 1, dims.kv_heads), 0, table)
+    backend.execute(record("final_norm", 0, 4), 0, table)
     assert not backend.buffer(Buffer.ATTN)[3:].any() and not backend.buffer(Buffer.Y)[1:].any()
     assert backend.buffer(Buffer.Y)[0].any()
 

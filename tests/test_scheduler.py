@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from symbolic import Failure, check
+from ground_truth import Failure, check
 
 from megakernel import machine
 from megakernel.errors import MegakernelError

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from symbolic import Failure, check
+from ground_truth import Failure, check
 from test_scheduler import LLAMA_70B, SMALL, compiled, small_machine
 
 from megakernel import machine

@@ -2,18 +2,10 @@
 
 from .access import EVERY, OWN, Access, Column, Index, Kind, item_columns
 from .buffers import BIASES, BUFFERS, Buffer, BufferSpec, Space
+from .costs import Cost, attention_cost, itemsize
 from .dims import DIM_FIELDS, KV_BLOCK, SHARD_UNIT, Dims
 from .dtypes import Dtype, from_f32, to_f32
-from .instructions import (
-    BY_NAME,
-    BY_OPCODE,
-    INSTRUCTIONS,
-    Cost,
-    Family,
-    Instruction,
-    attention_cost,
-    itemsize,
-)
+from .instructions import BY_NAME, BY_OPCODE, INSTRUCTIONS, Family, Instruction
 from .link import link_bytes
 from .pages import Matmul, Pages, Stream, attention_pages, kv_pages, matmul_pages, tile_work
 from .step import STEP_FIELDS, StepField, StepTable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,6 +13,7 @@ from .buffers import Buffer
 from .dims import Dims
 
 Column = NDArray[np.int32]
+Columns = Mapping[str, Column]  # by operand
 
 OWN, EVERY = -1, -2  # values of Access.rank besides rank numbers
 

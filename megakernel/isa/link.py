@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .access import EVERY, OWN, Access, Index, Kind
+from .access import EVERY, OWN, Access, Columns, Index, Kind
 from .buffers import BUFFERS
 from .dims import Dims
-from .instructions import Columns, Instruction
+from .instructions import Instruction
 
 Bytes = NDArray[np.int64]
 

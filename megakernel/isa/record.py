@@ -13,8 +13,10 @@ member; the instruction's declaration says how).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Records = NDArray[np.int32]  # [n, WORDS]
 
@@ -34,6 +36,25 @@ INDEXED = 1 << 29
 
 def opcode(records: Records) -> NDArray[np.int32]:
     return records[..., 0] & 0xFF
+
+
+def waits(records: Records) -> Records:
+    """The wait words, a view: [..., WAITS]."""
+    return records[..., WAIT_WORD : WAIT_WORD + WAITS]
+
+
+def signals(records: Records) -> Records:
+    """The signal words, a view: [..., SIGNALS]."""
+    return records[..., SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
+
+
+def encode(opcode: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
+    """[WORDS]: one record; `waits` and `signals` are words."""
+    words = np.zeros(WORDS, dtype=np.int32)
+    words[0] = opcode
+    for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):
+        words[first : first + np.size(values)] = values
+    return words
 
 
 def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, indexed: bool = False) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..isa import Dims, Dtype, Family, Instruction, attention_cost, link_bytes
-from ..isa.instructions import Columns
+from ..isa.access import Columns
 from ..machine import Hardware
 from .collectives import latency_s, measured_s
 

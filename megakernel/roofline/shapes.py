@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..model.config import LlamaConfig
 
@@ -57,72 +58,28 @@ def shape_of(name: str, config: LlamaConfig) -> Shape:
     )
 
 
-def _experts(layers: int, experts: int, hidden: int, ffn: int) -> float:
-    """Gate, up and down of every expert in every layer that has them."""
-    return 3.0 * layers * experts * hidden * ffn
-
-
 # From the models' own config.json and reports. DeepSeek-V3 keeps 512 + 64 values per token and layer (its latent
 # attention) in one copy, and its first three layers are dense.
-SHAPES: dict[str, Shape] = {
-    s.name: s
-    for s in (
-        Shape(
-            name="llama-3.1-405b",
-            layers=126,
-            hidden=16384,
-            ffn=53248,
-            heads=128,
-            head_dim=128,
-            kv_heads=8,
-            kv_width=2048,
-            parameters=405.9e9,
-            embedding_parameters=128256.0 * 16384,
-        ),
-        Shape(
-            name="deepseek-v3",
-            layers=61,
-            hidden=7168,
-            ffn=2048,
-            heads=128,
-            head_dim=128,
-            kv_heads=1,
-            kv_width=576,
-            parameters=671e9,
-            embedding_parameters=129280.0 * 7168,
-            experts=256,
-            active=8,
-            expert_parameters=_experts(layers=58, experts=256, hidden=7168, ffn=2048),
-        ),
-        Shape(
-            name="gpt-oss-120b",
-            layers=36,
-            hidden=2880,
-            ffn=2880,
-            heads=64,
-            head_dim=64,
-            kv_heads=8,
-            kv_width=1024,
-            parameters=116.8e9,
-            embedding_parameters=201088.0 * 2880,
-            experts=128,
-            active=4,
-            expert_parameters=_experts(layers=36, experts=128, hidden=2880, ffn=2880),
-        ),
-        Shape(
-            name="grok-1",
-            layers=64,
-            hidden=6144,
-            ffn=32768,
-            heads=48,
-            head_dim=128,
-            kv_heads=8,
-            kv_width=2048,
-            parameters=314e9,
-            embedding_parameters=131072.0 * 6144,
-            experts=8,
-            active=2,
-            expert_parameters=_experts(layers=64, experts=8, hidden=6144, ffn=32768),
-        ),
+_COLUMNS = (
+    "name", "vocab", "layers", "hidden", "ffn", "heads", "head_dim", "kv_heads", "kv_width", "parameters",
+    "experts", "active", "dense_layers",
+)  # fmt: skip
+_PUBLISHED: tuple[tuple[Any, ...], ...] = (
+    ("llama-3.1-405b", 128256, 126, 16384, 53248, 128, 128, 8, 2048, 405.9e9, 1, 1, 126),
+    ("deepseek-v3", 129280, 61, 7168, 2048, 128, 128, 1, 576, 671e9, 256, 8, 3),
+    ("gpt-oss-120b", 201088, 36, 2880, 2880, 64, 64, 8, 1024, 116.8e9, 128, 4, 0),
+    ("grok-1", 131072, 64, 6144, 32768, 48, 128, 8, 2048, 314e9, 8, 2, 0),
+)
+
+
+def _published(vocab: int, dense_layers: int, **row: Any) -> Shape:
+    """A model with a table of its own for its LM head, and gate, up and down of every expert in the other layers."""
+    expert = 3.0 * row["hidden"] * row["ffn"]
+    return Shape(
+        **row,
+        embedding_parameters=float(vocab * row["hidden"]),
+        expert_parameters=expert * row["experts"] * (row["layers"] - dense_layers),
     )
-}
+
+
+SHAPES: dict[str, Shape] = {row[0]: _published(**dict(zip(_COLUMNS, row, strict=True))) for row in _PUBLISHED}

@@ -73,19 +73,20 @@ class _Place:
         return int(self.words[record.OPERAND_WORD + BY_OPCODE[self.opcode].operands.index(name)])
 
     def waits(self, *, indexed: bool) -> list[int]:
-        return self._list(record.WAIT_WORD, record.WAITS, indexed)
+        return _chosen(record.waits(self.words), indexed)
 
     def signals(self, *, indexed: bool) -> list[int]:
-        return self._list(record.SIGNAL_WORD, record.SIGNALS, indexed)
-
-    def _list(self, first: int, count: int, indexed: bool) -> list[int]:
-        return [int(w) for w in self.words[first : first + count] if w and bool(w & record.INDEXED) == indexed]
+        return _chosen(record.signals(self.words), indexed)
 
     def __str__(self) -> str:
         names = {tracing.PROLOGUE: "the prologue", tracing.EPILOGUE: "the epilogue"}
         where = names.get(self.layer, f"layer {self.layer}")
         name = BY_OPCODE[self.opcode].name
         return f"worker {self.worker} of rank {self.rank} at {name} (record {self.row} of {where})"
+
+
+def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
+    return [int(w) for w in words if w and bool(w & record.INDEXED) == indexed]
 
 
 def _stream(program: Program, rank: int, worker: int) -> Iterator[_Place]:

@@ -52,7 +52,7 @@ class _Signals:
 def _signals(program: Program, segment: int) -> _Signals:
     """An INDEXED signal may go to each row block's counter, OWNER to that row block's rank; ALL_RANKS to each rank."""
     records = program.numbered(segment)[0]
-    words = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
+    words = rec.signals(records)
     record, slot = np.nonzero(words)
     word = words[record, slot]
     copies = np.where(word & rec.INDEXED, program.dims.row_blocks, 1)
@@ -71,7 +71,7 @@ def _signals(program: Program, segment: int) -> _Signals:
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """First counter of each wait word (-1: none) and how many counters it may name: [records, WAITS] each."""
     records = program.numbered(segment)[0]
-    words = records[:, rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS]
+    words = rec.waits(records)
     attention = rec.opcode(records) == _ATTENTION.opcode
     groups = np.where(attention, records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("groups")], 1)
     members = np.where(words & rec.INDEXED, program.dims.row_blocks * groups[:, None], 1)
