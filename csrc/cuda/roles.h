@@ -40,13 +40,11 @@ MK_FN void serve(P& p, Block<P>& block, const Params& params) {
       Controller<P>(p, block, params).run();
       break;
     case kWeightWarp:
-      load_weights(p, block, params);
+    case kInputWarp:
+      load(p, block, params);
       break;
     case kStorerWarp:
       store_outputs(p, block, params);
-      break;
-    case kInputWarp:
-      load_inputs(p, block, params);
       break;
   }
 }
