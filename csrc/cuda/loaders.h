@@ -33,9 +33,9 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   p.arrive(block.parted);
   p.wait_always(block.parted, 0);
   const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
-  for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
-  for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
-    p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
+  MK_LOOP for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
+  MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
+      p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
 }
 
 // The weight loader, and the input loader: they walk the same pages, of which each fills its own.

@@ -13,7 +13,7 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
   const Dims& d = block.dims;
   const bool partial = use.buffer == Buffer::REDUCE;
   const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
-  for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
+  MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
     const TensorMap& map = params.maps[rank * kBuffers + static_cast<int32_t>(use.buffer)];
     use.for_boxes([&](const Box& box) {
       const unsigned char* from = block.pages[slot] + box.at;
