@@ -47,16 +47,15 @@ class FilledPages {
     memset(page_, 0xFF, sizeof page_);  // not a number
     const PageUse& use = uses_.at(taken_);
     const Tensor& tensor = use.buffer == Buffer::K_CACHE ? keys_ : values_;
-    for (int32_t i = 0; i < use.boxes; ++i) {
+    use.for_boxes([&](const Box& box) {
       for (int32_t r = 0; r < kBoxRows; ++r) {
         for (int32_t c = 0; c < kTileInner; ++c) {
-          const int64_t y = use.box_y(i) + r, x = use.box_x(i) + c;
+          const int64_t y = box.y + r, x = box.x + c;
           const uint16_t value = y < tensor.rows && x < tensor.inner ? tensor.first[y * tensor.inner + x] : 0;
-          memcpy(page_ + swizzle(static_cast<uint32_t>(use.box_at(i) + r * kTileRowBytes + 2 * c)), &value,
-                 2);
+          memcpy(page_ + swizzle(static_cast<uint32_t>(box.at + r * kTileRowBytes + 2 * c)), &value, 2);
         }
       }
-    }
+    });
     return page_;
   }
   void release() {

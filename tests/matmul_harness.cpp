@@ -44,34 +44,34 @@ class TestPages {
 
 void load(Memory& page, const Shape& shape, const char* matrix) {
   const PageUse& use = page.use;
-  for (int i = 0; i < use.boxes; ++i) {
-    unsigned char* to = page.bytes + use.box_at(i);
+  use.for_boxes([&](const Box& box) {
+    unsigned char* to = page.bytes + box.at;
     if (use.pieces) {
-      memcpy(to, matrix + (use.box_y(i) * int64_t{use.inner} + use.box_x(i)) * 2, use.box_bytes(i));
-      continue;
+      memcpy(to, matrix + (box.y * int64_t{use.inner} + box.x) * 2, box.bytes);
+      return;
     }
     for (int r = 0; r < kBoxRows; ++r) {
       for (int x = 0; x < 64; ++x) {
-        const int64_t row = use.box_y(i) + r, col = use.box_x(i) + x;
+        const int64_t row = box.y + r, col = box.x + x;
         uint16_t value = 0;
         if (row < shape.rows && col < shape.inner) memcpy(&value, matrix + (row * shape.inner + col) * 2, 2);
         memcpy(to + tile_offset(r, 2 * x), &value, 2);
       }
     }
-  }
+  });
 }
 
 void store(const Memory& page, const Shape& shape, char* matrix) {
   const PageUse& use = page.use;
   const bool add = use.buffer == Buffer::X;
   const int size = add ? 4 : 2;
-  for (int i = 0; i < use.boxes; ++i) {
+  use.for_boxes([&](const Box& box) {
     for (int r = 0; r < kBoxRows; ++r) {
       for (int x = 0; x < kTileRowBytes / size; ++x) {
-        const int64_t row = use.box_y(i) + r, col = use.box_x(i) + x;
+        const int64_t row = box.y + r, col = box.x + x;
         if (row >= shape.rows || col >= shape.inner) continue;
         char* to = matrix + (row * shape.inner + col) * size;
-        const unsigned char* from = page.bytes + use.box_at(i) + tile_offset(r, x * size);
+        const unsigned char* from = page.bytes + box.at + tile_offset(r, x * size);
         if (add) {
           *reinterpret_cast<float*>(to) += *reinterpret_cast<const float*>(from);
         } else {
@@ -79,7 +79,7 @@ void store(const Memory& page, const Shape& shape, char* matrix) {
         }
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -17,10 +17,11 @@ class Controller {
 
  private:
   MK_FN bool walk() {
-    for (int32_t segment = kPrologue; segment <= kEpilogue; ++segment) {
+    MK_LOOP for (int32_t segment = kPrologue; segment <= kEpilogue; ++segment) {
       if (!(params_.segments >> segment & 1)) continue;
       const bool body = segment == kBody;
-      for (int32_t layer = body ? params_.layer_begin : 0; layer < (body ? params_.layer_end : 1); ++layer) {
+      MK_LOOP for (int32_t layer = body ? params_.layer_begin : 0; layer < (body ? params_.layer_end : 1);
+                   ++layer) {
         if (!run_segment({segment, layer, 0, segment == kEpilogue ? block_.dims.layers : layer}))
           return false;
       }
@@ -30,7 +31,7 @@ class Controller {
 
   MK_FN bool run_segment(Where where) {
     const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
-    for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
+    MK_LOOP for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
       const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
       if (record_opcode(record) == static_cast<int32_t>(Opcode::drain) &&
           !drain(operands<Drain>(record), where))

@@ -63,15 +63,15 @@ template <class P>
 MK_FN void arrive(P& p, const Params& params, const Dims& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
   if (!params.synchronise) return;
-  for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
-    p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
-             scope_of(d, rank));
+  MK_LOOP for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
+      p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
+               scope_of(d, rank));
 }
 
 // The words that name one counter each.
 template <class P>
 MK_FN void signal_words(P& p, const Params& params, const Dims& d, const Task& task) {
-  for (int32_t i = 0; i < kSignals; ++i) {
+  MK_LOOP for (int32_t i = 0; i < kSignals; ++i) {
     const int32_t word = task.record[kSignalWord + i];
     if (word == 0 || (word & kIndexed)) continue;
     const int32_t rank = word_rank(word), block = task.where.block + (word & kNext ? 1 : 0);

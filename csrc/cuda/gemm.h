@@ -70,13 +70,17 @@ MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m,
   }
   MK_LOOP for (int first = 0; first < cols; first += kTurn * kBlockCols) {
     const auto part = acc.template blocks<kTurn>(first / kBlockCols);
-    MK_UNROLL for (int i = 0; i < kTurn; ++i) {
+    MK_LOOP for (int i = 0; i < kTurn; ++i) {
       MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
         const int at = first + i * kBlockCols + acc.col(e);
         if (at >= cols) continue;
         const auto column = to.column(col + at);
         MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-          if (acc.row(h) < m.rows) to.store(rows[h], column, part.low(i, h, e), part.high(i, h, e));
+          Pair pair{};
+          MK_UNROLL for (int j = 0; j < kTurn; ++j) {
+            if (j == i) pair = {part.low(j, h, e), part.high(j, h, e)};
+          }
+          if (acc.row(h) < m.rows) to.store(rows[h], column, pair.a, pair.b);
         }
       }
     }
@@ -88,12 +92,13 @@ template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
     const int cols = lower(m.cols - done, chunk_cols(m));
-    for (const int end = page + steps * (m.halves == 2 || cols > kTileRows ? 3 : 2); page < end; ++page) {
+    MK_LOOP for (const int end = page + steps * (m.halves == 2 || cols > kTileRows ? 3 : 2); page < end;
+                 ++page) {
       pages.full(page);
       pages.release(page);
     }
     if (!m.by_pages) continue;
-    for (int at = 0; at < cols; at += output_cols(m), ++page) {
+    MK_LOOP for (int at = 0; at < cols; at += output_cols(m), ++page) {
       pages.writable(page);
       pages.ready(page);
     }

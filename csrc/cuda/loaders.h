@@ -14,14 +14,13 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use,
   p.expect(full, use.bytes());
   if (use.pieces) {
     const char* rows = static_cast<const char*>(params.at(block.rank, use.buffer, use.z));
-    for (int32_t i = 0; i < use.boxes; ++i) {
-      const int64_t element = static_cast<int64_t>(use.box_y(i)) * use.inner + use.box_x(i);
-      p.load_bytes(page + use.box_at(i), rows + element * 2, use.box_bytes(i), full);
-    }
+    use.for_boxes([&](const Box& box) {
+      const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
+      p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
+    });
   } else {
     const TensorMap& map = params.maps[block.rank * kBuffers + static_cast<int32_t>(use.buffer)];
-    for (int32_t i = 0; i < use.boxes; ++i)
-      p.load_tile(page + use.box_at(i), map, use.box_x(i), use.box_y(i), use.z, full);
+    use.for_boxes([&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
   }
 }
 
@@ -34,24 +33,39 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   p.arrive(block.parted);
   p.wait_always(block.parted, 0);
   const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
-  for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
-  for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
-    p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
+  MK_LOOP for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
+  MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
+      p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
 }
 
+// The weight loader, and the input loader: they walk the same pages, of which each fills its own.
 template <class P>
-MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
+MK_FN void load(P& p, Block<P>& block, const Params& params) {
+  const bool inputs = p.warp() == kInputWarp;
   bool live = true;
   uint32_t page = 0;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     p.wait_always(slot.fetched, slot_parity(j));
-    if (slot.task.end()) break;
+    const Task& task = slot.task;
+    if (task.end()) break;
+    if (inputs) {
+      live = live && wait_words(p, params, block.dims, task);
+      if (task.is(Opcode::final_norm)) live = live && wait_rows(p, params, block.dims, block.step, task);
+      p.fence_async();
+      p.arrive(slot.inputs);
+    }
     uint64_t begin = 0;
-    live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
+    int32_t item = -1;
+    live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
+             if (inputs && use.item != item) {
+               item = use.item;
+               if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
+               p.fence_async();
+             }
              const Page at = page_of(page);
              if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
-             if (use.fill == Fill::kWeights) {
+             if (use.fill == (inputs ? Fill::kInputs : Fill::kWeights)) {
                if (begin == 0) begin = p.now();
                fill(p, block, params, use, at.slot);
              } else {
@@ -60,45 +74,10 @@ MK_FN void load_weights(P& p, Block<P>& block, const Params& params) {
              ++page;
              return true;
            });
-    if (begin) p.trace(slot.task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.retired);
   }
-  settle_loads(p, block, 0, page);
-}
-
-template <class P>
-MK_FN void load_inputs(P& p, Block<P>& block, const Params& params) {
-  bool live = true;
-  uint32_t page = 0;
-  for (uint32_t j = 0;; ++j) {
-    Slot<P>& slot = block.slots[slot_of(j)];
-    p.wait_always(slot.fetched, slot_parity(j));
-    const Task& task = slot.task;
-    if (task.end()) break;
-    live = live && wait_words(p, params, block.dims, task);
-    if (task.is(Opcode::final_norm)) live = live && wait_rows(p, params, block.dims, block.step, task);
-    p.fence_async();
-    p.arrive(slot.inputs);
-    int32_t item = -1;
-    live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
-             if (use.item != item) {
-               item = use.item;
-               if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
-               p.fence_async();
-             }
-             const Page at = page_of(page);
-             if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
-             if (use.fill == Fill::kInputs) {
-               fill(p, block, params, use, at.slot);
-             } else {
-               p.arrive(block.full[at.slot]);
-             }
-             ++page;
-             return true;
-           });
-    p.arrive(slot.retired);
-  }
-  settle_loads(p, block, 1, page);
+  settle_loads(p, block, inputs ? 1 : 0, page);
 }
 
 }  // namespace mk

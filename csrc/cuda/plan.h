@@ -1,5 +1,6 @@
 // Which pages an instruction takes: a function of its record, the sizes and the step table. Everyone who
-// touches pages walks the list that `for_pages` gives, in its order.
+// touches pages walks the list that `for_pages` gives, in its order. Each kind of instruction hands out all
+// of its pages at one place, so that the code of those who walk is there but once.
 //
 // A page of tiles is made of boxes of [kBoxRows rows][128 bytes], a page of pieces of kPieces rows of up to
 // kPiece elements.
@@ -13,30 +14,51 @@ constexpr int kBoxBytes = kBoxRows * 128, kHalfPage = kPageBytes / 2, kPieceByte
 
 enum class Fill : int32_t { kWeights, kInputs, kOutput };
 
-// What lies in a page. Box i of [first, first + boxes): column (i / per), row (i % per).
+// A piece of a page: where it lies in its buffer, in elements and rows, and in its page.
+struct Box {
+  int32_t x, y;
+  int32_t at;
+  uint32_t bytes;
+};
+
+// What lies in a page: boxes column by column, `per` of them in each.
 struct PageUse {
   Fill fill;
   bool pieces;  // not tiles
   Buffer buffer;
-  int32_t x, y, z;  // of box 0, in elements, rows, and matrices of the buffer
-  int32_t first, boxes, per;
+  int32_t x, y, z;  // of the first column: elements, its row 0, and matrices of the buffer
+  int32_t row;      // of that column, where the page begins
+  int32_t boxes, per;
   int32_t step;   // pieces: rows between rows
   int32_t inner;  // pieces: elements of a whole row
   int32_t item;   // attention: whose counters must hold; -1 elsewhere
 
-  MK_FN int32_t box_x(int32_t i) const { return x + (first + i) / per * (pieces ? kPiece : kTileInner); }
-  MK_FN int32_t box_y(int32_t i) const { return y + (first + i) % per * (pieces ? step : kBoxRows); }
-  // Where in its page it lies.
-  MK_FN int32_t box_at(int32_t i) const {
-    return pieces ? i * kPieceBytes : i / per * kHalfPage + i % per * kBoxBytes;
-  }
-  MK_FN uint32_t box_bytes(int32_t i) const {
-    return pieces ? static_cast<uint32_t>(lower(kPiece, inner - box_x(i))) * 2 : kBoxBytes;
+  // Calls each(Box) in order.
+  template <class Each>
+  MK_FN void for_boxes(Each&& each) const {
+    int32_t left = boxes, r = row, column = x, at = 0;
+    MK_LOOP for (int32_t first = 0; left > 0; first += kHalfPage) {
+      if (!pieces) at = first;
+      const uint32_t bytes = column_bytes(column);
+      MK_LOOP for (; r < per && left > 0; ++r, --left) {
+        each(Box{column, y + r * (pieces ? step : kBoxRows), at, bytes});
+        at += pieces ? kPieceBytes : kBoxBytes;
+      }
+      r = 0;
+      column += pieces ? kPiece : kTileInner;
+    }
   }
   MK_FN uint32_t bytes() const {
+    if (!pieces || row + boxes <= per) return static_cast<uint32_t>(boxes) * column_bytes(x);
     uint32_t n = 0;
-    for (int32_t i = 0; i < boxes; ++i) n += box_bytes(i);
+    for_boxes([&](const Box& box) { n += box.bytes; });
     return n;
+  }
+
+ private:
+  // Of a box of the column at `column`.
+  MK_FN uint32_t column_bytes(int32_t column) const {
+    return pieces ? static_cast<uint32_t>(lower(kPiece, inner - column)) * 2 : kBoxBytes;
   }
 };
 
@@ -86,32 +108,38 @@ MK_FN int32_t output_cols(const Matmul& m) { return m.output == Buffer::X ? 32 :
 
 template <class Each>
 MK_FN bool tensor_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each) {
+  constexpr int32_t kPer = kTileRows / kBoxRows;
   const int32_t row_boxes = ceil_div(m.rows, kBoxRows);
-  const int32_t depth = weight_layer(m, layer);
+  const int32_t matrix = weight_layer(m, layer) * m.halves;
   const bool reduce = m.output == Buffer::REDUCE;
   const int32_t out_z = reduce ? d.rank : 0;
   const int32_t out_y =
       reduce ? static_cast<int32_t>(reduce_row(d, d.rank, m.row)) - d.rank * d.own_rows() : m.row;
-  for (int32_t col = 0; col < m.cols; col += chunk_cols(m)) {
-    const int32_t cols = lower(m.cols - col, chunk_cols(m));
-    for (int32_t x = 0; x < m.k; x += kTileInner) {
-      if (!each(PageUse{Fill::kInputs, false, m.inputs, x, m.row, 0, 0, row_boxes, kTileRows / kBoxRows, 0, 0,
-                        -1}))
-        return false;
-      for (int32_t n = 0; n < 2; ++n) {
-        const int32_t first = m.halves == 2 ? 0 : n * kTileRows, half = m.halves == 2 ? n : 0;
-        if (first >= cols) break;
-        if (!each(PageUse{Fill::kWeights, false, m.weights, x, m.col + col + first, depth * m.halves + half,
-                          0, ceil_div(lower(cols - first, kTileRows), kBoxRows), kTileRows / kBoxRows, 0, 0,
-                          -1}))
-          return false;
+  MK_LOOP for (int32_t done = 0; done < m.cols; done += chunk_cols(m)) {
+    const int32_t col = m.col + done, cols = lower(m.cols - done, chunk_cols(m));
+    const int32_t outputs = m.by_pages ? cols : 0;
+    // Of a K step: the inputs, then weights of columns from 0 on, then of gate and up the latter, else of
+    // columns from kTileRows on.
+    const int32_t members = m.halves == 2 || cols > kTileRows ? 3 : 2;
+    int32_t x = 0, member = 0, out = 0;
+    while (x < m.k || out < outputs) {
+      PageUse use{Fill::kInputs, false, m.inputs, x, m.row, 0, 0, row_boxes, kPer, 0, 0, -1};
+      if (x >= m.k) {
+        use = {Fill::kOutput, false, m.output, col + out, out_y, out_z, 0, row_boxes, kPer, 0, 0, -1};
+        out += output_cols(m);
+      } else {
+        if (member > 0) {
+          const int32_t first = m.halves == 1 && member == 2 ? kTileRows : 0;
+          const int32_t boxes = ceil_div(lower(cols - first, kTileRows), kBoxRows);
+          use = {Fill::kWeights, false, m.weights, x, col + first, matrix + (member - 1) % m.halves, 0,
+                 boxes,          kPer,  0,         0, -1};
+        }
+        if (++member == members) {
+          member = 0;
+          x += kTileInner;
+        }
       }
-    }
-    if (!m.by_pages) continue;
-    for (int32_t at = 0; at < cols; at += output_cols(m)) {
-      if (!each(PageUse{Fill::kOutput, false, m.output, m.col + col + at, out_y, out_z, 0, row_boxes,
-                        kTileRows / kBoxRows, 0, 0, -1}))
-        return false;
+      if (!each(use)) return false;
     }
   }
   return true;
@@ -126,26 +154,49 @@ MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)
 
 template <class Each>
 MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each) {
-  const int32_t pieces = ceil_div(m.k, kPiece), units = ceil_div(m.cols, 2 * kPieces / m.halves);
-  const int32_t weights = 2 * pieces * units, inputs = dot_input_pages(m), cells = m.rows * pieces;
-  for (int32_t page = 0; page < weights;) {
-    for (const int32_t end = lower(weights, page + lap_weights(m)); page < end; ++page) {
-      const int32_t member = page % 2, piece = page / 2 % pieces, unit = page / 2 / pieces;
-      const int32_t first = unit * (2 * kPieces / m.halves);  // column
-      const int32_t y = m.halves == 2 ? member * d.rank_ffn() + m.col + first : m.col + first + member;
-      const int32_t step = 2 / m.halves;
-      const int32_t left = m.cols - first - (m.halves == 2 ? 0 : member);
-      if (!each(PageUse{Fill::kWeights, true, m.weights, piece * kPiece, y, weight_layer(m, layer), 0,
-                        lower(kPieces, ceil_div(left, step)), kPieces, step, m.k, -1}))
-        return false;
+  const int32_t units = ceil_div(m.cols, 2 * kPieces / m.halves), step = 2 / m.halves;
+  const int32_t cells = m.rows * ceil_div(m.k, kPiece), matrix = weight_layer(m, layer);
+  const int32_t other = m.halves == 2 ? d.rank_ffn() : 1;     // from rows of member 0 to those of member 1
+  int32_t left = 2 * ceil_div(m.k, kPiece) * units, lap = 0;  // weight pages; of this lap
+  int32_t x = 0, member = 0, first = 0;                       // of the next weight page; its first column
+  int32_t cell = cells;                                       // of the next input page
+  while (true) {
+    if (lap == 0 && cell >= cells) {
+      if (left == 0) return true;
+      lap = lower(left, lap_weights(m));
+      left -= lap;
+      cell = 0;
     }
-    for (int32_t i = 0; i < inputs; ++i) {
-      if (!each(PageUse{Fill::kInputs, true, m.inputs, 0, m.row, 0, i * kPieces,
-                        lower(kPieces, cells - i * kPieces), m.rows, 1, m.k, -1}))
-        return false;
+    PageUse use;
+    if (lap > 0) {
+      const int32_t rows = m.cols - first - (m.halves == 2 ? 0 : member);
+      use = {Fill::kWeights,
+             true,
+             m.weights,
+             x,
+             m.col + first + member * other,
+             matrix,
+             0,
+             lower(kPieces, ceil_div(rows, step)),
+             kPieces,
+             step,
+             m.k,
+             -1};
+      --lap;
+      member ^= 1;
+      if (member == 0) x += kPiece;
+      if (x >= m.k) {
+        x = 0;
+        first += 2 * kPieces / m.halves;
+      }
+    } else {
+      use = {Fill::kInputs, true, m.inputs,      cell / m.rows * kPiece,
+             m.row,         0,    cell % m.rows, lower(kPieces, cells - cell),
+             m.rows,        1,    m.k,           -1};
+      cell += kPieces;
     }
+    if (!each(use)) return false;
   }
-  return true;
 }
 
 // Attention: the query rows of an item (row, then head of the group) in tiles, units = KV heads x tiles, a
@@ -155,29 +206,42 @@ MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each)
 // nothing in it, which says that its counters hold.
 template <class Each>
 MK_FN bool item_pages(const Dims& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
-  if (s.item_seq[item] < 0)
-    return each(PageUse{Fill::kInputs, false, Buffer::K_CACHE, 0, 0, layer, 0, 0, 1, 0, 0, item});
-  const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  const int32_t units = s.item_kv_heads[item] * tiles;
-  const int32_t* table = s.block_tables + static_cast<int64_t>(s.item_seq[item]) * d.pages_per_seq();
+  const int32_t seq = s.item_seq[item];
+  const bool padding = seq < 0;
+  const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
+  const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
+  const int32_t* table = s.block_tables + static_cast<int64_t>(seq) * d.pages_per_seq();
   const bool narrow = d.head_dim <= kTileInner;
-  const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), value_boxes = kTileRows / kBoxRows;
-  for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
+  const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
+  const int32_t pages = padding ? 1 : 2 * halves;
+  MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower(pass + kConsumerWarps, units) - 1) / tiles;
-    for (int32_t block = s.item_block[item]; block < s.item_block[item] + s.item_blocks[item]; ++block) {
-      for (int32_t head = first; head <= last; ++head) {
-        const int32_t matrix = table[block] * d.rank_kv_heads() + head;
-        const int32_t key = matrix * d.head_dim, value = matrix * d.page;
-        for (int32_t half = 0; half < (narrow ? 1 : 2); ++half) {
-          if (!each(PageUse{Fill::kInputs, false, Buffer::K_CACHE, half * kTileInner, key, layer, 0,
-                            narrow ? 2 * key_boxes : key_boxes, key_boxes, 0, 0, item}))
-            return false;
-        }
-        for (int32_t half = 0; half < (narrow ? 1 : 2); ++half) {
-          if (!each(PageUse{Fill::kInputs, false, Buffer::V_CACHE, half * kTileInner, value, layer, 0,
-                            value_boxes, value_boxes, 0, 0, item}))
-            return false;
+    const int32_t end = s.item_block[item] + (padding ? 1 : s.item_blocks[item]);
+    MK_LOOP for (int32_t block = s.item_block[item]; block < end; ++block) {
+      MK_LOOP for (int32_t head = first; head <= last; ++head) {
+        const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
+        MK_LOOP for (int32_t i = 0; i < pages; ++i) {
+          PageUse use{Fill::kInputs,
+                      false,
+                      Buffer::V_CACHE,
+                      (i - halves) * kTileInner,
+                      matrix * d.page,
+                      layer,
+                      0,
+                      kTileRows / kBoxRows,
+                      kTileRows / kBoxRows,
+                      0,
+                      0,
+                      item};
+          if (i < halves) {
+            use.buffer = Buffer::K_CACHE;
+            use.x = i * kTileInner;
+            use.y = matrix * d.head_dim;
+            use.boxes = padding ? 0 : narrow ? 2 * key_boxes : key_boxes;
+            use.per = key_boxes;
+          }
+          if (!each(use)) return false;
         }
       }
     }

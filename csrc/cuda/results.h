@@ -145,8 +145,8 @@ class ToPartial {
   }
   MK_FN int column(int col) const { return col; }
   MK_FN void store(const Row& row, int col, float a, float b) const {
-    for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
-      store_pair(c_.copy<uint16_t>(Buffer::REDUCE, rank) + row.at + col, a, b);
+    MK_LOOP for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
+        store_pair(c_.copy<uint16_t>(Buffer::REDUCE, rank) + row.at + col, a, b);
   }
 
  private:

@@ -16,13 +16,13 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.worker = index % params.workers;
     block.dims = params.dims[block.rank];
     block.step = step_view(params.step_words, block.dims);
-    for (int i = 0; i < kPages; ++i) {
+    MK_LOOP for (int i = 0; i < kPages; ++i) {
       p.init(block.full[i], 2);
       p.init(block.ready[i], kConsumerWarps);
       p.init(block.empty[i], kConsumerWarps);
     }
     p.init(block.parted, 2);
-    for (Slot<P>& slot : block.slots) {
+    MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);
       p.init(slot.outputs, kConsumerWarps);
@@ -41,13 +41,11 @@ MK_FN void serve(P& p, Block<P>& block, const Params& params) {
       Controller<P>(p, block, params).run();
       break;
     case kWeightWarp:
-      load_weights(p, block, params);
+    case kInputWarp:
+      load(p, block, params);
       break;
     case kStorerWarp:
       store_outputs(p, block, params);
-      break;
-    case kInputWarp:
-      load_inputs(p, block, params);
       break;
   }
 }

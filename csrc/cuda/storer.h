@@ -13,16 +13,16 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
   const Dims& d = block.dims;
   const bool partial = use.buffer == Buffer::REDUCE;
   const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
-  for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
+  MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
     const TensorMap& map = params.maps[rank * kBuffers + static_cast<int32_t>(use.buffer)];
-    for (int32_t i = 0; i < use.boxes; ++i) {
-      const unsigned char* from = block.pages[slot] + use.box_at(i);
+    use.for_boxes([&](const Box& box) {
+      const unsigned char* from = block.pages[slot] + box.at;
       if (use.buffer == Buffer::X) {
-        p.add_tile(map, use.box_x(i), use.box_y(i), use.z, from);
+        p.add_tile(map, box.x, box.y, use.z, from);
       } else {
-        p.store_tile(map, use.box_x(i), use.box_y(i), use.z, from);
+        p.store_tile(map, box.x, box.y, use.z, from);
       }
-    }
+    });
   }
   p.commit();
 }

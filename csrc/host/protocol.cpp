@@ -101,25 +101,26 @@ __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* 
   const mk::StepView step = mk::step_view(step_words, *dims);
   int32_t n = 0, page = 0;
   mk::for_pages(*dims, step, task, [&](const mk::PageUse& use) {
-    for (int32_t i = 0; i < use.boxes || i == 0; ++i, ++n) {
-      if (n >= capacity) return false;
-      const bool box = i < use.boxes;
+    const auto add = [&](const mk::Box& box) {
+      if (n++ >= capacity) return;
       const int32_t row[] = {page,
                              static_cast<int32_t>(use.fill),
                              use.pieces,
                              static_cast<int32_t>(use.buffer),
-                             box ? use.box_x(i) : 0,
-                             box ? use.box_y(i) : 0,
+                             box.x,
+                             box.y,
                              use.z,
-                             box ? use.box_at(i) : 0,
-                             box ? static_cast<int32_t>(use.box_bytes(i)) : 0,
+                             box.at,
+                             static_cast<int32_t>(box.bytes),
                              use.item};
-      memcpy(rows + 10 * n, row, sizeof row);
-    }
+      memcpy(rows + 10 * (n - 1), row, sizeof row);
+    };
+    use.for_boxes(add);
+    if (use.boxes == 0) add({});
     ++page;
-    return true;
+    return n <= capacity;
   });
-  return n;
+  return n < capacity ? n : capacity;
 }
 
 }  // extern "C"

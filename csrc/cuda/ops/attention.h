@@ -86,7 +86,7 @@ class AttentionItem {
     if (own < 0 || split) return;
     const QueryRows q = query_rows(own, first);
     const Ranks ranks = output_ranks();
-    for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+    MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       tile.store_results([&](int i) {
         return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) : nullptr;
       });
@@ -128,7 +128,7 @@ class AttentionItem {
   // Of all blocks' partials: a warp per query row and head.
   MK_FN void merge_split() {
     int turn = 0;
-    for (int r = 0; r < s_.item_rows[item_]; ++r) {
+    MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
       const int row = s_.item_row[item_] + r;
       for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
         const QueryRows q = query_rows(head, 0);
@@ -153,19 +153,19 @@ class AttentionItem {
         b = scale.merged(b, block_b);
       }
       const float share = 1.0f / sums.l;
-      for (int rank = ranks.begin; rank < ranks.end; ++rank)
-        store_word(output(rank, row, first_head + g) + e, pack_bf16(a * share, b * share));
+      MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank)
+          store_word(output(rank, row, first_head + g) + e, pack_bf16(a * share, b * share));
     }
   }
 
   MK_FN void store_zeros() {
     const Ranks ranks = output_ranks();
-    for (int r = call_.warp; r < s_.item_rows[item_]; r += kConsumerWarps) {
+    MK_LOOP for (int r = call_.warp; r < s_.item_rows[item_]; r += kConsumerWarps) {
       for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
         const QueryRows q = query_rows(head, 0);
-        for (int rank = ranks.begin; rank < ranks.end; ++rank) {
-          for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
-            store_word(output(rank, q.first_row + r, q.first_head) + e, 0);
+        MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+          MK_LOOP for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
+              store_word(output(rank, q.first_row + r, q.first_head) + e, 0);
         }
       }
     }

@@ -46,7 +46,7 @@ class Norm {
           store(i, k, pack_eight(y));
         });
       } else if (r == kNone) {
-        for (int k = first_; k < hidden_; k += kStep) store(i, k, Words{});
+        MK_LOOP for (int k = first_; k < hidden_; k += kStep) store(i, k, Words{});
       }
     }
   }
@@ -70,7 +70,7 @@ class Norm {
       if (first_ + h * kStep < hidden_) f(first_ + h * kStep, held.part[h]);
     }
     const float* x = x_ + int64_t{r} * hidden_;
-    for (int k = first_ + kNormHeld * kStep; k < hidden_; k += kStep) f(k, load_eight(x + k));
+    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < hidden_; k += kStep) f(k, load_eight(x + k));
   }
 
   MK_FN float sum_of_squares(const NormPart& held, int r) {
@@ -86,7 +86,7 @@ class Norm {
 
   MK_FN void store(int i, int k, const Words& words) const {
     const Ranks ranks = norm_ranks(*call_.dims);
-    for (int rank = ranks.begin; rank < ranks.end; ++rank) {
+    MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       store_words(call_.copy<uint16_t>(out_, rank) + int64_t{i} * hidden_ + k, words);
     }
   }

@@ -75,7 +75,7 @@ class Sampler {
     call_.copy<float>(Buffer::LOGPROBS_OUT, 0)[i] = logprob;
     if (s.sample_slot[i] < 0) return;
     const int64_t at = int64_t{s.sample_slot[i]} * (d.max_context + 1) + s.sample_position[i];
-    for (int rank = 0; rank < d.tp; ++rank) call_.copy<int32_t>(Buffer::HISTORY, rank)[at] = token;
+    MK_LOOP for (int rank = 0; rank < d.tp; ++rank) call_.copy<int32_t>(Buffer::HISTORY, rank)[at] = token;
   }
 
  private:
@@ -207,7 +207,7 @@ class Sampler {
         MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow)
             look(order_key(load_float(z_ + id)), measure(id, count));
       } else {
-        for (int j = thread_; j < listed; j += kThreadsOfRow) {
+        MK_LOOP for (int j = thread_; j < listed; j += kThreadsOfRow) {
           const float z = load_float(other_ + j);
           look(order_key(z), count ? 1 : weight(expf(z - top_)));
         }
@@ -261,21 +261,21 @@ class Sampler {
     int32_t* counts = reinterpret_cast<int32_t*>(other_);
     const int end = s.sample_position[i];
     const float repetition = s.repetition_penalty[i];
-    for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
+    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
     p_.consumer_sync();
-    for (int t = thread_; t < end; t += kThreadsOfRow) {
+    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) {
       const int32_t id = load_int(history + t);
       if (exchange(counts + id, 1) != 0) continue;
       const float z = load_float(z_ + id);
       z_[id] = z > 0.0f ? z / repetition : z * repetition;
     }
     p_.consumer_sync();
-    for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
+    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
     p_.consumer_sync();
-    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow)
-      fetch_add(counts + load_int(history + t), 1);
+    MK_LOOP for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow)
+        fetch_add(counts + load_int(history + t), 1);
     p_.consumer_sync();
-    for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) {
+    MK_LOOP for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) {
       const int32_t id = load_int(history + t);
       const int32_t n = exchange(counts + id, 0);
       if (n > 0)
@@ -289,13 +289,13 @@ class Sampler {
   MK_FN void add_bias(int i) {
     const StepView& s = *call_.step;
     const int end = s.bias_end[i];
-    for (int b = s.bias_begin[i] + thread_; b < end; b += kThreadsOfRow) {
+    MK_LOOP for (int b = s.bias_begin[i] + thread_; b < end; b += kThreadsOfRow) {
       const int32_t id = s.bias_ids[b];
       int first = s.bias_begin[i];
       while (s.bias_ids[first] != id) ++first;
       if (first < b) continue;
       float z = load_float(z_ + id);
-      for (int j = b; j < end; ++j) {
+      MK_LOOP for (int j = b; j < end; ++j) {
         if (s.bias_ids[j] == id) z += s.bias_values[j];
       }
       z_[id] = z;
