@@ -225,6 +225,12 @@ def params() -> str:
         "",
         *(f"constexpr int32_t {name} = {value};" for name, value in constants.items()),
         "",
+        "// Warps of a block; the others are consumers.",
+        f"enum : int32_t {{ {', '.join(_warp(role) for role in launch.SERVICE_WARPS)}, kConsumerWarp }};",
+        "",
+        "// What a warp waits for: a counter or a barrier.",
+        f"enum class Awaited : int32_t {{ {', '.join(f'k{name.title()}' for name in launch.AWAITED)} }};",
+        "",
         "struct TensorMap;",
         "",
     ]
@@ -247,6 +253,10 @@ def params() -> str:
         ]
     out += ["}  // namespace mk", ""]
     return "\n".join(out)
+
+
+def _warp(role: str) -> str:
+    return f"k{role.split()[0].title()}Warp"
 
 
 def _pages_reference() -> list[str]:

@@ -34,6 +34,8 @@ BUGS = (
     "wrong phase",
     "early signal",
     "old map",
+    "never retired",
+    "lost load",
 )
 TIMEOUT_NS = 20_000_000_000
 _FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
@@ -169,6 +171,11 @@ class LaunchImage:
     def params(self) -> Any:
         """The launch's Params, to be changed in place."""
         return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
+
+    @property
+    def diagnosis(self) -> Any:
+        """What the watchdog has left."""
+        return STRUCTURES["Diagnosis"].from_address(self.params.diagnosis)
 
     def restore(self) -> None:
         """As before the first launch. Pointers stay where they are."""

@@ -36,7 +36,7 @@ DOTS = BOTH | {
     "LDS.128": "dot products",
 }
 # Bytes that each class may spill: what ptxas of CUDA 13.0 does, and what is left to do.
-SPILLS = {"tensor": 2950, "dots": 600}
+SPILLS = {"tensor": 3300, "dots": 650}
 
 
 def disassemble(cubin: Path) -> str:

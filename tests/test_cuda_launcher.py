@@ -187,7 +187,15 @@ def in_process_failures() -> None:
     def stuck(params: Any) -> bool:
         diagnosis = STRUCTURES["Diagnosis"].from_address(params.diagnosis)
         row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
-        for name, value in (("set", 1), ("worker", 2), ("segment", 1), ("layer", 2), ("number", row), ("counter", 7)):
+        for name, value in (
+            ("set", 1),
+            ("worker", 2),
+            ("warp", 3),
+            ("segment", 1),
+            ("layer", 2),
+            ("number", row),
+            ("counter", 7),
+        ):
             setattr(diagnosis, name, value)
         diagnosis.value, diagnosis.expected = 3, 4
         view(params.abort, (1,), np.int32)[0] = 1
@@ -200,8 +208,8 @@ def in_process_failures() -> None:
     with pytest.raises(MegakernelError) as caught:
         backend.launch(program, table)
     said = str(caught.value)
-    assert "rank 0 worker 2 waits in body record" in said and "layer 2" in said
-    assert "counter 7 of block 2" in said and "value 3, expected 4" in said
+    assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
+    assert "wait word 0: 7 of block 2 has value 3, expected 4" in said
     kernel.before = None
     assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
 

@@ -20,6 +20,8 @@
 //   inputs   the input loader: what the instruction reads has been written
 //   outputs  the consumer warps: all their stores have been issued, and fenced
 //   retired  both loaders, the storer and the consumer warps: the slot may be written again
+//
+// A wait for a barrier that lasts too long is remembered in `late`, and ends the launch.
 #pragma once
 #include "../common/record.h"
 #include "ops/call.h"
@@ -29,8 +31,7 @@ namespace mk {
 
 constexpr int kSlots = 4;
 constexpr int kWarps = kThreads / 32;
-constexpr int kConsumerWarp = kWarps - kConsumerWarps;  // the first of them
-enum : int { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp };
+static_assert(kConsumerWarp + kConsumerWarps == kWarps);
 constexpr int kRetiring = 3 + kConsumerWarps;
 
 struct Task {
@@ -42,24 +43,38 @@ struct Task {
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
 };
 
-template <class P>
-struct Slot {
-  typename P::Barrier fetched, inputs, outputs, retired;
+template <class Barrier>
+struct SlotMemory {
+  Barrier fetched, inputs, outputs, retired;
   Task task;
 };
 
-template <class P>
-struct alignas(1024) Block {
+// A wait that was too long.
+template <class Barrier>
+struct Late {
+  const Barrier* barrier;  // null: none was
+  uint32_t parity;
+  Where where;
+};
+
+template <class Barrier>
+struct alignas(1024) BlockMemory {
   unsigned char pages[kPages][kPageBytes];
-  typename P::Barrier full[kPages], ready[kPages], empty[kPages];
-  Slot<P> slots[kSlots];
-  typename P::Barrier parted;  // both loaders have come to their end
-  uint32_t passed[2];          // pages that they have come by
+  Barrier full[kPages], ready[kPages], empty[kPages];
+  SlotMemory<Barrier> slots[kSlots];
+  Barrier parted;      // both loaders have come to their end
+  uint32_t passed[2];  // pages that they have come by
+  Late<Barrier> late[kWarps];
   Dims dims;
   StepView step;
   Scratch scratch;
   int32_t rank, worker, index;  // index: of the block in its grid
 };
+
+template <class P>
+using Slot = SlotMemory<typename P::Barrier>;
+template <class P>
+using Block = BlockMemory<typename P::Barrier>;
 
 // Instruction j of a block, as its roles reach it.
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }

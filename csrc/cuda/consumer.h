@@ -2,6 +2,7 @@
 // is the work itself.
 #pragma once
 #include "pages.h"
+#include "watchdog.h"
 
 namespace mk {
 
@@ -12,10 +13,9 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     [[maybe_unused]] const uint64_t waiting = p.now();
-    p.wait_always(slot.fetched, slot_parity(j));
     const Task& task = slot.task;
-    if (task.end()) break;
-    p.wait(slot.inputs, slot_parity(j));
+    if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
+    p.wait(slot.inputs, slot_parity(j), task.where);
     [[maybe_unused]] const uint64_t begin = p.now();
     if constexpr (P::kTrace) {
       if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COUNTER_WAIT, waiting);
@@ -39,6 +39,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, begin);
     p.arrive(slot.retired);
   }
+  report(p, block, params);
 }
 
 }  // namespace mk

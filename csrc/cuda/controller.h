@@ -51,7 +51,7 @@ class Controller {
     int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
     while (true) {
       if (p_.aborted()) return false;
-      wait_for_room(2);
+      if (!wait_for_room(2)) return false;
       const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
       if (item < 0) return true;
       where.number = body + first + item;
@@ -59,17 +59,17 @@ class Controller {
     }
   }
 
-  // Until fewer than n instructions are under way.
-  MK_FN void wait_for_room(uint32_t n) {
+  // Until fewer than n instructions are under way; false: they do not end.
+  MK_FN bool wait_for_room(uint32_t n) {
     if (!params_.pipelined) n = 1;
-    if (published_ < n) return;
+    if (published_ < n) return true;
     const uint32_t j = published_ - n;
-    p_.wait_always(block_.slots[slot_of(j)].retired, slot_parity(j));
+    return p_.wait_always(block_.slots[slot_of(j)].retired, slot_parity(j));
   }
 
   // No record: the end.
   MK_FN void publish(const int32_t* record, const Where& where) {
-    wait_for_room(kSlots);
+    if (!wait_for_room(kSlots)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
     Slot<P>& slot = block_.slots[slot_of(published_)];
     for (int i = p_.lane(); i < kWords; i += P::kLanes) slot.task.record[i] = record ? record[i] : 0;

@@ -1,7 +1,7 @@
 // The platform of platform.h on a Hopper GPU. All that the roles need from the hardware, in PTX; no CUDA
 // header.
 #pragma once
-#include "block.h"
+#include "watchdog.h"
 #include "wgmma.cuh"
 
 #define MK_DEVICE __device__ __forceinline__
@@ -50,10 +50,14 @@ class Device {
 
 #if MK_TRACE
   // `traced`: intervals of this block so far, in shared memory.
-  MK_DEVICE Device(const Params& params, int32_t* traced) : Device(params) { traced_ = traced; }
+  MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block, int32_t* traced)
+      : Device(params, block) {
+    traced_ = traced;
+  }
 #endif
-  MK_DEVICE explicit Device(const Params& params)
+  MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block)
       : params_(params),
+        block_(block),
         lane_(static_cast<int>(threadIdx.x % kLanes)),
         warp_(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / kLanes), 0)) {}
 
@@ -69,15 +73,31 @@ class Device {
     asm volatile("bar.sync 0;" ::: "memory");
   }
 
-  MK_DEVICE bool wait(Barrier& b, uint32_t parity) {
+  MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) {
+    uint32_t since = 0;
+    bool held = true;
     while (!try_wait(b, parity)) {
-      if (aborted()) return false;
+      const bool late = overdue(since, limit(b));
+      if (!aborted() && !late) continue;
+      if (late) give_up(b, parity, where);
+      held = false;
+      break;
     }
-    return true;
+    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one, and must agree
   }
-  MK_DEVICE void wait_always(Barrier& b, uint32_t parity) {
+  MK_DEVICE bool wait_always(Barrier& b, uint32_t parity) {
+    uint32_t since = 0;
+    bool leaving = false, held = true;
     while (!try_wait(b, parity)) {
+      if (!leaving && aborted()) leaving = true, since = 0;
+      if (!overdue(since, leaving ? kLeaveTicks : limit(b))) continue;
+      if (leaving) {
+        held = false;
+        break;
+      }
+      give_up(b, parity, between());
     }
+    return __all_sync(0xFFFFFFFFu, held);
   }
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
     __syncwarp();
@@ -249,6 +269,8 @@ class Device {
  private:
   // Long, because a wait that it ends costs a poll of the abort word.
   static constexpr uint32_t kSuspendNs = 1'000'000;
+  static constexpr int kTick = 20;                   // of a watchdog's clock, in bits of nanoseconds
+  static constexpr uint32_t kLeaveTicks = 1u << 10;  // a second: what has not come then never comes
   static constexpr uint32_t kBackOffNs = 32;
   static constexpr int kSpins = 16, kPollsPerCheck = 64;
 
@@ -263,6 +285,21 @@ class Device {
         : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
         : "memory");
     return done != 0;
+  }
+
+  // Of a wait for a barrier that has failed to end, in ticks. `since`: when it first did; 0: not yet.
+  MK_DEVICE static bool overdue(uint32_t& since, uint32_t limit) {
+    const uint32_t time = static_cast<uint32_t>(wall_ns() >> kTick);
+    if (since == 0) since = time;
+    return time - since > limit;
+  }
+  MK_DEVICE uint32_t limit(const Barrier& b) const {
+    return static_cast<uint32_t>(params_.timeout_ns >> kTick) * patience(block_, b);
+  }
+  // Ends the launch; says why at its end.
+  MK_DEVICE void give_up(const Barrier& b, uint32_t parity, const Where& where) {
+    block_.late[warp_] = {&b, parity, where};  // the same from whichever lanes are late
+    abort();
   }
 
   // One lane's.
@@ -287,23 +324,15 @@ class Device {
 
   // Ends the launch; the first to do so says why.
   MK_DEVICE void give_up(const Where& where, const Need& need, int32_t value) {
-    Diagnosis& d = *params_.diagnosis;
-    if (atomicCAS(&d.set, 0, 1) == 0) {
-      d.rank = params_.first_rank + static_cast<int32_t>(blockIdx.x) / params_.workers;
-      d.worker = static_cast<int32_t>(blockIdx.x) % params_.workers;
-      d.segment = where.segment;
-      d.layer = where.block;
-      d.number = where.number;
-      d.slot = need.slot;
-      d.counter = need.counter;
-      d.value = value;
-      d.expected = static_cast<int32_t>(need.target);
-      __threadfence_system();
-    }
-    atomicExch(params_.abort, 1);
+    if (atomicAdd(&params_.diagnosis->set, 1) == 0)
+      diagnose(*params_.diagnosis, block_.rank, block_.worker, warp_, where, Awaited::kCounter, need.slot,
+               need.counter, value, static_cast<int32_t>(need.target));
+    abort();
   }
+  MK_DEVICE void abort() { atomicExch(params_.abort, 1); }
 
   const Params& params_;
+  BlockMemory<Barrier>& block_;
 #if MK_TRACE
   int32_t* traced_ = nullptr;
 #endif

@@ -31,11 +31,12 @@ template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   if (p.lane() == 0) block.passed[loader] = page;
   p.arrive(block.parted);
-  p.wait_always(block.parted, 0);
+  if (!p.wait_always(block.parted, 0)) return;
   const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
   MK_LOOP for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
-  MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n)
-      p.wait_always(block.full[page_of(n).slot], page_of(n).parity);
+  MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n) {
+    if (!p.wait_always(block.full[page_of(n).slot], page_of(n).parity)) return;
+  }
 }
 
 // The weight loader, and the input loader: they walk the same pages, of which each fills its own.
@@ -46,9 +47,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
   uint32_t page = 0;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
-    p.wait_always(slot.fetched, slot_parity(j));
     const Task& task = slot.task;
-    if (task.end()) break;
+    if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     if (inputs) {
       live = live && wait_words(p, params, block.dims, task);
       if (task.is(Opcode::final_norm)) live = live && wait_rows(p, params, block.dims, block.step, task);
@@ -64,7 +64,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
                p.fence_async();
              }
              const Page at = page_of(page);
-             if (!p.wait(block.empty[at.slot], at.parity ^ 1)) return false;
+             if (!p.wait(block.empty[at.slot], at.parity ^ 1, task.where)) return false;
              if (use.fill == (inputs ? Fill::kInputs : Fill::kWeights)) {
                if (begin == 0) begin = p.now();
                fill(p, block, params, use, at.slot);

@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment);
 #if MK_TRACE
-  Device p(params, &shared.traced);
+  Device p(params, shared.block, &shared.traced);
   if (threadIdx.x == 0) {
     shared.traced = 0;
     stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps);
   }
 #else
-  Device p(params);
+  Device p(params, shared.block);
 #endif
   set_up(p, shared.block, params, static_cast<int32_t>(blockIdx.x));
   if (p.warp() < kConsumerWarp) {

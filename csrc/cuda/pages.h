@@ -23,7 +23,7 @@ class Pages {
   // Waits until it is filled.
   MK_FN const unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
-    p_.wait(block_.full[page.slot], page.parity);
+    p_.wait(block_.full[page.slot], page.parity, task_.where);
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
@@ -38,7 +38,7 @@ class Pages {
   // Output pages: waits until it may be written; then, when this warp has written its part.
   MK_FN unsigned char* writable(int i) {
     const Page page = page_of(first_ + i);
-    p_.wait(block_.full[page.slot], page.parity);
+    p_.wait(block_.full[page.slot], page.parity, task_.where);
     p_.writes(block_.pages[page.slot]);
     return block_.pages[page.slot];
   }

@@ -24,6 +24,12 @@ constexpr int32_t kBody = 1;
 constexpr int32_t kEpilogue = 2;
 constexpr int32_t kQueues = 3;
 
+// Warps of a block; the others are consumers.
+enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
+
+// What a warp waits for: a counter or a barrier.
+enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kOutputs, kRetired, kParted };
+
 struct TensorMap;
 
 // A stall of one instruction, for tests of the trace; only traced launches have it.
@@ -37,18 +43,20 @@ static_assert(sizeof(Delay) == 16, "as the launcher fills it");
 
 // The first wait that took too long.
 struct Diagnosis {
-  int32_t set;  // 0 until one is; who changes it to 1 writes the rest
+  int32_t set;  // 0 until one is; who changes it first writes the rest
   int32_t rank;
   int32_t worker;
-  int32_t segment;
+  int32_t warp;  // of the block
+  int32_t segment;  // the instruction that the warp is at; -1: it is between two
   int32_t layer;  // of the body
   int32_t number;  // record, as in a trace
-  int32_t slot;  // wait word
+  int32_t awaited;  // an Awaited
+  int32_t slot;  // wait word of a counter; of a barrier the slot of its page or instruction
   int32_t counter;  // index in its block; of a grid the member
-  int32_t value;
-  int32_t expected;
+  int32_t value;  // of a counter
+  int32_t expected;  // of a counter; of a barrier the parity of the phase that has not completed
 };
-static_assert(sizeof(Diagnosis) == 40, "as the launcher fills it");
+static_assert(sizeof(Diagnosis) == 48, "as the launcher fills it");
 
 // Arguments of a launch.
 struct Params {
@@ -68,7 +76,7 @@ struct Params {
   Interval* trace;  // [blocks][trace_capacity]
   int32_t* trace_counts;  // [blocks] intervals, those that did not fit included
   uint64_t* clocks;  // [blocks][kClockStamps]
-  uint64_t timeout_ns;  // a wait that lasts longer ends the launch
+  uint64_t timeout_ns;  // a wait for a counter that lasts longer ends the launch
   Delay delay;
   int32_t trace_capacity;
   uint32_t launch;  // this one's number since the counters were zero, from 1

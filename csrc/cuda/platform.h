@@ -11,10 +11,12 @@
 //   struct Barrier                           in shared memory; phases count from 0 and alternate in parity
 //   void init(Barrier&, int arrivals)        before sync_block()
 //   void sync_block()                        all warps of the block, once, at its begin
-//   bool wait(Barrier&, uint32_t parity)     until the phase of that parity has completed, then acquires
+//   bool wait(Barrier&, uint32_t parity, const Where&)
+//                                            until the phase of that parity has completed, then acquires
 //                                            (block). A fresh barrier counts as past parity 1. False: the
 //                                            launch was aborted
-//   void wait_always(Barrier&, parity)       the same, whether aborted or not
+//   bool wait_always(Barrier&, parity)       the same, whether aborted or not; false: long after an abort it
+//                                            has not completed, and never will
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
 //   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
 //
@@ -33,9 +35,12 @@
 //   void fence_async()                       this warp's generic accesses before later asynchronous ones
 //   void fence_pages()                       the same of shared memory alone
 //
+//                                            Both abort a launch that keeps them waiting for too long, and
+//                                            say so in the block's `late`
 //   bool wait_counters(int n, Scope, const Where&, F need)
 //                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes
-//                                            share them), then acquires once (scope). False: aborted
+//                                            share them), then acquires once (scope). False: aborted, by
+//                                            itself too when it takes too long, with a Diagnosis
 //   void signal(int32_t*, int count, Scope)  of one lane: adds, after all that its warp has seen (release)
 //   int claim(int32_t*, uint32_t base, int end)
 //                                            takes the next of [0, end), counted from `base`; -1: all are
@@ -54,7 +59,8 @@
 //
 // After an abort nothing waits for data: waits return false at once, and every role runs through what the
 // controller had published, without loads, bulk stores and signals, up to the end that the controller
-// publishes. So all warps of a block still meet at the same barriers.
+// publishes. So all warps of a block still meet at the same barriers. Where one of them does not come, or a
+// load never ends, the others wait a while longer, and leave.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"
@@ -74,6 +80,7 @@ struct Where {
   int32_t segment, layer, number;  // number: as in a trace
   int32_t block;                   // of counters
 };
+MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // two instructions
 
 // A counter that an instruction needs.
 struct Need {

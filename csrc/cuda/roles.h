@@ -4,6 +4,7 @@
 #include "controller.h"
 #include "loaders.h"
 #include "storer.h"
+#include "watchdog.h"
 
 namespace mk {
 
@@ -22,6 +23,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
       p.init(block.empty[i], kConsumerWarps);
     }
     p.init(block.parted, 2);
+    for (auto& late : block.late) late.barrier = nullptr;
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);
@@ -48,6 +50,7 @@ MK_FN void serve(P& p, Block<P>& block, const Params& params) {
       store_outputs(p, block, params);
       break;
   }
+  report(p, block, params);
 }
 
 }  // namespace mk

@@ -33,14 +33,13 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
   uint32_t page = 0, written = 0;  // bit s: parity of the phases of ready[s] so far
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
-    p.wait_always(slot.fetched, slot_parity(j));
-    if (slot.task.end()) break;
+    if (!p.wait_always(slot.fetched, slot_parity(j)) || slot.task.end()) break;
     uint64_t begin = 0;
     int reading = -1;  // slot of the page that is being stored
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
              const Page at = page_of(page++);
              if (use.fill != Fill::kOutput) return true;
-             if (!p.wait(block.ready[at.slot], written >> at.slot & 1)) return false;
+             if (!p.wait(block.ready[at.slot], written >> at.slot & 1, slot.task.where)) return false;
              written ^= 1u << at.slot;
              if (begin == 0) begin = p.now();
              store(p, block, params, slot.task, use, at.slot);
@@ -55,7 +54,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
       p.wait_read(0);
       p.arrive(block.empty[reading], kConsumerWarps);
     }
-    live = live && p.wait(slot.outputs, slot_parity(j));
+    live = live && p.wait(slot.outputs, slot_parity(j), slot.task.where);
     p.wait_stores();
     if (live) signal_words(p, params, block.dims, slot.task);
     if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);

@@ -1,7 +1,7 @@
 // Bugs to plant: each weakens one primitive where one role calls it, so that the tests show which check finds
 // it. The roles know nothing of them.
 #pragma once
-#include "../cuda/block.h"
+#include "../cuda/watchdog.h"
 
 namespace mk {
 
@@ -15,6 +15,8 @@ enum class Bug : int32_t {
   kWrongPhase,      // a consumer warp waits for the phase of a page before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
   kOldMap,          // a block uses a tensor map as the launch before it knew it
+  kNeverRetired,    // a consumer warp forgets to say that it has done with an instruction
+  kLostLoad,        // a load of weights never comes
 };
 
 template <class Base>
@@ -25,14 +27,17 @@ class Planted : public Base {
   explicit Planted(Bug bug, Args&&... args) : Base(static_cast<Args&&>(args)...), bug_(bug) {}
 
   void arrive(Barrier& barrier, int count = 1) {
-    if (bug_ == Bug::kDroppedArrival && this->warp() == kWarps - 1 && this->is_empty(barrier) &&
-        ++arrivals_ == 3)
-      return;
-    Base::arrive(barrier, count);
+    const bool wrong = (bug_ == Bug::kDroppedArrival && at(kWarps - 1, barrier, Awaited::kEmpty)) ||
+                       (bug_ == Bug::kNeverRetired && at(kWarps - 1, barrier, Awaited::kRetired));
+    if (!wrong || ++times_ != 3) Base::arrive(barrier, count);
   }
-  bool wait(Barrier& barrier, uint32_t parity) {
-    const bool wrong = bug_ == Bug::kWrongPhase && this->warp() == kWarps - 1 && this->is_full(barrier);
-    return Base::wait(barrier, wrong ? parity ^ 1 : parity);
+  bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
+    const bool wrong = bug_ == Bug::kWrongPhase && at(kWarps - 1, barrier, Awaited::kFull);
+    return Base::wait(barrier, wrong ? parity ^ 1 : parity, where);
+  }
+  void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    const bool wrong = bug_ == Bug::kLostLoad && at(kWeightWarp, barrier, Awaited::kFull);
+    if (!wrong || ++times_ != 3) Base::load_tile(to, map, x, y, z, barrier);
   }
   void acquire_map(const TensorMap& map) {
     if (bug_ != Bug::kOldMap) Base::acquire_map(map);
@@ -56,8 +61,12 @@ class Planted : public Base {
   }
 
  private:
+  bool at(int warp, const Barrier& barrier, Awaited what) const {
+    return this->warp() == warp && name_of(this->memory(), barrier).what == what;
+  }
+
   const Bug bug_;
-  int arrivals_ = 0;
+  int times_ = 0;  // that it could have gone wrong
 };
 
 }  // namespace mk

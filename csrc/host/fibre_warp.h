@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "../cuda/watchdog.h"
 #include "accumulators.h"
 #include "fibre.h"
 #include "monitor.h"
@@ -35,8 +36,14 @@ struct FibreWorld {
     *params.abort = 1;
     scheduler.wake_all();
   }
+  // What has not come by now never comes.
+  void leave() {
+    leaving = true;
+    scheduler.wake_all();
+  }
 
   const Params& params;
+  bool leaving = false;
   Scheduler scheduler;
   std::unordered_map<const int32_t*, Waiters> counters;
   std::string wrong;
@@ -44,19 +51,12 @@ struct FibreWorld {
 
 // What the warps of a block share, besides its memory.
 struct FibreBlock {
-  FibreBlock(FibreWorld& launch, unsigned char* pages, FibreBarrier* full_barriers,
-             FibreBarrier* ready_barriers, FibreBarrier* empty_barriers, std::string name)
-      : world(launch),
-        monitor(pages, std::move(name)),
-        full(full_barriers),
-        ready(ready_barriers),
-        empty(empty_barriers) {}
+  FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, std::string name)
+      : world(launch), memory(block), monitor(block.pages[0], std::move(name)) {}
 
   FibreWorld& world;
+  BlockMemory<FibreBarrier>& memory;
   Monitor monitor;
-  FibreBarrier *full, *ready, *empty;
-  std::unordered_map<const FibreBarrier*, std::string> slots;  // names of the slots' barriers
-  const FibreBarrier* outputs[kSlots] = {};
   std::unordered_set<const TensorMap*> acquired;
 
   struct Meeting {
@@ -65,17 +65,11 @@ struct FibreBlock {
     Waiters waiters;
   } all, consumers;
 
-  static int index(const FibreBarrier* of, const FibreBarrier& barrier) {
-    return &barrier >= of && &barrier < of + kPages ? static_cast<int>(&barrier - of) : -1;
-  }
   std::string name(const FibreBarrier& barrier) const {
-    static constexpr const char* kNames[] = {"full", "ready", "empty"};
-    const FibreBarrier* const lists[] = {full, ready, empty};
-    for (int i = 0; i < 3; ++i) {
-      if (const int s = index(lists[i], barrier); s >= 0)
-        return std::string(kNames[i]) + "[" + std::to_string(s) + "]";
-    }
-    return slots.at(&barrier);
+    static constexpr const char* kNames[] = {"counter", "full",    "ready",   "empty", "fetched",
+                                             "inputs",  "outputs", "retired", "parted"};
+    const BarrierName name = name_of(memory, barrier);
+    return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
   }
   // After an arrival, or bytes.
   void settle(FibreBarrier& barrier) {
@@ -83,9 +77,10 @@ struct FibreBlock {
     if (barrier.pending != 0 || barrier.bytes != 0) return;
     ++barrier.phase;
     barrier.pending = barrier.arrivals;
-    if (const int s = index(full, barrier); s >= 0) monitor.filled(s);
-    if (const int s = index(ready, barrier); s >= 0) monitor.ready(s);
-    if (const int s = index(empty, barrier); s >= 0) check(monitor.emptied(s));
+    const BarrierName name = name_of(memory, barrier);
+    if (name.what == Awaited::kFull) monitor.filled(name.slot);
+    if (name.what == Awaited::kReady) monitor.ready(name.slot);
+    if (name.what == Awaited::kEmpty) check(monitor.emptied(name.slot));
     world.scheduler.wake(barrier.waiters);
   }
   void check(const std::string& wrong) {
@@ -110,24 +105,27 @@ class FibreWarp {
   void sync_warp() {}
   float warp_sum(float value) const { return value; }
 
-  bool wait(Barrier& barrier, uint32_t parity) {
+  bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     scheduler().pause();
     while (!aborted()) {
       if (passed(barrier, parity)) return true;
-      sleep(barrier);
+      sleep(barrier, parity, where);
     }
     return false;
   }
-  void wait_always(Barrier& barrier, uint32_t parity) {
+  bool wait_always(Barrier& barrier, uint32_t parity) {
     scheduler().pause();
-    while (!passed(barrier, parity)) sleep(barrier);
+    while (!passed(barrier, parity)) {
+      if (world_.leaving) return false;
+      sleep(barrier, parity, between());
+    }
     if (warp_ >= kConsumerWarp) unfenced_ = true;  // what a consumer warp does with a new instruction
+    return true;
   }
   void arrive(Barrier& barrier, int count = 1) {
     scheduler().pause();
-    for (const Barrier* outputs : block_.outputs) {
-      if (outputs == &barrier && unfenced_) fail("has not fenced what it stored");
-    }
+    if (unfenced_ && name_of(memory(), barrier).what == Awaited::kOutputs)
+      fail("has not fenced what it stored");
     barrier.pending -= count;
     block_.settle(barrier);
   }
@@ -175,7 +173,7 @@ class FibreWarp {
       unordered_ = true;
       while (!aborted() && static_cast<int32_t>(static_cast<uint32_t>(*wanted.value) - wanted.target) < 0) {
         waits_for_ = &wanted;
-        where_ = &where;
+        where_ = where;
         scheduler().block(world_.counters[wanted.value]);
         waits_for_ = nullptr;
       }
@@ -216,10 +214,22 @@ class FibreWarp {
 
   // Where it stands; empty: at its end.
   std::string describe() const;
+  // How long it would wait, as its watchdog counts; 0: it does not wait.
+  uint32_t patience() const { return waits_for_ ? 1 : barrier_ ? mk::patience(memory(), *barrier_) : 0; }
+  // What its watchdog does in the end, but for the abort. Called where no fibre runs.
+  void give_up() {
+    BlockMemory<Barrier>& block = block_.memory;
+    if (barrier_) {
+      block.late[warp_] = {barrier_, parity_, where_};
+    } else if (world_.params.diagnosis->set++ == 0) {
+      diagnose(*world_.params.diagnosis, block.rank, block.worker, warp_, where_, Awaited::kCounter,
+               waits_for_->slot, waits_for_->counter, *waits_for_->value,
+               static_cast<int32_t>(waits_for_->target));
+    }
+  }
 
  protected:
-  bool is_full(const Barrier& barrier) const { return FibreBlock::index(block_.full, barrier) >= 0; }
-  bool is_empty(const Barrier& barrier) const { return FibreBlock::index(block_.empty, barrier) >= 0; }
+  const BlockMemory<Barrier>& memory() const { return block_.memory; }
 
  private:
   struct Group {
@@ -231,8 +241,10 @@ class FibreWarp {
     if (!aborted()) world_.fail(block_.monitor.name() + " warp " + std::to_string(warp_) + " " + what);
   }
   static bool passed(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
-  void sleep(Barrier& barrier) {
+  void sleep(Barrier& barrier, uint32_t parity, const Where& where) {
     barrier_ = &barrier;
+    parity_ = parity;
+    where_ = where;
     scheduler().block(barrier.waiters);
     barrier_ = nullptr;
   }
@@ -295,9 +307,11 @@ class FibreWarp {
   int storing_ = 0;
   bool unfenced_ = false;   // stores of this instruction, for all that is known
   bool unordered_ = false;  // waited for counters
+  // What it waits for at this moment: a barrier, a counter, or nothing.
   const Barrier* barrier_ = nullptr;
+  uint32_t parity_ = 0;
   const Need* waits_for_ = nullptr;
-  const Where* where_ = nullptr;
+  Where where_ = between();
 };
 
 inline std::string FibreWarp::describe() const {
@@ -308,8 +322,8 @@ inline std::string FibreWarp::describe() const {
   if (barrier_)
     return who + " waits for " + block_.name(*barrier_) + " phase " + std::to_string(barrier_->phase);
   if (waits_for_)
-    return who + " waits in segment " + std::to_string(where_->segment) + " layer " +
-           std::to_string(where_->layer) + " record " + std::to_string(where_->number) + " for counter " +
+    return who + " waits in segment " + std::to_string(where_.segment) + " layer " +
+           std::to_string(where_.layer) + " record " + std::to_string(where_.number) + " for counter " +
            std::to_string(waits_for_->counter) + ": " + std::to_string(*waits_for_->value) + " of " +
            std::to_string(waits_for_->target);
   return "";

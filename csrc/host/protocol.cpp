@@ -21,10 +21,9 @@ class Launch {
     for (int32_t i = 0; i < count_; ++i) {
       Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
       FibreBlock& block =
-          blocks_.emplace_back(world_, memory.pages[0], memory.full, memory.ready, memory.empty,
+          blocks_.emplace_back(world_, memory,
                                "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
                                    std::to_string(i % params.workers));
-      name(block, memory);
       for (int w = 0; w < kWarps; ++w) {
         Warp& warp = warps_.emplace_back(bug, block, w);
         world_.scheduler.add([this, &warp, &memory, i] { run_warp(warp, memory, world_.params, i); });
@@ -39,29 +38,24 @@ class Launch {
   }
 
  private:
-  void name(FibreBlock& block, const Block<Warp>& memory) {
-    for (int s = 0; s < kSlots; ++s) {
-      const std::string of = "[" + std::to_string(s) + "]";
-      const Slot<Warp>& slot = memory.slots[s];
-      block.slots[&slot.fetched] = "fetched" + of;
-      block.slots[&slot.inputs] = "inputs" + of;
-      block.slots[&slot.outputs] = "outputs" + of;
-      block.slots[&slot.retired] = "retired" + of;
-      block.outputs[s] = &slot.outputs;
-    }
-    block.slots[&memory.parted] = "parted";
-  }
-
-  // Nobody can go on: says who waits for what, counters first, and ends the launch.
+  // Nobody can go on. The watchdog of whoever is least patient ends the launch; the message says of more of
+  // them what they wait for, counters first. Where that is not enough, those who are left leave.
   bool stuck() {
-    if (*world_.params.abort) return false;
+    if (world_.leaving) return false;
+    if (*world_.params.abort) {
+      world_.wrong += "\nand after the abort some waited for what never came";
+      world_.leave();
+      return true;
+    }
     std::string counters, others;
     int left = kReportedWaits;
-    for (const Warp& warp : warps_) {
-      const std::string where = warp.describe();
-      if (where.empty() || left-- <= 0) continue;
-      (where.find(" for counter ") == std::string::npos ? others : counters) += "\n  " + where;
+    Warp* first = nullptr;
+    for (Warp& warp : warps_) {
+      if (warp.patience() == 0) continue;
+      if (first == nullptr || warp.patience() < first->patience()) first = &warp;
+      if (left-- > 0) (warp.patience() == 1 ? counters : others) += "\n  " + warp.describe();
     }
+    if (first != nullptr) first->give_up();
     world_.fail("deadlock:" + counters + others);
     return true;
   }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 
+#include "../cuda/watchdog.h"
 #include "accumulators.h"
 #include "tensor_map.h"
 
@@ -52,8 +53,8 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  ThreadWarp(const Params& params, ThreadBlock& block, int warp)
-      : params_(params), block_(block), warp_(warp) {}
+  ThreadWarp(const Params& params, BlockMemory<Barrier>& memory, ThreadBlock& block, int warp)
+      : params_(params), memory_(memory), block_(block), warp_(warp) {}
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
@@ -64,11 +65,17 @@ class ThreadWarp {
   void sync_warp() {}
   float warp_sum(float value) const { return value; }
 
-  bool wait(Barrier& barrier, uint32_t parity) {
-    return spin([&] { return barrier.passed(parity); });
+  bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
+    const auto late = [&] { memory_.late[warp_] = {&barrier, parity, where}; };
+    return spin([&] { return barrier.passed(parity); }, patience(memory_, barrier), late);
   }
-  void wait_always(Barrier& barrier, uint32_t parity) {
-    while (!barrier.passed(parity)) sched_yield();
+  bool wait_always(Barrier& barrier, uint32_t parity) {
+    if (wait(barrier, parity, between())) return true;
+    const auto passed = [&] { return barrier.passed(parity); };
+    for (const auto begin = Clock::now(); !passed(); sched_yield()) {
+      if (Clock::now() - begin > kLeave) return false;
+    }
+    return true;
   }
   void arrive(Barrier& barrier, int count = 1) { barrier.change(count, 0); }
   void expect(Barrier& barrier, uint32_t bytes) { barrier.change(1, bytes); }
@@ -99,15 +106,21 @@ class ThreadWarp {
   void fence_async() {}
 
   template <class F>
-  bool wait_counters(int n, Scope, const Where&, F need) {
+  bool wait_counters(int n, Scope, const Where& where, F need) {
     for (int i = 0; i < n; ++i) {
       const Need wanted = need(i);
       if (wanted.value == nullptr) continue;
-      const bool held = spin([&] {
-        const int32_t value = __atomic_load_n(wanted.value, __ATOMIC_RELAXED);
+      int32_t value;
+      const auto holds = [&] {
+        value = __atomic_load_n(wanted.value, __ATOMIC_RELAXED);
         return static_cast<int32_t>(static_cast<uint32_t>(value) - wanted.target) >= 0;
-      });
-      if (!held) return false;
+      };
+      const auto late = [&] {
+        if (arrive_acq_rel(&params_.diagnosis->set) == 0)
+          diagnose(*params_.diagnosis, memory_.rank, memory_.worker, warp_, where, Awaited::kCounter,
+                   wanted.slot, wanted.counter, value, static_cast<int32_t>(wanted.target));
+      };
+      if (!spin(holds, 1, late)) return false;
       __atomic_load_n(wanted.value, __ATOMIC_ACQUIRE);
     }
     return true;
@@ -138,29 +151,34 @@ class ThreadWarp {
   void stall(uint64_t) {}
 
  protected:
-  bool is_full(const Barrier&) const { return false; }
-  bool is_empty(const Barrier&) const { return false; }
+  const BlockMemory<Barrier>& memory() const { return memory_; }
 
  private:
-  // Polls politely; false once the launch is aborted, which a wait that lasts too long does.
-  template <class F>
-  bool spin(F held) {
-    using Clock = std::chrono::steady_clock;
-    const auto begin = Clock::now();
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::seconds kLeave{1};
+
+  // Polls politely; false once the launch is aborted, which a wait that lasts too long does after `late()`.
+  template <class Held, class TooLate>
+  bool spin(Held held, uint32_t patience, TooLate late) {
+    const auto limit = Clock::now() + patience * std::chrono::nanoseconds(params_.timeout_ns);
     while (!held()) {
       if (aborted()) return false;
-      if (Clock::now() - begin > std::chrono::nanoseconds(params_.timeout_ns))
+      if (Clock::now() > limit) {
+        late();
         __atomic_store_n(params_.abort, 1, __ATOMIC_RELAXED);
+        return false;
+      }
       sched_yield();
     }
     return true;
   }
   void meet(ThreadBarrier& barrier, uint32_t parity) {
     barrier.change(1, 0);
-    wait_always(barrier, parity);
+    while (!barrier.passed(parity)) sched_yield();
   }
 
   const Params& params_;
+  BlockMemory<Barrier>& memory_;
   ThreadBlock& block_;
   const int warp_;
   uint32_t meetings_ = 0;

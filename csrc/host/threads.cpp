@@ -30,7 +30,7 @@ void launch(const mk::Params& params, mk::Bug bug) {
     shared.consumers.init(mk::kConsumerWarps);
     for (int w = 0; w < mk::kWarps; ++w) {
       threads.emplace_back([&params, &block, &shared, bug, w, i] {
-        Warp warp(bug, params, shared, w);
+        Warp warp(bug, params, block, shared, w);
         mk::run_warp(warp, block, params, i);
       });
     }

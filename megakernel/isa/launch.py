@@ -17,6 +17,24 @@ CLOCK_STAMPS = 4  # of a block in a traced launch: (clock64, %globaltimer) at it
 
 PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
 
+# Warps of a block, in order; all others are consumers.
+SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
+
+# What a warp waits for: a counter, or a barrier of shared memory (csrc/cuda/block.h), of a page or of an instruction.
+# {} is its slot, and of a counter the wait word.
+COUNTER = "counter"
+AWAITED = {
+    COUNTER: "the counter of wait word {}",
+    "full": "page {} to be filled",
+    "ready": "page {} to be written",
+    "empty": "page {} to be released",
+    "fetched": "the next instruction, in slot {}",
+    "inputs": "the counters of the instruction in slot {} to hold",
+    "outputs": "the instruction in slot {} to be computed",
+    "retired": "the instruction in slot {} to end",
+    "parted": "the other loader to end",
+}
+
 _SCALARS: dict[str, tuple[str, Any]] = {
     "i4": ("int32_t", ctypes.c_int32),
     "u4": ("uint32_t", ctypes.c_uint32),
@@ -54,16 +72,18 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Diagnosis": (
         "The first wait that took too long.",
         (
-            Field("set", "i4", "0 until one is; who changes it to 1 writes the rest"),
+            Field("set", "i4", "0 until one is; who changes it first writes the rest"),
             Field("rank", "i4", ""),
             Field("worker", "i4", ""),
-            Field("segment", "i4", ""),
+            Field("warp", "i4", "of the block"),
+            Field("segment", "i4", "the instruction that the warp is at; -1: it is between two"),
             Field("layer", "i4", "of the body"),
             Field("number", "i4", "record, as in a trace"),
-            Field("slot", "i4", "wait word"),
+            Field("awaited", "i4", "an Awaited"),
+            Field("slot", "i4", "wait word of a counter; of a barrier the slot of its page or instruction"),
             Field("counter", "i4", "index in its block; of a grid the member"),
-            Field("value", "i4", ""),
-            Field("expected", "i4", ""),
+            Field("value", "i4", "of a counter"),
+            Field("expected", "i4", "of a counter; of a barrier the parity of the phase that has not completed"),
         ),
     ),
     "Params": (
@@ -94,7 +114,7 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field("trace", "Interval*", "[blocks][trace_capacity]"),
             Field("trace_counts", "int32_t*", "[blocks] intervals, those that did not fit included"),
             Field("clocks", "uint64_t*", "[blocks][kClockStamps]"),
-            Field("timeout_ns", "u8", "a wait that lasts longer ends the launch"),
+            Field("timeout_ns", "u8", "a wait for a counter that lasts longer ends the launch"),
             Field("delay", "Delay", ""),
             Field("trace_capacity", "i4", ""),
             Field("launch", "u4", "this one's number since the counters were zero, from 1"),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BY_OPCODE, Buffer, StepTable, record
-from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES
+from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES
 from ...program import SEGMENTS, Program, Segment
 from ..native import CDims
 from .driver import Gpu, Kernel, Prepared
@@ -254,13 +254,21 @@ def segments(program: Program) -> list[Segment]:
 
 def describe(program: Program, d: Any) -> str:
     """Who waits for what, of a Diagnosis."""
-    records, _ = program.numbered(d.segment)
-    block = (0, d.layer, program.dims.layers)[d.segment]
-    name = BY_OPCODE[int(record.opcode(records[d.number]))].name if d.number < len(records) else "unknown"
-    return (
-        f"rank {d.rank} worker {d.worker} waits in {SEGMENTS[d.segment]} record {d.number} ({name}, layer {d.layer}) "
-        f"for counter {d.counter} of block {block}, wait word {d.slot}: value {d.value}, expected {d.expected}"
-    )
+    role = SERVICE_WARPS[d.warp] if d.warp < len(SERVICE_WARPS) else f"consumer {d.warp - len(SERVICE_WARPS)}"
+    where = "between instructions"
+    if d.segment >= 0:
+        records, _ = program.numbered(d.segment)
+        name = BY_OPCODE[int(record.opcode(records[d.number]))].name if d.number < len(records) else "unknown"
+        layer = f", layer {d.layer}" if d.segment == BODY else ""
+        where = f"in {SEGMENTS[d.segment]} record {d.number} ({name}{layer})"
+    kind = list(AWAITED)[d.awaited]
+    what = AWAITED[kind].format(d.slot)
+    if kind == COUNTER:
+        block = (0, d.layer, program.dims.layers)[d.segment]
+        state = f"{d.counter} of block {block} has value {d.value}, expected {d.expected}"
+    else:
+        state = f"the barrier's phase of parity {d.expected} does not complete"
+    return f"the {role} of rank {d.rank} worker {d.worker} waits {where} for {what}: {state}"
 
 
 def _check_records(program: Program) -> None:
