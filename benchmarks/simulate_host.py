@@ -55,10 +55,7 @@ def best(work: Callable[[], object], seconds: float = 0.3) -> float:
 
 
 def record(name: str, *operands: int) -> Records:
-    words = np.zeros(rec.WORDS, np.int32)
-    words[0] = BY_NAME[name].opcode
-    words[rec.OPERAND_WORD : rec.OPERAND_WORD + len(operands)] = operands
-    return words
+    return rec.encode(BY_NAME[name].opcode, operands)
 
 
 def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:

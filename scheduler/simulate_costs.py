@@ -83,7 +83,8 @@ _LINK_FRACTION = 370 / 450
 _LATENCY_S = _STORE_S = 0.5e-6
 # An atomic on the far die: 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
-# The Hopper interpreter: six pages of 32 KiB, stages of a 128 x 64 and a 64 x 256 tile, two instructions in flight.
+# Six pages of 32 KiB, stages of a 128 x 64 and a 64 x 256 tile, two instructions in flight: chosen before the Hopper
+# interpreter, whose ring (megakernel/isa/launch.py) is 13 x 16 KiB.
 _RING_BYTES, _STAGE_BYTES, _IN_FLIGHT = 6 * 32768.0, 49152.0, 2
 
 
