@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,6 +189,41 @@ def test_one_launch_at_a_time(make: Callable[..., CpuBackend]) -> None:
     np.testing.assert_array_equal(launch.wait().logits, expected)
     backend.start(p, table)
     backend.close()
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_launch_that_nobody_has_any_more_is_ended() -> None:
+    before = _threads()
+    backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=2)
+    backend.delay(1, 9, 1, 600.0)
+    backend.start(forward_program(2), mixed_table(), trace=True)
+    assert _threads() == before + 2
+    del backend
+    gc.collect()
+    assert _threads() == before
+
+
+_FORK = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_cpu_interpreter import *
+import os
+backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=2)
+if os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_ends_without_the_threads_that_it_lacks() -> None:
+    script = _FORK.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBackend]) -> None:

@@ -407,13 +407,14 @@ def test_ranks_end_with_a_driver_that_closes_nothing() -> None:
     wait_until("the rank's end", lambda: gone(int(out)) or "Z" in Path(f"/proc/{int(out)}/stat").read_text())
 
 
-def test_ctrl_c_ends_all() -> None:
-    """As a terminal sends it: to every process of the group."""
-    work = """
+@pytest.mark.parametrize("moment", ["waiting", "between"])
+def test_ctrl_c_ends_all(moment: str) -> None:
+    """As a terminal sends it: to every process of the group. A driver that is not in `wait` leaves a launch running."""
+    work = f"""
 stall(backend, program, 1)
 launch = backend.start(program, prompts(program), trace=True)
 print(*backend.processes, flush=True)
-launch.wait()
+{"launch.wait()" if moment == "waiting" else "time.sleep(60)"}
 """
     driver = script(work, start_new_session=True)
     assert driver.stdout is not None

@@ -32,8 +32,8 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 
 struct mk_engine {
   mk::Dims dims;  // of any rank
-  std::unique_ptr<mk::Interpreter> interpreter;
   std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
+  std::unique_ptr<mk::Interpreter> interpreter;  // last: it ends before the weights that it reads
 };
 
 MK_API const char* mk_error() { return last_error.c_str(); }
@@ -61,6 +61,7 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
       static_cast<mk_engine*>(nullptr));
 }
 
+// Aborts what runs, and returns when it has ended.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
 // Bytes of one layer's packed buffer of rank dims->rank; 0 for a buffer that is not packed.

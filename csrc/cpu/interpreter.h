@@ -32,6 +32,8 @@ class Interpreter {
   // other processes may write too and that its owner clears; null: one of its own.
   Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
               double deadlock_seconds, std::atomic<int32_t>* abort);
+  // Aborts what runs.
+  ~Interpreter() { abort(); }
 
   // Buffer pointers of any rank. Of ranks that run elsewhere: what their instructions may be sent.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }

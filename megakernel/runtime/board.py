@@ -6,6 +6,7 @@ import os
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from .shared_memory import LINE, Mapping, create
@@ -27,9 +28,9 @@ class Board:
     def make(ranks: int) -> int:
         return create("the ranks' abort words", (ranks + 2) * LINE + ranks * _WORDS_BYTES)
 
-    def abort_address(self, rank: int) -> int:
-        """Of the int32 that ends the rank's launch when it is not 0."""
-        return self._memory.address + rank * LINE
+    def abort_word(self, rank: int) -> NDArray[np.int64]:
+        """What ends the rank's launch when it is not 0."""
+        return self._abort[rank : rank + 1]
 
     def words_address(self, rank: int) -> tuple[int, int]:
         """Address and size of the text that the rank leaves when it knows why it dies."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ class CpuRanks:
     """The ranks `ranks` of a model, executed by `threads` threads of this process.
 
     All their buffers are made here but for those named in `bound`, which the caller binds: memory that other
-    processes write, and the copies of their ranks. `abort` is the address of an int32 that ends a launch while it is
-    not zero, and that the caller clears; by default only `abort` ends one.
+    processes write, and the copies of their ranks. `abort` is a word that ends a launch while it is not zero, and that
+    the caller clears; by default only `abort` ends one. A launch that still runs when nobody has this object any more,
+    or when Python ends, is aborted.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class CpuRanks:
         null: bool,
         deadlock_s: float,
         bound: Collection[Buffer] = (),
-        abort: int | None = None,
+        abort: NDArray[np.int64] | None = None,
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, ranks
         self._lib = native.library()
         self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
-        self._programs: set[int] = set()
+        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle: its counters, where they are shared
         if not null:
             self._check_memory(checkpoint)
         self._engine: int | None = self._lib.mk_create(
@@ -65,10 +67,12 @@ class CpuRanks:
             native.requested_simd(),
             null,
             deadlock_s,
-            abort,
+            None if abort is None else abort.ctypes.data,
         )
         if self._engine is None:
             raise native.error()
+        memory = (self._arrays, abort)
+        self._end = weakref.finalize(self, _end, self._lib, os.getpid(), self._engine, self._programs, memory)
         self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
@@ -196,11 +200,10 @@ class CpuRanks:
 
     # -- programs and launches
 
-    def load(self, program: Program, counters: Sequence[int] | None = None) -> int:
+    def load(self, program: Program, counters: NDArray[np.uint8] | None = None) -> int:
         """Copy a program into the library: its handle.
 
-        `counters` gives the address of each rank's counters where processes share them: `program.total_counters` of
-        COUNTER_BYTES each, zero.
+        `counters` are each rank's where processes share them: `program.total_counters` of COUNTER_BYTES each, zero.
         """
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # Held until the call returns: the library copies.
@@ -220,12 +223,12 @@ class CpuRanks:
             program.counters,
             program.rank_queues,
             *pointers,
-            (ctypes.c_void_p * program.ranks)(*counters) if counters is not None else None,
+            (ctypes.c_void_p * program.ranks)(*(c.ctypes.data for c in counters)) if counters is not None else None,
         )
         handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
         if handle is None:
             raise MegakernelError(f"the program cannot be executed: {native.error()}")
-        self._programs.add(handle)
+        self._programs[handle] = counters
         return handle
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
@@ -294,13 +297,21 @@ class CpuRanks:
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
-        """Release threads, programs and weights. No launch may run."""
-        for handle in self._programs:
-            self._lib.mk_unload_program(handle)
-        self._programs.clear()
-        if self._engine is not None:
-            self._lib.mk_destroy(self._engine)
-            self._engine = None
+        """Abort what runs, release threads, programs and weights."""
+        self._end()
+        self._engine = None
+
+
+def _end(
+    lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
+) -> None:
+    """End an engine, and keep until then the `memory` that its threads use. A fork of `process` has no such threads."""
+    if os.getpid() != process:
+        return
+    lib.mk_destroy(engine)
+    for handle in programs:
+        lib.mk_unload_program(handle)
+    programs.clear()
 
 
 def _layers(buffer: Buffer, dims: Dims) -> range:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +43,7 @@ class RankExecutor:
             null=message.null,
             deadlock_s=message.deadlock_s,
             bound=SHARED,
-            abort=board.abort_address(message.rank),
+            abort=board.abort_word(message.rank),
         )
         self.heaps = Heaps(dims)
         self._running: _Loaded | None = None
@@ -68,8 +67,7 @@ class RankExecutor:
     def _load(self, message: Load, file: Mapping) -> None:
         program = Program.from_bytes(file.array(message.start, np.uint8, (message.size,)).tobytes(), "of the driver")
         self._ranks.fit(program.dims)
-        size = program.total_counters * COUNTER_BYTES
-        counters = [file.address + message.counters + rank * size for rank in range(program.ranks)]
+        counters = file.array(message.counters, np.uint8, (program.ranks, program.total_counters * COUNTER_BYTES))
         words = file.array(0, np.int32, (len(StepTable(program.dims).words),))
         self._programs[message.index] = _Loaded(program, self._ranks.load(program, counters), words)
 
@@ -109,9 +107,4 @@ class RankExecutor:
 
     def close(self) -> None:
         """Abort what runs, release everything."""
-        if self._running:
-            self._ranks.abort()
-            with suppress(MegakernelError):  # that it was stopped
-                while not self.poll():
-                    pass
         self._ranks.close()
