@@ -81,17 +81,17 @@ function drawCurveLabels() {
   if (!curvesShown) return;
   const k = size.k;
   ctx.fillStyle = colours.panel; ctx.fillRect(0, curvesTop(), gutter(), curvesHeight() + 4 * k);
-  ctx.font = `${Math.round(11 * k)}px ${colours.sans}`; ctx.textBaseline = "middle";
+  setFont(11 * k); ctx.textBaseline = "middle";
   tracks.forEach(({ r, name, top }, n) => {
     const y = trackY(n) + (CURVE_ROW / 2) * k, [t0, t1] = inTrace(sources[0]);
     ctx.fillStyle = colours.text; ctx.textAlign = "left"; ctx.fillText(name, 14 * k, y);
     ctx.textAlign = "right"; ctx.fillText(percent(meanRate(sources[0], r, t0, t1)), gutter() - 8 * k, y);
     ctx.fillStyle = colours.dim; ctx.textAlign = "right";
-    ctx.font = `${Math.round(9 * k)}px ${colours.sans}`;
+    setFont(9 * k);
     const mark = `${percent(top)} of peak`, wide = textWidth(mark);
     ctx.fillStyle = colours.page; ctx.globalAlpha = 0.8; ctx.fillRect(size.w - wide - 10 * k, trackY(n) + k, wide + 6 * k, 10 * k); ctx.globalAlpha = 1;
     ctx.fillStyle = colours.dim; ctx.fillText(mark, size.w - 7 * k, trackY(n) + 6 * k);
-    ctx.font = `${Math.round(11 * k)}px ${colours.sans}`;
+    setFont(11 * k);
   });
   ctx.textAlign = "left";
   ctx.fillStyle = colours.line; ctx.fillRect(gutter() - k, curvesTop(), k, curvesHeight());

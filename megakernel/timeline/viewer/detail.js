@@ -66,13 +66,14 @@ class Share {
     this.sums = new Float32Array(PARTS * columns);
     this.changes = new Float32Array(PARTS * (columns + 1));
     this.touched = new Uint8Array(PARTS);
+    this.spread = new Uint8Array(PARTS); // has changes
   }
   clear() {
     for (const p of this.parts()) {
       this.sums.fill(0, p * this.columns, (p + 1) * this.columns);
-      this.changes.fill(0, p * (this.columns + 1), (p + 1) * (this.columns + 1));
+      if (this.spread[p]) this.changes.fill(0, p * (this.columns + 1), (p + 1) * (this.columns + 1));
     }
-    this.touched.fill(0);
+    this.touched.fill(0); this.spread.fill(0);
   }
   parts() {
     const found = [];
@@ -89,13 +90,16 @@ class Share {
     if (first === last) { this.sums[at + first] += x1 - x0; return; }
     this.sums[at + first] += first + 1 - x0;
     if (last < this.columns) this.sums[at + last] += x1 - last;
-    if (last > first + 1) {
+    if (last === first + 2) this.sums[at + first + 1] += 1;
+    else if (last > first + 2) {
+      this.spread[part] = 1;
       this.changes[at + part + first + 1] += 1;
       this.changes[at + part + last] -= 1;
     }
   }
   settle() {
     for (const p of this.parts()) {
+      if (!this.spread[p]) continue;
       let whole = 0;
       for (let c = 0, at = p * this.columns; c < this.columns; c++) {
         whole += this.changes[at + p + c];

@@ -67,7 +67,7 @@ function resize() {
   const k = window.devicePixelRatio || 1, w = Math.max(1, Math.round(canvas.clientWidth * k)), h = Math.max(1, Math.round(canvas.clientHeight * k));
   if (w === size.w && h === size.h && k === size.k && base) return;
   size = { w, h, k };
-  canvas.width = w; canvas.height = h;
+  canvas.width = w; canvas.height = h; font = "";
   const image = ctx.createImageData(w, h);
   base = { image, pixels: new Uint32Array(image.data.buffer) };
   overview = null;

@@ -80,7 +80,7 @@ function drawMeasure() {
   ctx.fillStyle = colours.accent;
   ctx.globalAlpha = 0.1; ctx.fillRect(x0, curvesTop(), x1 - x0, size.h - curvesTop()); ctx.globalAlpha = 1;
   for (const x of [x0, x1]) ctx.fillRect(Math.round(x) - k / 2, rulerTop() + 4 * k, k, size.h);
-  ctx.font = `600 ${Math.round(12 * k)}px ${colours.sans}`; ctx.textBaseline = "middle";
+  setFont(12 * k, "600 "); ctx.textBaseline = "middle";
   const text = time(b - a, 4), wide = textWidth(text), y = rulerTop() + 13 * k;
   const x = Math.min(Math.max((x0 + x1 - wide) / 2, gutter() + 6 * k), size.w - wide - 8 * k);
   ctx.fillRect(x - 6 * k, y - 10 * k, wide + 12 * k, 20 * k);
@@ -100,7 +100,7 @@ function drawRuler() {
   const k = size.k, y = rulerTop() + 12 * k, bottom = curvesTop() - 2 * k;
   ctx.fillStyle = colours.panel; ctx.fillRect(0, 0, size.w, bottom);
   ctx.fillStyle = colours.line; ctx.fillRect(0, bottom, size.w, k);
-  ctx.font = `${Math.round(11 * k)}px ${colours.sans}`; ctx.textBaseline = "middle"; ctx.textAlign = "center";
+  setFont(11 * k); ctx.textBaseline = "middle"; ctx.textAlign = "center";
   const digits = Math.max(3, Math.ceil(Math.log10(Math.max(1, view.t1 / (view.t1 - view.t0)))) + 3);
   for (const t of ticks()) {
     const x = Math.round(toX(t));
@@ -126,12 +126,12 @@ function drawRowLabels(shown) {
     free = y + point * 0.7;
     if (row.openable && row.h >= 10 * k) triangle(x, y, row.isOpen);
     const bar = row.h >= 34 * k && row.role < 0;
-    ctx.font = `${row.type === "rank" ? "600 " : ""}${Math.round(row.role < 0 ? point : 11 * k)}px ${colours.sans}`;
+    setFont(row.role < 0 ? point : 11 * k, row.type === "rank" ? "600 " : "");
     ctx.fillStyle = row.role < 0 ? colours.text : colours.dim;
     ctx.fillText(row.text, x + 12 * k, y - (bar ? 6 * k : 0));
     if (bar) busyBar(row, x + 12 * k, y + 6 * k, 72 * k);
   }
-  ctx.restore();
+  unclip();
   const room = size.h - rowsTop();
   if (rowsHeight > room) {
     ctx.fillStyle = colours.dim; ctx.globalAlpha = 0.5;
@@ -190,7 +190,7 @@ function drawOverview() {
   ctx.fillRect(x, y, a - x, h); ctx.fillRect(b, y, x + w - b, h);
   ctx.globalAlpha = 1;
   ctx.strokeStyle = colours.dim; ctx.lineWidth = k; ctx.strokeRect(a + k / 2, y + k / 2, Math.max(b - a - k, 2 * k), h - k);
-  ctx.font = `${Math.round(11 * k)}px ${colours.sans}`; ctx.textBaseline = "middle"; ctx.fillStyle = colours.dim;
+  setFont(11 * k); ctx.textBaseline = "middle"; ctx.fillStyle = colours.dim;
   if (sources.length > 1) sources.forEach((s, n) => ctx.fillText(`${s.letter} ${s.source}`, 14 * k, y + (h * (n + 0.5)) / sources.length));
   else ctx.fillText("all workers", 14 * k, y + h / 2);
 }

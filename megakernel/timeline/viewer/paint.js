@@ -48,7 +48,7 @@ function draw() {
   ctx.beginPath(); ctx.rect(gutter(), rowsTop(), size.w - gutter(), size.h - rowsTop()); ctx.clip();
   for (const bar of labelled) drawText(bar.i, bar);
   drawOverlay();
-  ctx.restore();
+  unclip();
   drawRowLabels(shown);
   drawCurveLabels();
   drawRuler();
@@ -68,8 +68,10 @@ function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
   x0 = Math.max(Math.round(x0), Math.ceil(gutter())); x1 = Math.min(Math.round(x1), size.w);
   y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
   if (x1 <= x0) return;
-  const { pixels } = base, w = size.w;
-  for (let y = y0; y < y1; y++) pixels.fill(colour, y * w + x0, y * w + x1);
+  const { pixels } = base, w = size.w, wide = x1 - x0;
+  // Most are a few pixels wide: a call for each of their lines would take longer than the lines.
+  if (wide > 32) for (let y = y0; y < y1; y++) pixels.fill(colour, y * w + x0, y * w + x1);
+  else for (let from = y0 * w + x0, end = y1 * w + x0; from < end; from += w) for (let at = from; at < from + wide; at++) pixels[at] = colour;
 }
 function hatch(x0, y0, x1, y1, dim) {
   x0 = Math.max(x0, Math.ceil(gutter())); x1 = Math.min(x1, size.w);
@@ -129,7 +131,7 @@ function paintColumns(share, whole, y0, h) {
       if (y > height) y = height;
       if (stop < top) stop = top;
       const x = left + c * wide, end = x + wide < w ? x + wide : w;
-      while (y > stop) { y--; for (let at32 = y * w + x; at32 < y * w + end; at32++) pixels[at32] = colour; }
+      for (let x32 = x; x32 < end; x32++) for (let at32 = stop * w + x32, last = y * w; at32 < last; at32 += w) pixels[at32] = colour;
     }
   }
 }
@@ -229,13 +231,31 @@ const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
 // -- text of a bar
-const widths = new Map();
+// The canvas's font: to read it back from the canvas, or to measure a text again, is slow.
+let font = "", widths = null;
+const widthsIn = new Map(), operandTexts = new Map();
+function setFont(pixels, style = "") {
+  const name = `${style}${Math.round(pixels)}px ${colours.sans}`;
+  if (name === font) return;
+  ctx.font = font = name;
+  if (!widthsIn.has(font)) widthsIn.set(font, new Map());
+  widths = widthsIn.get(font);
+}
+/** Back to what `ctx.save` kept, fonts too. */
+function unclip() { ctx.restore(); font = ""; }
 function textWidth(text) {
-  const key = ctx.font + text;
-  let found = widths.get(key);
+  let found = widths.get(text);
   if (found === undefined) {
-    if (widths.size > 20000) widths.clear();
-    widths.set(key, (found = ctx.measureText(text).width));
+    if (widths.size > 5000) widths.clear();
+    widths.set(text, (found = ctx.measureText(text).width));
+  }
+  return found;
+}
+function operandText(r) {
+  let found = operandTexts.get(r);
+  if (found === undefined) {
+    if (operandTexts.size > 5000) operandTexts.clear();
+    operandTexts.set(r, (found = operands(r).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ")));
   }
   return found;
 }
@@ -250,12 +270,12 @@ function drawText(i, r) {
   ctx.fillStyle = wait ? colours.text : colours.ink[shadeOf[i]];
   let two = false;
   if (tall) {
-    const values = operands(record[i]).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ");
-    ctx.font = `${Math.round(point * 0.85)}px ${colours.sans}`;
+    const values = operandText(record[i]);
+    setFont(point * 0.85);
     two = values !== "" && textWidth(values) <= room;
     if (two) ctx.fillText(values, x, y + point * 0.72);
   }
-  ctx.font = `${wait ? "italic " : ""}${point}px ${colours.sans}`;
+  setFont(point, wait ? "italic " : "");
   const text = texts.find((t) => textWidth(t) <= room);
   if (!text) return;
   if (wait) plate(x, y, textWidth(text), point);
