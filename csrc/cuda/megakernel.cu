@@ -9,7 +9,6 @@
 #endif
 #include "bodies.h"
 #include "device.cuh"
-#include "integers.h"
 #include "roles.h"
 
 namespace mk {

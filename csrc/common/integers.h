@@ -1,4 +1,4 @@
-// The integer types that NVRTC, which has no host headers, lacks.
+// The integer types. NVRTC has no host headers, and so lacks them.
 #pragma once
 #if defined(__CUDACC_RTC__)
 typedef signed char int8_t;
@@ -9,4 +9,6 @@ typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
 #endif
