@@ -38,8 +38,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
+DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
+PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
+SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
 PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
 LIMIT_S = 460.0
 PART_LIMIT_S = 180.0  # so that one that hangs leaves time for others
@@ -47,7 +50,7 @@ _ERROR_LINES = 15
 _SEED = 1
 
 
-def prompt(vocab: int, length: int = PROMPT) -> list[int]:
+def prompt(vocab: int, length: int) -> list[int]:
     """Token ids, the same for everybody."""
     ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
     return ids
@@ -72,7 +75,7 @@ class Decode:
         """The prompt, in chunks: what the last one gave."""
         from megakernel.runtime import Chunk, SampleRow, build_step
 
-        program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab)
+        program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
             out = self.backend.launch(program, build_step(program.dims, [chunk]))
@@ -149,7 +152,7 @@ def engine(it: Decode) -> Json:
     from megakernel import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
-    tpot = [it.llm.generate([prompt(it.llm.config.vocab)], params)[0].tpot_s for _ in range(3)]
+    tpot = [it.llm.generate([prompt(it.llm.config.vocab, PROMPT)], params)[0].tpot_s for _ in range(3)]
     return {"tpot_s": statistics.median(t for t in tpot if t is not None)}
 
 
@@ -212,8 +215,8 @@ def torch_decode(model: str) -> Json:
     expected = [int(np.frombuffer(b, np.int32)[0]) for b in _rows(it.run()[1])]
     llama = TorchLlama(it.backend, 1024, torch.bfloat16)
     compiled = torch.compile(llama, mode="max-autotune", fullgraph=True)
-    ids = torch.tensor(prompt(it.llm.config.vocab), device="cuda")
-    positions = torch.arange(len(ids), device="cuda")
+    ids = torch.tensor(prompt(it.llm.config.vocab, PROMPT), device=DEVICE)
+    positions = torch.arange(len(ids), device=DEVICE)
 
     def run() -> tuple[list[float], list[int]]:
         token = llama(ids, positions)[-1:].argmax(-1)
@@ -319,14 +322,21 @@ def partitions(_: Path | None) -> Json:
 
     out: Json = {}
     for tp in (2, 4):
-        for rows in (1, 256):
-            llm = LLM(MODELS["1b"], tp=tp, backend="cuda", max_seqs=max(rows, 1), max_context=512, step_tokens=256)
+        for rows in PARTITION_ROWS:
+            llm = LLM(
+                MODELS["1b"],
+                tp=tp,
+                backend="cuda",
+                max_seqs=max(rows, 1),
+                max_context=512,
+                step_tokens=max(PARTITION_ROWS),
+            )
             program = llm.engine.programs.get(rows, rows)
             backend: Any = llm.engine.backend
             per = program.dims.pages_per_seq
             chunks = [Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)]) for i in range(rows)]
             table = build_step(program.dims, chunks)
-            seconds = [backend.launch(program, table).seconds for _ in range(20)]
+            seconds = [backend.launch(program, table).seconds for _ in range(PARTITION_RUNS)]
             trace = backend.launch(program, table, trace=True).trace
             out[f"tp{tp}_rows{rows}"] = {"step_s": statistics.median(seconds)} | timeline(program, trace)
             llm.close()
@@ -346,31 +356,42 @@ def check(_: Path | None) -> Json:
 
 
 def numerics(_: Path | None) -> Json:
-    """Log-probabilities of 256 positions of the 1B shape."""
+    """Log-probabilities of the last positions of a sequence of the 1B shape: a step of all tokens, and steps of few."""
+    return {name: _scores(step) for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL))}
+
+
+def _scores(step: int) -> Json:
+    """With `step` tokens of the sequence at a time."""
     import torch
     from torch_llama import TorchLlama
 
     from megakernel import LLM
     from megakernel.runtime import Chunk, SampleRow, build_step
 
-    length = 256
-    llm = LLM(MODELS["1b"], backend="cuda", max_seqs=1, max_context=512, step_tokens=length)
+    length = SEQUENCE
+    llm = LLM(MODELS["1b"], backend="cuda", max_seqs=1, max_context=512, step_tokens=step)
     backend: Any = llm.engine.backend
     ids = prompt(llm.config.vocab, length)
-    program = llm.engine.programs.get(length, 64)
-    rows = program.dims.logit_rows
-    pages = list(range(program.dims.pages_per_seq))
-    samples = [SampleRow(length - rows + i, store=False) for i in range(rows)]
-    ours = backend.launch(program, build_step(program.dims, [Chunk(0, 0, ids, pages, samples)])).logits.copy()
-    again = backend.launch(program, build_step(program.dims, [Chunk(0, 0, ids, pages, samples)])).logits.copy()
-    tokens, positions = torch.tensor(ids, device="cuda"), torch.arange(length, device="cuda")
+    program = llm.engine.programs.get(step, min(step, SCORED))
+    rows, pages = program.dims.logit_rows, list(range(program.dims.pages_per_seq))
+    samples = [SampleRow(step - rows + i, store=False) for i in range(rows)]
+
+    def logits() -> Any:
+        parts = []
+        for start in range(0, length, step):
+            chunk = Chunk(0, start, ids[start : start + step], pages, samples)
+            parts.append(backend.launch(program, build_step(program.dims, [chunk])).logits.copy())
+        return np.concatenate(parts)[-SCORED:]
+
+    ours, again = logits(), logits()
+    tokens, positions = torch.tensor(ids, device=DEVICE), torch.arange(length, device=DEVICE)
     with torch.inference_mode():
         truth, theirs = (
-            TorchLlama(backend, length, dtype)(tokens, positions)[-rows:].double().log_softmax(-1)
+            TorchLlama(backend, length, dtype)(tokens, positions)[-SCORED:].double().log_softmax(-1)
             for dtype in (torch.float32, torch.bfloat16)
         )
-        mine = torch.tensor(ours, device="cuda").double().log_softmax(-1)
-        targets = torch.tensor([*ids[length - rows + 1 :], ids[0]], device="cuda")[:, None]
+        mine = torch.tensor(ours, device=DEVICE).double().log_softmax(-1)
+        targets = torch.tensor([*ids[length - SCORED + 1 :], ids[0]], device=DEVICE)[:, None]
 
         def against(found: torch.Tensor) -> Json:
             best, chosen = truth.topk(2, -1).values, truth.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
@@ -382,6 +403,7 @@ def numerics(_: Path | None) -> Json:
             }
 
         out = {"ours": against(mine), "torch_bf16": against(theirs), "same_bits": ours.tobytes() == again.tobytes()}
+    out["dots"] = bool(program.dims.dots)
     llm.close()
     return out
 
