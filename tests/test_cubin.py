@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sass
 
 from megakernel.runtime.cuda import compile as cuda
 
@@ -73,11 +74,24 @@ def test_a_table_that_no_code_meets_fails() -> None:
     assert len(lacking("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4]", TENSOR)) == len(TENSOR) - 1
 
 
+def budgets() -> dict[str, int]:
+    """Registers of a thread of each role."""
+    text = (cuda.source_folder() / "cuda" / "megakernel.cu").read_text()
+    return {name: int(n) for name, n in re.findall(r"#define MK_(\w+)_REGISTERS (\d+)", text)}
+
+
 def test_registers_by_role(built: tuple[str, cuda.Cubin, str]) -> None:
-    """The highest register of the part that each role's warps run stays in what the role has."""
-    consumers, service = re.split("USETMAXREG.DEALLOC", built[2].split("USETMAXREG.TRY_ALLOC")[1])
-    assert max(map(int, re.findall(r"\bR(\d+)\b", consumers))) < 224
-    assert "HMMA" in consumers and "UTMALDG" in service
+    """What either role's warps may run names no register that they do not have."""
+    code = sass.parse(built[2])
+    roots = {"SERVICE": code.find("USETMAXREG.DEALLOC"), "CONSUMER": code.find("USETMAXREG.TRY_ALLOC")}
+    assert budgets().keys() == roots.keys()
+    assert all(code.comes_back(call) for call in code.find("CALL"))
+    runs = {role: code.reachable({root, *code.meetings(root)}) for role, [root] in roots.items()}
+    for role, [root] in roots.items():
+        assert max(r for i in runs[role] for r in code.instructions[i].registers()) < budgets()[role]
+        assert f" 0x{budgets()[role]:x} " in f" {code.instructions[root].operands} "
+    assert runs["SERVICE"].isdisjoint(code.find("HMMA")) and runs["CONSUMER"].isdisjoint(code.find("UTMALDG"))
+    assert not runs["SERVICE"].isdisjoint(code.find("SYNCS")) and not runs["CONSUMER"].isdisjoint(code.find("HMMA"))
 
 
 def test_no_more_is_spilled_than_is_known(built: tuple[str, cuda.Cubin, str]) -> None:
