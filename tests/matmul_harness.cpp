@@ -90,7 +90,7 @@ extern "C" int run_matmul(const mk::Dims* dims, int rank, void* const* buffers, 
                           const mk::Shape* shapes, const int32_t* step_words, int layer,
                           const int32_t* record) {
   using namespace mk;
-  const Dims& d = dims[rank];
+  const Sizes d = sizes_of(dims[rank]);
   Params params{};
   params.dims = dims;
   params.buffers = buffers;

@@ -115,8 +115,8 @@ def parse(text: str) -> Code:
         elif instruction := _INSTRUCTION.match(line):
             lines.append(instruction)
     code = Code()
-    for line in lines:
-        at, guard, opcode, operands = int(line[1], 16), line[2], line[3], line[4]
+    for match in lines:
+        at, guard, opcode, operands = int(match[1], 16), match[2], match[3], match[4]
         name = opcode.split(".")[0]
         names = _TARGET.findall(operands)
         if name in ("BRX", "BRXU"):

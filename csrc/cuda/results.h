@@ -99,7 +99,7 @@ class ToQkv {
 
  private:
   const Call& c_;
-  const Dims& d_;
+  const Sizes& d_;
   const int q_cols_, kv_cols_, head_dim_, page_;
   const float* const bias_;
 };
@@ -140,7 +140,7 @@ class ToPartial {
   MK_FN explicit ToPartial(const Call& c) : c_(c) {}
 
   MK_FN Row row(int r) const {
-    const Dims& d = *c_.dims;
+    const Sizes& d = *c_.dims;
     return {residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden};
   }
   MK_FN int column(int col) const { return col; }
@@ -182,7 +182,7 @@ class ToLogits {
   MK_FN explicit ToLogits(const Call& c) : c_(c) {}
 
   MK_FN Row row(int r) const {
-    const Dims& d = *c_.dims;
+    const Sizes& d = *c_.dims;
     return c_.copy<float>(Buffer::LOGITS, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
   MK_FN int column(int col) const { return col; }

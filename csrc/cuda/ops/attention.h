@@ -207,7 +207,7 @@ class AttentionItem {
 
   P& p_;
   const Call& call_;
-  const Dims& d_;
+  const Sizes& d_;
   const StepView& s_;
   Pages& pages_;
   const int item_;

@@ -17,7 +17,7 @@ struct Scratch {
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
 struct Call {
   const Params* params;
-  const Dims* dims;      // of the rank
+  const Sizes* dims;     // of the rank
   const StepView* step;  // as the rank sees it
   Scratch* shared;
   float* sample_scratch;  // [2][vocab], of the block
@@ -48,7 +48,7 @@ MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 // The same on every lane: a tree of a fixed shape.
 template <class P, class T, class F>
 MK_FN T reduce_lanes(T value, F combine) {
-  MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
+  MK_LOOP for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
       combine(value, shuffle_xor(value, mask));
   return value;
 }
