@@ -126,7 +126,7 @@ MK_FN void dots(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& page
         break;
       case Opcode::o_proj:
       case Opcode::down_proj:
-        store_dots(p, sums, residual(c, opcode), m, col);
+        store_dots(p, sums, ToResidual(c, opcode), m, col);
         break;
       case Opcode::o_partial:
       case Opcode::down_partial:

@@ -109,7 +109,11 @@ class ToResidual {
  public:
   using Row = float*;
 
-  MK_FN ToResidual(const Call& c, const float* bias) : c_(c), bias_(bias) {}
+  // One construction for both matmuls: of two, a branch each, the compiler would keep `c` in memory.
+  MK_FN ToResidual(const Call& c, Opcode opcode) : c_(c) {
+    const bool o = opcode == Opcode::o_proj;
+    if (o ? c.dims->attention_bias : c.dims->mlp_bias) bias_ = c.at<float>(o ? Buffer::B_O : Buffer::B_DOWN);
+  }
 
   MK_FN Row row(int r) const { return c_.at<float>(Buffer::X) + int64_t{r} * c_.dims->hidden; }
   MK_FN int column(int col) const { return col; }
@@ -121,13 +125,8 @@ class ToResidual {
 
  private:
   const Call& c_;
-  const float* const bias_;
+  const float* bias_ = nullptr;
 };
-
-MK_FN ToResidual residual(const Call& c, Opcode opcode) {
-  if (opcode == Opcode::o_proj) return {c, c.dims->attention_bias ? c.at<float>(Buffer::B_O) : nullptr};
-  return {c, c.dims->mlp_bias ? c.at<float>(Buffer::B_DOWN) : nullptr};
-}
 
 // REDUCE of this rank, where the residual of the row is kept.
 class ToPartial {

@@ -34,11 +34,19 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane
 template <class P>
 class AttentionTile {
  public:
-  // head_dim: at most kMaxHeadDim and a multiple of 8.
-  __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {}
+  // head_dim: at most kMaxHeadDim and a multiple of 8. All is set that start() sets: what may come from an item
+  // before would keep its registers through every other instruction.
+  __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {
+    MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
+    MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+      MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
+    }
+    MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+      MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
+    }
+  }
 
   // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
-  // Forgets what was before.
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
@@ -46,14 +54,10 @@ class AttentionTile {
       MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
         MK_UNROLL for (int w = half; w < 4; w += 2) {
           const int first = 16 * k + a_k(0, w);
-          query_[k][w] = from && first < head_dim_ ? load_word(from + fragment_col(lane_) + first) : 0;
+          if (from && first < head_dim_) query_[k][w] = load_word(from + fragment_col(lane_) + first);
         }
       }
-      position_[half] = from ? position(fragment_row(lane_, half)) : -1;
-      sums_[half] = Softmax{};
-    }
-    MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
+      if (from) position_[half] = position(fragment_row(lane_, half));
     }
   }
 
