@@ -114,6 +114,7 @@ extern "C" int run_op(const Dims* dims, const int32_t* step_words, void* const* 
   Params params{};
   params.buffers = buffers;
   params.layer_stride = strides.data();
+  params.sample_scratch = scratch;
   const Sizes sizes = sizes_of(*dims);
   const StepView step = step_view(step_words, sizes);
   Task task{};
@@ -126,7 +127,7 @@ extern "C" int run_op(const Dims* dims, const int32_t* step_words, void* const* 
   for (int w = 0; w < kConsumerWarps; ++w) {
     threads.emplace_back([&, w] {
       Warp p{meeting};
-      const Call call{&params, &sizes, &step, &shared, scratch, 0, w};
+      const Call call{&params, &sizes, &step, &shared, 0, &task.where, w};
       FilledPages pages(call, task, kv_pages, done);
       run(p, call, task, pages);
       if (!pages.all_taken()) __atomic_fetch_add(&unfinished, 1, __ATOMIC_RELAXED);

@@ -41,6 +41,7 @@ struct Arguments {
   Params params;
   const Sizes* sizes;
   const StepView* step;
+  Where where;
 };
 
 __device__ Call make_call(const Arguments& a) {
@@ -49,8 +50,8 @@ __device__ Call make_call(const Arguments& a) {
           a.sizes,
           a.step,
           &scratch,
-          a.params.sample_scratch,
-          0,
+          static_cast<int32_t>(blockIdx.x),
+          &a.where,
           static_cast<int32_t>(threadIdx.x / 32) - 4};
 }
 

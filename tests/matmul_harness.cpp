@@ -117,7 +117,7 @@ extern "C" int run_matmul(const mk::Dims* dims, int rank, void* const* buffers, 
   });
   for (int warp = 0; warp < kConsumerWarps; ++warp) {
     Host p;
-    const Call call{&params, &d, &step, nullptr, nullptr, layer, warp};
+    const Call call{&params, &d, &step, nullptr, 0, &task.where, warp};
     matmul(p, call, task.record, pages);
   }
   for (const auto& page : pages.pages) {

@@ -63,6 +63,7 @@ class Device {
 
   MK_DEVICE int lane() const { return lane_; }
   MK_DEVICE int warp() const { return warp_; }
+  MK_DEVICE void forget() { asm volatile("" : "+r"(lane_), "+r"(warp_)); }
 
   MK_DEVICE void init(Barrier& b, int arrivals) {
     if (lane_ == 0)
@@ -294,7 +295,8 @@ class Device {
     return time - since > limit;
   }
   MK_DEVICE uint32_t limit(const Barrier& b) const {
-    return static_cast<uint32_t>(params_.timeout_ns >> kTick) * patience(block_, b);
+    return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick))) *
+           patience(block_, b);
   }
   // Ends the launch; says why at its end.
   MK_DEVICE void give_up(const Barrier& b, uint32_t parity, const Where& where) {
@@ -336,7 +338,7 @@ class Device {
 #if MK_TRACE
   int32_t* traced_ = nullptr;
 #endif
-  const int lane_, warp_;
+  int lane_, warp_;
 };
 
 }  // namespace mk

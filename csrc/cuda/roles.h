@@ -50,7 +50,6 @@ MK_FN void serve(P& p, Block<P>& block, const Params& params) {
       store_outputs(p, block, params);
       break;
   }
-  report(p, block, params);
 }
 
 }  // namespace mk

@@ -98,6 +98,7 @@ class FibreWarp {
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
+  void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
   void sync_block() { meet(block_.all, kWarps); }

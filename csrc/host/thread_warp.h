@@ -58,6 +58,7 @@ class ThreadWarp {
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
+  void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.init(arrivals); }
   void sync_block() { meet(block_.all, 0); }

@@ -1,7 +1,6 @@
 // What the body of an instruction sees, and the eight consumer warps as a team.
 #pragma once
-#include "../arithmetic.h"
-#include "../params.h"
+#include "../platform.h"
 
 namespace mk {
 
@@ -20,14 +19,14 @@ struct Call {
   const Sizes* dims;     // of the rank
   const StepView* step;  // as the rank sees it
   Scratch* shared;
-  float* sample_scratch;  // [2][vocab], of the block
-  int32_t layer;
+  int32_t block;  // of the grid
+  const Where* where;
   int32_t warp;  // 0 .. kConsumerWarps - 1
 
   // A rank's copy of a buffer; its layer's part where it has layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
-    return static_cast<T*>(params->at(rank, buffer, layer));
+    return static_cast<T*>(params->at(rank, buffer, where->layer));
   }
   template <class T>
   MK_FN T* at(Buffer buffer) const {

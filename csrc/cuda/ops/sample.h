@@ -53,8 +53,8 @@ class Sampler {
         call_(call),
         vocab_(call.dims->vocab),
         thread_(call.warp * P::kLanes + p.lane()),
-        z_(call.sample_scratch),
-        other_(call.sample_scratch + vocab_),
+        z_(call.params->sample_scratch + int64_t{call.block} * 2 * vocab_),
+        other_(z_ + vocab_),
         team_(p, call) {}
 
   // Logit row i: the token and its log-softmax, to all ranks and to rank 0.
