@@ -210,16 +210,16 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
   const bool padding = seq < 0;
   const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
-  const int32_t* table = s.block_tables + static_cast<int64_t>(seq) * d.pages_per_seq();
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
   const int32_t pages = padding ? 1 : 2 * halves;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower(pass + kConsumerWarps, units) - 1) / tiles;
-    const int32_t end = s.item_block[item] + (padding ? 1 : s.item_blocks[item]);
-    MK_LOOP for (int32_t block = s.item_block[item]; block < end; ++block) {
+    int32_t blocks = padding ? 1 : s.item_blocks[item];
+    MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
+        const int32_t* table = s.block_tables + static_cast<int64_t>(here(seq)) * d.pages_per_seq();
         const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
         MK_LOOP for (int32_t i = 0; i < pages; ++i) {
           PageUse use{Fill::kInputs,
@@ -253,8 +253,8 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   if (task.is(Opcode::attention)) {
-    const int32_t slot = operands<Attention>(task.record).slot;
-    for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item) {
+    const Attention& op = operands<Attention>(task.record);
+    MK_LOOP for (int32_t item = s.slot_items[op.slot]; item < s.slot_items[op.slot + 1]; ++item) {
       if (!item_pages(d, s, item, task.where.layer, each)) return false;
     }
     return true;
