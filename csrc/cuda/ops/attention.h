@@ -51,46 +51,47 @@ class AttentionItem {
   MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
 
+  // Keys and values of a block: of narrow heads a page each, else halves.
+  MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
+  MK_FN int head_pages() const { return narrow() ? 2 : 4; }
+
   // Units from `begin` on, one to a warp.
   MK_FN void run_pass(int begin) {
     const int tiles = this->tiles(), end = lower(begin + kConsumerWarps, units()), unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
-    const bool split = s_.item_split[item_] >= 0, narrow = d_.head_dim <= kTileInner;
-    // Of a block: keys and values, of narrow heads a page each, else halves; of all heads, of those before
-    // its own.
-    const int pages = narrow ? 2 : 4;
-    const int all = ((end - 1) / tiles - begin / tiles + 1) * pages, before = (own - begin / tiles) * pages;
+    const bool split = s_.item_split[item_] >= 0;
+    const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;  // its own
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       item_ = here(item_);
       if (last < block * kKvBlock) {
-        pages_.skip(all);
+        pages_.skip(heads * head_pages());
         continue;
       }
-      pages_.skip(before);
+      pages_.skip(before * head_pages());
       const unsigned char* keys = pages_.take();
       // Its counters hold when a page is full.
       if (block == s_.item_block[item_]) start(tile, query_rows(own, first));
       tile.template scores<0>(keys);
-      if (!narrow) {
+      if (!narrow()) {
         pages_.release();
         keys = pages_.take();
       }
-      tile.template scores<1>(keys + (narrow ? kPageBytes / 2 : 0));
+      tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
       pages_.release();
       tile.softmax(scale, block);
       if (!split) tile.merge();
       tile.template values<0>(pages_.take(), split);
       pages_.release();
-      if (!narrow) {
+      if (!narrow()) {
         tile.template values<1>(pages_.take(), split);
         pages_.release();
       }
       if (split) store_partials(tile, here(own), first, block);
-      pages_.skip(all - before - pages);
+      pages_.skip((heads - 1 - before) * head_pages());
     }
     if (own < 0 || split) return;
     const QueryRows q = query_rows(own, first);

@@ -42,7 +42,7 @@ class AttentionTile {
  public:
   // head_dim: at most kMaxHeadDim and a multiple of 8. All is set that start() sets: what may come from an
   // item before would keep its registers through every other instruction.
-  __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {
+  __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
       MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
@@ -55,13 +55,13 @@ class AttentionTile {
   // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
-    const int lane = here(lane_);
+    const int lane = here(lane_), head_dim = head_dim_;
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const uint16_t *from = row(fragment_row(lane, half)), *own = here(from + fragment_col(lane));
       MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
         MK_UNROLL for (int w = half; w < 4; w += 2) {
           const int first = 16 * k + a_k(0, w);
-          if (from && first < head_dim_) query_[k][w] = load_word(own + first);
+          if (from && first < head_dim) query_[k][w] = load_word(own + first);
         }
       }
       if (from) position_[half] = position(fragment_row(lane, half));
@@ -72,11 +72,12 @@ class AttentionTile {
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
+    const int head_dim = head_dim_;
     MK_UNROLL for (int n = 0; n < 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] = 0.0f;
     }
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
-      if (16 * k >= head_dim_) break;
+      if (16 * k >= head_dim) break;
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         load_b(b, own, 16 * k, 8 * n);
@@ -157,13 +158,13 @@ class AttentionTile {
   // m, l and o of a block alone, at to(i), in rows that see it.
   template <class To>
   __device__ void store_block(To to) const {
-    const int lane = here(lane_);
+    const int lane = here(lane_), head_dim = head_dim_;
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       if (!seen_[half]) continue;
       float *out = to(fragment_row(lane, half)), *own = here(out + 2 + fragment_col(lane));
       if (lane % 4 == 0) store_two(out, block_[half]);
       MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-        if (8 * n < head_dim_) store_two(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
+        if (8 * n < head_dim) store_two(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
       }
     }
   }
@@ -171,20 +172,21 @@ class AttentionTile {
   // o / l of all blocks, rounded, at to(i) unless that is null.
   template <class To>
   __device__ void store_results(To to) const {
-    const int lane = here(lane_);
+    const int lane = here(lane_), head_dim = head_dim_;
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       uint16_t *out = to(fragment_row(lane, half)), *own = here(out + fragment_col(lane));
       const float share = 1.0f / sums_[half].l;
       if (!out) continue;
       MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-        if (8 * n < head_dim_)
+        if (8 * n < head_dim)
           store_word(own + 8 * n, pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
       }
     }
   }
 
  private:
-  const int lane_, head_dim_;
+  const int lane_;
+  const int& head_dim_;  // loaded where it is needed: that costs no register elsewhere
   int position_[2];
   uint32_t query_[kMaxHeadDim / 16][4];
   float out_[kMaxHeadDim / 8][4];
