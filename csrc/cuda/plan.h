@@ -206,8 +206,7 @@ MK_FN bool dot_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& each
 // nothing in it, which says that its counters hold.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
-  const int32_t seq = s.item_seq[item];
-  const bool padding = seq < 0;
+  const bool padding = s.item_seq[item] < 0;
   const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
   const bool narrow = d.head_dim <= kTileInner;
@@ -219,7 +218,8 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
     int32_t blocks = padding ? 1 : s.item_blocks[item];
     MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
-        const int32_t* table = s.block_tables + static_cast<int64_t>(here(seq)) * d.pages_per_seq();
+        const int64_t seq = s.item_seq[here(item)];
+        const int32_t* table = s.block_tables + seq * d.pages_per_seq();
         const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
         MK_LOOP for (int32_t i = 0; i < pages; ++i) {
           PageUse use{Fill::kInputs,
