@@ -17,7 +17,6 @@ struct Host {
   using Accumulators = HostAccumulators;
   struct Barrier {};
   int lane() const { return 0; }
-  float warp_sum(float v) const { return v; }
   void fence_async() {}
 };
 

@@ -25,13 +25,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
           delay.record == task.where.number)
         p.stall(delay.ns);
     }
-    const Call call{&params,
-                    &block.dims,
-                    &block.step,
-                    &block.scratch,
-                    block.index,
-                    &task.where,
-                    warp};
+    const Call call{&params, &block.dims, &block.step, &block.scratch, block.index, &task.where, warp};
     Pages<P> pages(p, block, params, task, page);
     Bodies::run(p, call, task, pages);
     page = pages.next();

@@ -227,11 +227,6 @@ class Device {
   MK_DEVICE void reads(const void*, bool) {}
   MK_DEVICE void writes(const void*) {}
 
-  MK_DEVICE float warp_sum(float v) {
-    MK_UNROLL for (int mask = kLanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, mask);
-    return v;
-  }
-
 #if MK_TRACE
   MK_DEVICE uint64_t now() {
     uint64_t t;

@@ -104,7 +104,6 @@ class FibreWarp {
   void sync_block() { meet(block_.all, kWarps); }
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
   void sync_warp() {}
-  float warp_sum(float value) const { return value; }
 
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     scheduler().pause();
