@@ -93,6 +93,27 @@ _DIM_FUNCTIONS = (
 )
 
 
+def _sizes() -> list[str]:
+    """Dims with what is derived from them as fields, under the same names."""
+    functions = [(name, body) for name, body in _DIM_FUNCTIONS if not name.endswith("()")]
+    derived = [name.removesuffix("()") for name, _ in _DIM_FUNCTIONS if name.endswith("()")]
+    return [
+        "// Dims, and what is derived from them, worked out once: that takes divisions.",
+        "struct Sizes : Dims {",
+        *(f"  int32_t {name}_;" for name in derived),
+        *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in derived),
+        *(f"  MK_DIMS_FN int32_t {signature} const {{ {body} }}" for signature, body in functions),
+        "};",
+        "",
+        "MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {",
+        "  Sizes s;",
+        "  static_cast<Dims&>(s) = d;",
+        *(f"  s.{name}_ = d.{name}();" for name in derived),
+        "  return s;",
+        "}",
+    ]
+
+
 def _matmul(m: Matmul) -> str:
     """Operands of MK_MATMULS."""
     inner = f"d.{m.inner}" + ("" if m.inner in dict(DIM_FIELDS) else "()")
@@ -151,12 +172,14 @@ def header() -> str:
         "#endif",
         *(f"  MK_DIMS_FN int32_t {signature} const {{ {body} }}" for signature, body in _DIM_FUNCTIONS),
         "",
-        " private:",
+        " protected:",
         "  MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }",
         "  MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }",
         "  MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }",
         "  MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }",
         "};",
+        "",
+        *_sizes(),
         "",
         "// The step table, by field.",
         "struct StepView {",

@@ -33,7 +33,7 @@ class FilledPages {
  public:
   FilledPages(const Call& call, const Task& task, int32_t kv_pages, int32_t* done)
       : call_(call), done_(done) {
-    const Dims& d = *call.dims;
+    const Sizes& d = *call.dims;
     const int64_t heads = int64_t{kv_pages} * d.rank_kv_heads();
     keys_ = {call.at<uint16_t>(Buffer::K_CACHE), heads * d.head_dim, d.page};
     values_ = {call.at<uint16_t>(Buffer::V_CACHE), heads * d.page, d.head_dim};
@@ -82,21 +82,19 @@ class FilledPages {
 
 void run(Warp& p, const Call& call, const Task& task, FilledPages& pages) {
   const int32_t* r = task.record;
-  switch (static_cast<Opcode>(task.opcode())) {
+  const Opcode opcode = static_cast<Opcode>(task.opcode());
+  switch (opcode) {
     case Opcode::embed:
       return embed(p, call, operands<Embed>(r));
     case Opcode::rope:
       return rope(p, call, operands<Rope>(r));
     case Opcode::attn_norm:
-      return attn_norm(p, call, operands<AttnNorm>(r));
     case Opcode::mlp_norm:
-      return mlp_norm(p, call, operands<MlpNorm>(r));
     case Opcode::final_norm:
-      return final_norm(p, call, operands<FinalNorm>(r));
+      return norm(p, call, opcode, operands<FinalNorm>(r));
     case Opcode::o_reduce:
-      return o_reduce(p, call, operands<OReduce>(r));
     case Opcode::down_reduce:
-      return down_reduce(p, call, operands<DownReduce>(r));
+      return reduce(p, call, opcode, operands<OReduce>(r));
     case Opcode::attention:
       return attention(p, call, operands<Attention>(r), pages);
     case Opcode::sample:
@@ -116,7 +114,9 @@ extern "C" int run_op(const Dims* dims, const int32_t* step_words, void* const* 
   Params params{};
   params.buffers = buffers;
   params.layer_stride = strides.data();
-  const StepView step = step_view(step_words, *dims);
+  params.sample_scratch = scratch;
+  const Sizes sizes = sizes_of(*dims);
+  const StepView step = step_view(step_words, sizes);
   Task task{};
   memcpy(task.record, record, sizeof task.record);
   Scratch shared;
@@ -127,7 +127,7 @@ extern "C" int run_op(const Dims* dims, const int32_t* step_words, void* const* 
   for (int w = 0; w < kConsumerWarps; ++w) {
     threads.emplace_back([&, w] {
       Warp p{meeting};
-      const Call call{&params, dims, &step, &shared, scratch, 0, w};
+      const Call call{&params, &sizes, &step, &shared, 0, &task.where, w};
       FilledPages pages(call, task, kv_pages, done);
       run(p, call, task, pages);
       if (!pages.all_taken()) __atomic_fetch_add(&unfinished, 1, __ATOMIC_RELAXED);

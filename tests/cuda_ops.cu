@@ -39,40 +39,40 @@ struct AnyPages {
 
 struct Arguments {
   Params params;
-  const Dims* dims;
+  const Sizes* sizes;
   const StepView* step;
+  Where where;
 };
 
 __device__ Call make_call(const Arguments& a) {
   __shared__ Scratch scratch;
   return {&a.params,
-          a.dims,
+          a.sizes,
           a.step,
           &scratch,
-          a.params.sample_scratch,
-          0,
+          static_cast<int32_t>(blockIdx.x),
+          &a.where,
           static_cast<int32_t>(threadIdx.x / 32) - 4};
 }
 
 }  // namespace
 
 // As in the megakernel: four warps give registers to eight, which run the body.
-#define BODY(name, Operands, ...)                                                     \
-  extern "C" __global__ void __launch_bounds__(kThreads, 1)                           \
-      name##_body(const __grid_constant__ Arguments a, Operands op, AnyPages pages) { \
-    if (threadIdx.x / 32 < 4) {                                                       \
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");                            \
-    } else {                                                                          \
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");                           \
-      Warp p;                                                                         \
-      name(p, make_call(a), op, ##__VA_ARGS__);                                       \
-    }                                                                                 \
+#define BODY(name, Operands, ...)                                                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                                          \
+      name##_body(const __grid_constant__ Arguments a, Opcode opcode, Operands op, AnyPages pages) { \
+    if (threadIdx.x / 32 < 4) {                                                                      \
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");                                           \
+    } else {                                                                                         \
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");                                          \
+      Warp p;                                                                                        \
+      name(p, make_call(a), ##__VA_ARGS__);                                                          \
+    }                                                                                                \
   }
 
-BODY(embed, Embed)
-BODY(rope, Rope)
-BODY(attn_norm, AttnNorm)
-BODY(final_norm, FinalNorm)
-BODY(o_reduce, OReduce)
-BODY(sample, Sample)
-BODY(attention, Attention, pages)
+BODY(embed, Embed, op)
+BODY(rope, Rope, op)
+BODY(norm, FinalNorm, opcode, op)
+BODY(reduce, OReduce, opcode, op)
+BODY(sample, Sample, op)
+BODY(attention, Attention, op, pages)

@@ -17,7 +17,6 @@ struct Host {
   using Accumulators = HostAccumulators;
   struct Barrier {};
   int lane() const { return 0; }
-  float warp_sum(float v) const { return v; }
   void fence_async() {}
 };
 
@@ -90,7 +89,7 @@ extern "C" int run_matmul(const mk::Dims* dims, int rank, void* const* buffers, 
                           const mk::Shape* shapes, const int32_t* step_words, int layer,
                           const int32_t* record) {
   using namespace mk;
-  const Dims& d = dims[rank];
+  const Sizes d = sizes_of(dims[rank]);
   Params params{};
   params.dims = dims;
   params.buffers = buffers;
@@ -117,7 +116,7 @@ extern "C" int run_matmul(const mk::Dims* dims, int rank, void* const* buffers, 
   });
   for (int warp = 0; warp < kConsumerWarps; ++warp) {
     Host p;
-    const Call call{&params, &d, &step, nullptr, nullptr, layer, warp};
+    const Call call{&params, &d, &step, nullptr, 0, &task.where, warp};
     matmul(p, call, task.record, pages);
   }
   for (const auto& page : pages.pages) {

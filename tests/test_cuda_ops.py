@@ -307,5 +307,5 @@ def test_device_code(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "C75" not in done.stderr, "setmaxnreg is ignored"
     report = re.findall(r"function '(\w+)_body'.*?(\d+) bytes stack frame, (\d+) bytes spill", done.stderr, re.S)
-    assert len(report) == 7
+    assert len(report) == 6
     assert [name for name, stack, spill in report if (stack, spill) != ("0", "0")] == []

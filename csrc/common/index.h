@@ -1,17 +1,19 @@
 // Index arithmetic of the buffers that pages, items and owners address, in elements. Shapes:
-// megakernel/isa/buffers.py.
+// megakernel/isa/buffers.py. `D`: Dims, or Sizes.
 #pragma once
 #include "isa.h"
 
 namespace mk {
 
 // K_CACHE [page][KV head][element][token]: token 0 of one element.
-MK_DIMS_FN inline int64_t k_index(const Dims& d, int64_t page, int64_t head, int64_t element) {
+template <class D>
+MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t element) {
   return ((page * d.rank_kv_heads() + head) * d.head_dim + element) * d.page;
 }
 
 // V_CACHE [page][KV head][token][element]: element 0 of one token.
-MK_DIMS_FN inline int64_t v_index(const Dims& d, int64_t page, int64_t head, int64_t token) {
+template <class D>
+MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.page + token) * d.head_dim;
 }
 
@@ -54,7 +56,8 @@ MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t
 }
 
 // Row of REDUCE, on a rank that keeps the residual of token row `row`, where `rank` stores its partial of it.
-MK_DIMS_FN inline int64_t reduce_row(const Dims& d, int32_t rank, int32_t row) {
+template <class D>
+MK_DIMS_FN inline int64_t reduce_row(const D& d, int32_t rank, int32_t row) {
   const int32_t place = d.one_hop ? row : row / d.row_block / d.tp * d.row_block + row % d.row_block;
   return int64_t{rank} * d.own_rows() + place;
 }

@@ -189,12 +189,81 @@ struct Dims {
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0; }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads()); }
 
- private:
+ protected:
   MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }
   MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }
   MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }
   MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }
 };
+
+// Dims, and what is derived from them, worked out once: that takes divisions.
+struct Sizes : Dims {
+  int32_t row_blocks_;
+  int32_t pages_per_seq_;
+  int32_t own_rows_;
+  int32_t own_logit_rows_;
+  int32_t rank_heads_;
+  int32_t first_head_;
+  int32_t rank_kv_heads_;
+  int32_t first_kv_head_;
+  int32_t rank_ffn_;
+  int32_t first_ffn_;
+  int32_t rank_vocab_;
+  int32_t first_vocab_;
+  int32_t head_ranks_;
+  int32_t ffn_ranks_;
+  int32_t q_cols_;
+  int32_t kv_cols_;
+  int32_t o_cols_;
+  int32_t o_first_;
+  int32_t group_size_;
+  MK_DIMS_FN int32_t row_blocks() const { return row_blocks_; }
+  MK_DIMS_FN int32_t pages_per_seq() const { return pages_per_seq_; }
+  MK_DIMS_FN int32_t own_rows() const { return own_rows_; }
+  MK_DIMS_FN int32_t own_logit_rows() const { return own_logit_rows_; }
+  MK_DIMS_FN int32_t rank_heads() const { return rank_heads_; }
+  MK_DIMS_FN int32_t first_head() const { return first_head_; }
+  MK_DIMS_FN int32_t rank_kv_heads() const { return rank_kv_heads_; }
+  MK_DIMS_FN int32_t first_kv_head() const { return first_kv_head_; }
+  MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
+  MK_DIMS_FN int32_t first_ffn() const { return first_ffn_; }
+  MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
+  MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
+  MK_DIMS_FN int32_t head_ranks() const { return head_ranks_; }
+  MK_DIMS_FN int32_t ffn_ranks() const { return ffn_ranks_; }
+  MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
+  MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
+  MK_DIMS_FN int32_t o_cols() const { return o_cols_; }
+  MK_DIMS_FN int32_t o_first() const { return o_first_; }
+  MK_DIMS_FN int32_t group_size() const { return group_size_; }
+  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0; }
+  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads()); }
+};
+
+MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
+  Sizes s;
+  static_cast<Dims&>(s) = d;
+  s.row_blocks_ = d.row_blocks();
+  s.pages_per_seq_ = d.pages_per_seq();
+  s.own_rows_ = d.own_rows();
+  s.own_logit_rows_ = d.own_logit_rows();
+  s.rank_heads_ = d.rank_heads();
+  s.first_head_ = d.first_head();
+  s.rank_kv_heads_ = d.rank_kv_heads();
+  s.first_kv_head_ = d.first_kv_head();
+  s.rank_ffn_ = d.rank_ffn();
+  s.first_ffn_ = d.first_ffn();
+  s.rank_vocab_ = d.rank_vocab();
+  s.first_vocab_ = d.first_vocab();
+  s.head_ranks_ = d.head_ranks();
+  s.ffn_ranks_ = d.ffn_ranks();
+  s.q_cols_ = d.q_cols();
+  s.kv_cols_ = d.kv_cols();
+  s.o_cols_ = d.o_cols();
+  s.o_first_ = d.o_first();
+  s.group_size_ = d.group_size();
+  return s;
+}
 
 // The step table, by field.
 struct StepView {

@@ -22,6 +22,22 @@ namespace mk {
 MK_FN constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 MK_FN constexpr int32_t lower(int32_t a, int32_t b) { return a < b ? a : b; }
 
+// The value, which to the compiler is a new one: what follows from it is worked out where it is used, instead
+// of taking registers through all that is between.
+MK_FN int32_t here(int32_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+template <class T>
+MK_FN T* here(T* p) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(p));
+#endif
+  return p;
+}
+
 MK_FN float bits_to_float(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __uint_as_float(bits);

@@ -65,7 +65,7 @@ struct alignas(1024) BlockMemory {
   Barrier parted;      // both loaders have come to their end
   uint32_t passed[2];  // pages that they have come by
   Late<Barrier> late[kWarps];
-  Dims dims;
+  Sizes dims;
   StepView step;
   Scratch scratch;
   int32_t rank, worker, index;  // index: of the block in its grid

@@ -15,21 +15,19 @@ struct Bodies {
   template <class P>
   MK_FN static void run(P& p, const Call& c, const Task& task, Pages<P>& pages) {
     const int32_t* record = task.record;
-    switch (static_cast<Opcode>(record_opcode(record))) {
+    const Opcode opcode = static_cast<Opcode>(record_opcode(record));
+    switch (opcode) {
       case Opcode::embed:
         return embed(p, c, operands<Embed>(record));
       case Opcode::rope:
         return rope(p, c, operands<Rope>(record));
       case Opcode::attn_norm:
-        return attn_norm(p, c, operands<AttnNorm>(record));
       case Opcode::mlp_norm:
-        return mlp_norm(p, c, operands<MlpNorm>(record));
       case Opcode::final_norm:
-        return final_norm(p, c, operands<FinalNorm>(record));
+        return norm(p, c, opcode, operands<FinalNorm>(record));
       case Opcode::o_reduce:
-        return o_reduce(p, c, operands<OReduce>(record));
       case Opcode::down_reduce:
-        return down_reduce(p, c, operands<DownReduce>(record));
+        return reduce(p, c, opcode, operands<OReduce>(record));
       case Opcode::sample:
         return sample(p, c, operands<Sample>(record));
       case Opcode::attention:

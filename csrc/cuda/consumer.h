@@ -8,9 +8,10 @@ namespace mk {
 
 template <class P, class Bodies>
 MK_FN void consume(P& p, Block<P>& block, const Params& params) {
-  const int32_t warp = p.warp() - kConsumerWarp;
   uint32_t page = 0;
   for (uint32_t j = 0;; ++j) {
+    p.forget();
+    const int32_t warp = p.warp() - kConsumerWarp;
     Slot<P>& slot = block.slots[slot_of(j)];
     [[maybe_unused]] const uint64_t waiting = p.now();
     const Task& task = slot.task;
@@ -24,13 +25,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
           delay.record == task.where.number)
         p.stall(delay.ns);
     }
-    const Call call{&params,
-                    &block.dims,
-                    &block.step,
-                    &block.scratch,
-                    params.sample_scratch + static_cast<int64_t>(block.index) * 2 * block.dims.vocab,
-                    task.where.layer,
-                    warp};
+    const Call call{&params, &block.dims, &block.step, &block.scratch, block.index, &task.where, warp};
     Pages<P> pages(p, block, params, task, page);
     Bodies::run(p, call, task, pages);
     page = pages.next();
@@ -39,7 +34,6 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, begin);
     p.arrive(slot.retired);
   }
-  report(p, block, params);
 }
 
 }  // namespace mk

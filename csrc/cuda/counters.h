@@ -6,9 +6,9 @@
 
 namespace mk {
 
-MK_FN Scope scope_of(const Dims& d, int32_t rank) { return rank == d.rank ? Scope::kGpu : Scope::kSystem; }
+MK_FN Scope scope_of(const Sizes& d, int32_t rank) { return rank == d.rank ? Scope::kGpu : Scope::kSystem; }
 
-MK_FN Need need_of(const Params& params, const Dims& d, const Where& where, int32_t slot, int32_t counter) {
+MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t slot, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
           params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter]),
@@ -16,12 +16,12 @@ MK_FN Need need_of(const Params& params, const Dims& d, const Where& where, int3
 }
 
 // Who signals may sit on another device.
-MK_FN Scope wait_scope(const Dims& d) { return d.tp > 1 ? Scope::kSystem : Scope::kGpu; }
+MK_FN Scope wait_scope(const Sizes& d) { return d.tp > 1 ? Scope::kSystem : Scope::kGpu; }
 
 // The words that name one counter each; true once they hold, false where the launch was aborted. So are the
 // next two.
 template <class P>
-MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& task) {
+MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
   return p.wait_counters(kWaits, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t word = task.record[kWaitWord + i];
@@ -32,7 +32,7 @@ MK_FN bool wait_words(P& p, const Params& params, const Dims& d, const Task& tas
 // Attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait word 0
 // names.
 template <class P>
-MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task,
+MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
   const int32_t word = task.record[kWaitWord];
   if (!params.synchronise || !(word & kIndexed)) return true;
@@ -47,7 +47,7 @@ MK_FN bool wait_item(P& p, const Params& params, const Dims& d, const StepView& 
 
 // final_norm: the row block of each logit row that the rank normalises, in the grid that wait word 0 names.
 template <class P>
-MK_FN bool wait_rows(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task) {
+MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
   if (!params.synchronise || !(word & kIndexed)) return true;
   const FinalNorm& op = operands<FinalNorm>(task.record);
@@ -60,7 +60,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Dims& d, const StepView& 
 
 // Adds to a counter of some ranks. The lanes share them.
 template <class P>
-MK_FN void arrive(P& p, const Params& params, const Dims& d, Ranks ranks, int32_t block, int32_t counter,
+MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
   if (!params.synchronise) return;
   MK_LOOP for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
@@ -70,7 +70,7 @@ MK_FN void arrive(P& p, const Params& params, const Dims& d, Ranks ranks, int32_
 
 // The words that name one counter each.
 template <class P>
-MK_FN void signal_words(P& p, const Params& params, const Dims& d, const Task& task) {
+MK_FN void signal_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   MK_LOOP for (int32_t i = 0; i < kSignals; ++i) {
     const int32_t word = task.record[kSignalWord + i];
     if (word == 0 || (word & kIndexed)) continue;
@@ -82,7 +82,7 @@ MK_FN void signal_words(P& p, const Params& params, const Dims& d, const Task& t
 
 // Attention: an item's rows are final, which the grid [row block] of signal word 0 is told.
 template <class P>
-MK_FN void signal_item(P& p, const Params& params, const Dims& d, const StepView& s, const Task& task,
+MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {
   const int32_t word = task.record[kSignalWord], rank = word_rank(word), row = s.item_row[item];
   if (!(word & kIndexed)) return;

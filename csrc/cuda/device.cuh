@@ -63,6 +63,7 @@ class Device {
 
   MK_DEVICE int lane() const { return lane_; }
   MK_DEVICE int warp() const { return warp_; }
+  MK_DEVICE void forget() { asm volatile("" : "+r"(lane_), "+r"(warp_)); }
 
   MK_DEVICE void init(Barrier& b, int arrivals) {
     if (lane_ == 0)
@@ -226,11 +227,6 @@ class Device {
   MK_DEVICE void reads(const void*, bool) {}
   MK_DEVICE void writes(const void*) {}
 
-  MK_DEVICE float warp_sum(float v) {
-    MK_UNROLL for (int mask = kLanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, mask);
-    return v;
-  }
-
 #if MK_TRACE
   MK_DEVICE uint64_t now() {
     uint64_t t;
@@ -294,7 +290,8 @@ class Device {
     return time - since > limit;
   }
   MK_DEVICE uint32_t limit(const Barrier& b) const {
-    return static_cast<uint32_t>(params_.timeout_ns >> kTick) * patience(block_, b);
+    return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick))) *
+           patience(block_, b);
   }
   // Ends the launch; says why at its end.
   MK_DEVICE void give_up(const Barrier& b, uint32_t parity, const Where& where) {
@@ -336,7 +333,7 @@ class Device {
 #if MK_TRACE
   int32_t* traced_ = nullptr;
 #endif
-  const int lane_, warp_;
+  int lane_, warp_;
 };
 
 }  // namespace mk

@@ -14,6 +14,7 @@
 namespace mk {
 
 constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where K fits one piece
+static_assert(kDotRows == 32, "of a warp's lanes, one for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
 // Sums of a warp's two outputs per row, a lane's part until `reduce`.
@@ -26,42 +27,38 @@ class Dots {
   template <class Input>
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const Input& input) {
-    Words first[kVectors], second[kVectors];
-    const int lane = p.lane();
-    MK_UNROLL for (int v = 0; v < kVectors; ++v) {
-      first[v] = part(w0, v, lane, n);
-      second[v] = part(w1, v, lane, n);
-    }
-    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
-      if (r >= rows) break;
-      const unsigned char* x = input(r);
-      MK_UNROLL for (int v = 0; v < kVectors; ++v) {
-        const Words in = part(x, v, lane, n);
+    MK_LOOP for (int v = 0; v < kVectors; ++v) {
+      const Words first = part(w0, v, p.lane(), n), second = part(w1, v, p.lane(), n);
+      MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+        if (r >= rows) break;
+        const Words in = part(input(r), v, p.lane(), n);
         MK_UNROLL for (int i = 0; i < 4; ++i) {
-          sum_[r].a += low_half(in.w[i]) * low_half(first[v].w[i]);
-          sum_[r].b += low_half(in.w[i]) * low_half(second[v].w[i]);
-          sum_[r].a += high_half(in.w[i]) * high_half(first[v].w[i]);
-          sum_[r].b += high_half(in.w[i]) * high_half(second[v].w[i]);
+          sum_[r].a += low_half(in.w[i]) * low_half(first.w[i]);
+          sum_[r].b += low_half(in.w[i]) * low_half(second.w[i]);
+          sum_[r].a += high_half(in.w[i]) * high_half(first.w[i]);
+          sum_[r].b += high_half(in.w[i]) * high_half(second.w[i]);
         }
       }
     }
   }
 
-  MK_FN void reduce(P& p, int rows) {
-    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
-      if (r >= rows) break;
-      sum_[r] = {p.warp_sum(sum_[r].a), p.warp_sum(sum_[r].b)};
+  // Adds the lanes' sums. With every step a lane hands over half of the rows it has, those of the other half
+  // of the lanes; in the end it has one, row `lane`.
+  template <int kMask = P::kLanes / 2>
+  MK_FN void reduce(P& p) {
+    if constexpr (kMask > 0) {
+      const bool upper = p.lane() & kMask;
+      MK_UNROLL for (int r = 0; r < kMask; ++r) {
+        const Pair low = sum_[r], high = sum_[r + kMask];
+        sum_[r].a = (upper ? high.a : low.a) + shuffle_xor(upper ? low.a : high.a, kMask);
+        sum_[r].b = (upper ? high.b : low.b) + shuffle_xor(upper ? low.b : high.b, kMask);
+      }
+      reduce<kMask / 2>(p);
     }
   }
 
-  // By comparisons: a register has no run-time index.
-  MK_FN Pair at(int row) const {
-    Pair out{0, 0};
-    MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
-      if (r == row) out = sum_[r];
-    }
-    return out;
-  }
+  // After reduce(), of a row that the lane has: row `lane`, or, where it is alone, any.
+  MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
   static constexpr int kVectors = kPiece / 8 / P::kLanes;
@@ -79,7 +76,7 @@ class Dots {
 template <class P, class To>
 MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
   const auto column = to.column(m.col + col);
-  for (int r = p.lane(); r < m.rows; r += P::kLanes) {
+  MK_LOOP for (int r = p.lane(); r < m.rows; r += P::kLanes) {
     const Pair t = dots.at(r);
     to.store(to.row(m.row + r), column, t.a, t.b);
   }
@@ -119,14 +116,14 @@ MK_FN void dots(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& page
       pages.release(page + 1);
     }
     if (col >= m.cols) continue;
-    sums.reduce(p, m.rows);
+    sums.reduce(p);
     switch (opcode) {
       case Opcode::qkv_rope:
         store_dots(p, sums, ToQkv(c), m, col);
         break;
       case Opcode::o_proj:
       case Opcode::down_proj:
-        store_dots(p, sums, residual(c, opcode), m, col);
+        store_dots(p, sums, ToResidual(c, opcode), m, col);
         break;
       case Opcode::o_partial:
       case Opcode::down_partial:

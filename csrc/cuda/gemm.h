@@ -129,7 +129,7 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
         break;
       case Opcode::o_proj:
       case Opcode::down_proj: {
-        const ToResidual to = residual(c, opcode);
+        const ToResidual to(c, opcode);
         page = fill_pages<4>(pages, page, blocks, acc, [&](int first, const auto& at) {
           const auto part = acc.template blocks<kTurn>(first);
           for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {

@@ -68,6 +68,8 @@ extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_CONSUMER_REGISTERS));
     consume<Device, Bodies>(p, shared.block, params);
   }
+  Device last(params, shared.block);  // a new one, for which nobody has kept registers
+  report(last, shared.block, params);
 #if MK_TRACE
   p.sync_block();
   if (threadIdx.x == 0) {

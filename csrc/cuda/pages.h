@@ -16,6 +16,7 @@ class Pages {
         params_(params),
         task_(task),
         first_(first),
+        next_(first),
         generic_(task.is(Opcode::attention) || uses_dots(block.dims)) {}
 
   MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
@@ -32,7 +33,7 @@ class Pages {
   MK_FN void release(int i) {
     if (generic_) p_.fence_pages();
     p_.arrive(block_.empty[page_of(first_ + i).slot]);
-    ++passed_;
+    ++next_;
   }
 
   // Output pages: waits until it may be written; then, when this warp has written its part.
@@ -45,12 +46,12 @@ class Pages {
   MK_FN void ready(int i) {
     p_.fence_pages();
     p_.arrive(block_.ready[page_of(first_ + i).slot]);
-    ++passed_;
+    ++next_;
   }
 
   // One page after the other.
-  MK_FN const unsigned char* take() { return full(passed_); }
-  MK_FN void release() { release(passed_); }
+  MK_FN const unsigned char* take() { return full(static_cast<int>(next_ - first_)); }
+  MK_FN void release() { release(static_cast<int>(next_ - first_)); }
   MK_FN void skip(int n) {
     for (int i = 0; i < n; ++i) {
       take();
@@ -64,7 +65,7 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  MK_FN uint32_t next() const { return first_ + passed_; }  // the first page of the next instruction
+  MK_FN uint32_t next() const { return next_; }  // at its end, the first page of the next instruction
 
  private:
   P& p_;
@@ -72,8 +73,8 @@ class Pages {
   const Params& params_;
   const Task& task_;
   const uint32_t first_;
+  uint32_t next_;  // behind the pages that this warp has released or written
   const bool generic_;
-  int passed_ = 0;  // pages that this warp has released or written
 };
 
 }  // namespace mk

@@ -63,7 +63,7 @@ struct PageUse {
 };
 
 // The numerics class. The device's code is for one, which leaves out half of it; the host's is for both.
-MK_FN bool uses_dots([[maybe_unused]] const Dims& d) {
+MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #if defined(MK_DOTS)
   return MK_DOTS != 0;
 #else
@@ -81,7 +81,7 @@ struct Matmul {
 };
 
 // False where the record is no matmul.
-MK_FN bool matmul_of(const Dims& d, const int32_t* record, Matmul& m) {
+MK_FN bool matmul_of(const Sizes& d, const int32_t* record, Matmul& m) {
   const QkvRope& op = operands<QkvRope>(record);  // as of all matmuls
   switch (static_cast<Opcode>(record_opcode(record))) {
 #define MK_MATMUL(name, weights, inputs, inner, halves, output)                                            \
@@ -102,12 +102,12 @@ MK_FN int32_t weight_layer(const Matmul& m, int32_t layer) {
 }
 
 // Tensor cores: columns in chunks; of each chunk its k, kTileInner at a time, then the results.
-MK_FN int32_t chunk_cols(const Matmul& m) { return kChunk / m.halves; }
+MK_FN int32_t chunk_cols(const Matmul& m) { return m.halves == 2 ? kChunk / 2 : kChunk; }
 // Columns of a page of results.
 MK_FN int32_t output_cols(const Matmul& m) { return m.output == Buffer::X ? 32 : 64; }
 
 template <class Each>
-MK_FN bool tensor_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each) {
+MK_FN bool tensor_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& each) {
   constexpr int32_t kPer = kTileRows / kBoxRows;
   const int32_t row_boxes = ceil_div(m.rows, kBoxRows);
   const int32_t matrix = weight_layer(m, layer) * m.halves;
@@ -153,7 +153,7 @@ MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(m.rows * ceil_d
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
 
 template <class Each>
-MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each) {
+MK_FN bool dot_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& each) {
   const int32_t units = ceil_div(m.cols, 2 * kPieces / m.halves), step = 2 / m.halves;
   const int32_t cells = m.rows * ceil_div(m.k, kPiece), matrix = weight_layer(m, layer);
   const int32_t other = m.halves == 2 ? d.rank_ffn() : 1;     // from rows of member 0 to those of member 1
@@ -205,21 +205,21 @@ MK_FN bool dot_pages(const Dims& d, const Matmul& m, int32_t layer, Each&& each)
 // 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one page with
 // nothing in it, which says that its counters hold.
 template <class Each>
-MK_FN bool item_pages(const Dims& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
-  const int32_t seq = s.item_seq[item];
-  const bool padding = seq < 0;
+MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
+  const bool padding = s.item_seq[item] < 0;
   const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
-  const int32_t* table = s.block_tables + static_cast<int64_t>(seq) * d.pages_per_seq();
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
   const int32_t pages = padding ? 1 : 2 * halves;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower(pass + kConsumerWarps, units) - 1) / tiles;
-    const int32_t end = s.item_block[item] + (padding ? 1 : s.item_blocks[item]);
-    MK_LOOP for (int32_t block = s.item_block[item]; block < end; ++block) {
+    int32_t blocks = padding ? 1 : s.item_blocks[item];
+    MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
+        const int64_t seq = s.item_seq[here(item)];
+        const int32_t* table = s.block_tables + seq * d.pages_per_seq();
         const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
         MK_LOOP for (int32_t i = 0; i < pages; ++i) {
           PageUse use{Fill::kInputs,
@@ -251,10 +251,10 @@ MK_FN bool item_pages(const Dims& d, const StepView& s, int32_t item, int32_t la
 
 // Calls each(PageUse) for every page of the instruction until it gives false.
 template <class Each>
-MK_FN bool for_pages(const Dims& d, const StepView& s, const Task& task, Each&& each) {
+MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   if (task.is(Opcode::attention)) {
-    const int32_t slot = operands<Attention>(task.record).slot;
-    for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item) {
+    const Attention& op = operands<Attention>(task.record);
+    MK_LOOP for (int32_t item = s.slot_items[op.slot]; item < s.slot_items[op.slot + 1]; ++item) {
       if (!item_pages(d, s, item, task.where.layer, each)) return false;
     }
     return true;

@@ -8,6 +8,9 @@
 //   int lane();                              0 .. kLanes - 1
 //   int warp();                              0 .. kWarps - 1, of the block
 //
+//   void forget()                            what follows from lane() and warp() is worked out anew from here
+//                                            on, not kept in registers that other instructions need
+//
 //   struct Barrier                           in shared memory; phases count from 0 and alternate in parity
 //   void init(Barrier&, int arrivals)        before sync_block()
 //   void sync_block()                        all warps of the block, once, at its begin
@@ -76,7 +79,7 @@ struct alignas(64) TensorMap {
 enum class Scope { kGpu, kSystem };
 
 // An instruction of a stream.
-struct Where {
+struct alignas(16) Where {
   int32_t segment, layer, number;  // number: as in a trace
   int32_t block;                   // of counters
 };

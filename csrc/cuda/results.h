@@ -99,7 +99,7 @@ class ToQkv {
 
  private:
   const Call& c_;
-  const Dims& d_;
+  const Sizes& d_;
   const int q_cols_, kv_cols_, head_dim_, page_;
   const float* const bias_;
 };
@@ -109,7 +109,11 @@ class ToResidual {
  public:
   using Row = float*;
 
-  MK_FN ToResidual(const Call& c, const float* bias) : c_(c), bias_(bias) {}
+  // One construction for both matmuls: of two, a branch each, the compiler would keep `c` in memory.
+  MK_FN ToResidual(const Call& c, Opcode opcode) : c_(c) {
+    const bool o = opcode == Opcode::o_proj;
+    if (o ? c.dims->attention_bias : c.dims->mlp_bias) bias_ = c.at<float>(o ? Buffer::B_O : Buffer::B_DOWN);
+  }
 
   MK_FN Row row(int r) const { return c_.at<float>(Buffer::X) + int64_t{r} * c_.dims->hidden; }
   MK_FN int column(int col) const { return col; }
@@ -121,13 +125,8 @@ class ToResidual {
 
  private:
   const Call& c_;
-  const float* const bias_;
+  const float* bias_ = nullptr;
 };
-
-MK_FN ToResidual residual(const Call& c, Opcode opcode) {
-  if (opcode == Opcode::o_proj) return {c, c.dims->attention_bias ? c.at<float>(Buffer::B_O) : nullptr};
-  return {c, c.dims->mlp_bias ? c.at<float>(Buffer::B_DOWN) : nullptr};
-}
 
 // REDUCE of this rank, where the residual of the row is kept.
 class ToPartial {
@@ -140,7 +139,7 @@ class ToPartial {
   MK_FN explicit ToPartial(const Call& c) : c_(c) {}
 
   MK_FN Row row(int r) const {
-    const Dims& d = *c_.dims;
+    const Sizes& d = *c_.dims;
     return {residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden};
   }
   MK_FN int column(int col) const { return col; }
@@ -182,7 +181,7 @@ class ToLogits {
   MK_FN explicit ToLogits(const Call& c) : c_(c) {}
 
   MK_FN Row row(int r) const {
-    const Dims& d = *c_.dims;
+    const Sizes& d = *c_.dims;
     return c_.copy<float>(Buffer::LOGITS, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
   MK_FN int column(int col) const { return col; }

@@ -15,7 +15,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.index = index;
     block.rank = params.first_rank + index / params.workers;
     block.worker = index % params.workers;
-    block.dims = params.dims[block.rank];
+    block.dims = sizes_of(params.dims[block.rank]);
     block.step = step_view(params.step_words, block.dims);
     MK_LOOP for (int i = 0; i < kPages; ++i) {
       p.init(block.full[i], 2);
@@ -50,7 +50,6 @@ MK_FN void serve(P& p, Block<P>& block, const Params& params) {
       store_outputs(p, block, params);
       break;
   }
-  report(p, block, params);
 }
 
 }  // namespace mk

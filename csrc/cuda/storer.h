@@ -10,7 +10,7 @@ namespace mk {
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {
-  const Dims& d = block.dims;
+  const Sizes& d = block.dims;
   const bool partial = use.buffer == Buffer::REDUCE;
   const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
   MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {

@@ -33,7 +33,8 @@ class Accumulators {
  public:
   static constexpr int kRows = 2, kPairs = 1;
 
-  __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp), lane_(threadIdx.x % 32) {
+  __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp) {
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));  // now: see Device::forget
     MK_UNROLL for (int i = 0; i < 128; ++i) v_[i] = 0.0f;
     pin();  // before the first step's fence
   }
@@ -95,7 +96,8 @@ class Accumulators {
   }
 
   float v_[128];
-  const int warp_, lane_;
+  const int warp_;
+  int lane_;
 };
 
 }  // namespace mk

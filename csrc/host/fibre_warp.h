@@ -98,12 +98,12 @@ class FibreWarp {
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
+  void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
   void sync_block() { meet(block_.all, kWarps); }
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
   void sync_warp() {}
-  float warp_sum(float value) const { return value; }
 
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     scheduler().pause();

@@ -14,6 +14,7 @@ void run_warp(P& p, Block<P>& block, const Params& params, int32_t index) {
   } else {
     consume<P, Bodies>(p, block, params);
   }
+  report(p, block, params);
 }
 
 }  // namespace mk

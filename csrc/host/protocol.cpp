@@ -94,7 +94,7 @@ __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* 
   task.where.layer = layer;
   const mk::StepView step = mk::step_view(step_words, *dims);
   int32_t n = 0, page = 0;
-  mk::for_pages(*dims, step, task, [&](const mk::PageUse& use) {
+  mk::for_pages(mk::sizes_of(*dims), step, task, [&](const mk::PageUse& use) {
     const auto add = [&](const mk::Box& box) {
       if (n++ >= capacity) return;
       const int32_t row[] = {page,

@@ -58,12 +58,12 @@ class ThreadWarp {
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
+  void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.init(arrivals); }
   void sync_block() { meet(block_.all, 0); }
   void consumer_sync() { meet(block_.consumers, meetings_++ & 1); }
   void sync_warp() {}
-  float warp_sum(float value) const { return value; }
 
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     const auto late = [&] { memory_.late[warp_] = {&barrier, parity, where}; };

@@ -37,10 +37,7 @@ class AttentionItem {
       pages_.skip(1);
       store_zeros();
     } else {
-      const int tiles = ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile);
-      const int units = s_.item_kv_heads[item_] * tiles;
-      for (int pass = 0; pass < units; pass += kConsumerWarps)
-        run_pass(pass, lower(pass + kConsumerWarps, units), tiles);
+      MK_LOOP for (int pass = 0; pass < units(); pass += kConsumerWarps) run_pass(pass);
       if (s_.item_split[item_] >= 0) {
         if (!last_of_split()) return;
         merge_split();
@@ -51,37 +48,50 @@ class AttentionItem {
   }
 
  private:
-  // Units [begin, end), one to a warp.
-  MK_FN void run_pass(int begin, int end, int tiles) {
-    const int unit = begin + call_.warp;
+  MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
+  MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
+
+  // Keys and values of a block: of narrow heads a page each, else halves.
+  MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
+  MK_FN int head_pages() const { return narrow() ? 2 : 4; }
+
+  // Units from `begin` on, one to a warp.
+  MK_FN void run_pass(int begin) {
+    const int tiles = this->tiles(), end = lower(begin + kConsumerWarps, units()), unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
-    const bool split = s_.item_split[item_] >= 0, narrow = d_.head_dim <= kTileInner;
+    const bool split = s_.item_split[item_] >= 0;
+    const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;  // its own
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
-    bool started = false;
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
-      for (int head = begin / tiles; head <= (end - 1) / tiles; ++head) {
-        if (head != own || last < block * kKvBlock) {
-          pages_.skip(narrow ? 2 : 4);  // keys and values: of narrow heads a page each, else halves
-          continue;
-        }
-        const unsigned char* keys = pages_.take();
-        if (!started) start(tile, query_rows(own, first));  // its counters hold when a page is full
-        started = true;
-        tile.template scores<0>(keys);
-        if (!narrow) {
-          pages_.release();
-          keys = pages_.take();
-        }
-        tile.template scores<1>(keys + (narrow ? kPageBytes / 2 : 0));
-        pages_.release();
-        tile.softmax(scale, block);
-        if (!split) tile.merge();
-        take_values<0>(tile, own, first, block, split);
-        if (!narrow) take_values<1>(tile, own, first, block, split);
+      item_ = here(item_);
+      if (last < block * kKvBlock) {
+        pages_.skip(heads * head_pages());
+        continue;
       }
+      pages_.skip(before * head_pages());
+      const unsigned char* keys = pages_.take();
+      // Its counters hold when a page is full.
+      if (block == s_.item_block[item_]) start(tile, query_rows(own, first));
+      tile.template scores<0>(keys);
+      if (!narrow()) {
+        pages_.release();
+        keys = pages_.take();
+      }
+      tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
+      pages_.release();
+      tile.softmax(scale, block);
+      if (!split) tile.merge();
+      tile.template values<0>(pages_.take(), split);
+      pages_.release();
+      if (!narrow()) {
+        tile.template values<1>(pages_.take(), split);
+        pages_.release();
+      }
+      if (split) store_partials(tile, here(own), first, block);
+      pages_.skip((heads - 1 - before) * head_pages());
     }
     if (own < 0 || split) return;
     const QueryRows q = query_rows(own, first);
@@ -98,16 +108,9 @@ class AttentionItem {
                [&](int i) { return s_.positions[q.first_row + q.row(i)]; });
   }
 
-  // The block's values, half of them: into the sum, or with m and l to PARTIALS. Registers are scarce: what
-  // only a split needs is made anew.
-  template <int kHalf>
-  MK_FN void take_values(AttentionTile<P>& tile, int head, int first, int block, bool split) {
-    tile.template values<kHalf>(pages_.take(), [&](int i) -> float* {
-      if (!split) return nullptr;
-      const QueryRows q = query_rows(head, first);
-      return partial(q.row(i), head, q.head(i), block);
-    });
-    pages_.release();
+  MK_FN void store_partials(const AttentionTile<P>& tile, int head, int first, int block) {
+    const QueryRows q = query_rows(head, first);
+    tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
   // Whether all items of this one's split have left their partials, this one as the last.
@@ -207,10 +210,10 @@ class AttentionItem {
 
   P& p_;
   const Call& call_;
-  const Dims& d_;
+  const Sizes& d_;
   const StepView& s_;
   Pages& pages_;
-  const int item_;
+  int item_;
 };
 
 template <class P, class Pages>

@@ -58,21 +58,25 @@ class AttentionTile {
     }
   }
 
-  template <int kHalf, class To>
-  void values(const unsigned char* values, To to) {
+  template <int kHalf>
+  void values(const unsigned char* values, bool alone) {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
-      float* store = to(i);
-      if (kHalf == 0 && store) store_two(store, block_[i]);
       for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) {
         float o = 0.0f;
         for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * element(values, t, e % 64);
-        if (store) {
-          store[2 + e] = o;
-        } else {
-          out_[i][e] = scale_[i].merged(out_[i][e], o);
-        }
+        out_[i][e] = alone ? o : scale_[i].merged(out_[i][e], o);
       }
+    }
+  }
+
+  template <class To>
+  void store_block(To to) const {
+    for (int i = 0; i < rows_; ++i) {
+      if (!seen_[i]) continue;
+      float* out = to(i);
+      store_two(out, block_[i]);
+      for (int e = 0; e < head_dim_; ++e) out[2 + e] = out_[i][e];
     }
   }
 

@@ -17,12 +17,18 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows [row, row + 16) and columns [col, col + 16) of a swizzled tile: words 0 and 1 of the first eight
-// columns, then of the others. Eight rows further the swizzle is the same, so a constant `row` costs nothing.
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane, int row, int col) {
+// What a lane reads of rows and columns [0, 16) of a swizzled tile by ldmatrix: words 0 and 1 are of the
+// first eight columns, then of the others.
+__device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, int lane) {
   const int matrix = ldmatrix_matrix(lane);
-  const uint32_t at = tile + tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), (col + matrix / 2 * 8) * 2) +
-                      row * kTileRowBytes;
+  return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) +
+         tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
+}
+
+// Rows [row, row + 16) and columns [col, col + 16). Eight rows further the swizzle is the same, and 16
+// columns are two chunks of it.
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
+  const uint32_t at = (own ^ col * 2) + row * kTileRowBytes;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                : "r"(at)
@@ -34,41 +40,47 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t tile, int lane
 template <class P>
 class AttentionTile {
  public:
-  // head_dim: at most kMaxHeadDim and a multiple of 8.
-  __device__ AttentionTile(P& p, int head_dim) : lane_(p.lane()), head_dim_(head_dim) {}
-
-  // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
-  // Forgets what was before.
-  template <class Row, class Position>
-  __device__ void start(Row row, Position position) {
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const uint16_t* from = row(fragment_row(lane_, half));
-      MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
-        MK_UNROLL for (int w = half; w < 4; w += 2) {
-          const int first = 16 * k + a_k(0, w);
-          query_[k][w] = from && first < head_dim_ ? load_word(from + fragment_col(lane_) + first) : 0;
-        }
-      }
-      position_[half] = from ? position(fragment_row(lane_, half)) : -1;
-      sums_[half] = Softmax{};
+  // head_dim: at most kMaxHeadDim and a multiple of 8. All is set that start() sets: what may come from an
+  // item before would keep its registers through every other instruction.
+  __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
+    MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
+    MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+      MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
     }
     MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
     }
   }
 
+  // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
+  template <class Row, class Position>
+  __device__ void start(Row row, Position position) {
+    const int lane = here(lane_), head_dim = head_dim_;
+    MK_UNROLL for (int half = 0; half < 2; ++half) {
+      const uint16_t *from = row(fragment_row(lane, half)), *own = here(from + fragment_col(lane));
+      MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+        MK_UNROLL for (int w = half; w < 4; w += 2) {
+          const int first = 16 * k + a_k(0, w);
+          if (from && first < head_dim) query_[k][w] = load_word(own + first);
+        }
+      }
+      if (from) position_[half] = position(fragment_row(lane, half));
+    }
+  }
+
   // Scores of half of the block's tokens; keys: a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
-    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(keys));
+    const uint32_t own = own_matrix_row(keys, here(lane_));
+    const int head_dim = head_dim_;
     MK_UNROLL for (int n = 0; n < 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] = 0.0f;
     }
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
-      if (16 * k >= head_dim_) break;
+      if (16 * k >= head_dim) break;
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
-        load_b(b, tile, lane_, 16 * k, 8 * n);
+        load_b(b, own, 16 * k, 8 * n);
         mma_16x8x16(score_[8 * kHalf + n], query_[k], b[0], b[1]);
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
@@ -78,7 +90,7 @@ class AttentionTile {
   // Scores of what a row sees of the block become probabilities, rounded to bf16, and its m and l.
   __device__ void softmax(float scale, int block) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(lane_);
+      const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
         MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
@@ -106,7 +118,7 @@ class AttentionTile {
     }
   }
 
-  // The block's m and l join those of the blocks before, in rows that see it. Its o does in add_values.
+  // The block's m and l join those of the blocks before, in rows that see it. Its o does in values().
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].v[0], block_[half].v[1]) : Rescale{};
@@ -115,40 +127,44 @@ class AttentionTile {
   }
 
   // The block's o of elements [64 * kHalf, 64 * kHalf + 64), in rows that see it; values: a tile [token][64
-  // elements]. It joins those of the blocks before, or with m and l it goes to to(i) where that is not null.
+  // elements]. It joins those of the blocks before, or takes their place where it is `alone`.
   // Four columns of accumulators at a time: what a warp can hold besides all else.
-  template <int kHalf, class To>
-  __device__ void values(const unsigned char* values, To to) {
-    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(values));
-    float* store[2];
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
-      store[half] = seen_[half] ? to(fragment_row(lane_, half)) : nullptr;
-      if (kHalf == 0 && store[half] && lane_ % 4 == 0) store_two(store[half], block_[half]);
-    }
+  template <int kHalf>
+  __device__ void values(const unsigned char* values, bool alone) {
+    const uint32_t own = own_matrix_row(values, here(lane_));
     MK_UNROLL for (int first = 0; first < 8; first += 4) {
       float o[4][4] = {};
       MK_UNROLL for (int k = 0; k < 8; ++k) {
         MK_UNROLL for (int n = 0; n < 4; n += 2) {
           uint32_t b[4];
-          load_b(b, tile, lane_, 16 * k, 8 * (first + n));
+          load_b(b, own, 16 * k, 8 * (first + n));
           mma_16x8x16(o[n], probability_[k], b[0], b[1]);
           mma_16x8x16(o[n + 1], probability_[k], b[2], b[3]);
         }
       }
       MK_UNROLL for (int half = 0; half < 2; ++half) {
         if (!seen_[half]) continue;
+        const Rescale scale{block_[half].v[0], block_[half].v[1]};
         MK_UNROLL for (int n = 0; n < 4; ++n) {
-          const float* pair = &o[n][2 * half];
-          if (store[half]) {
-            const int element = 64 * kHalf + 8 * (first + n);
-            if (element < head_dim_)
-              store_two(store[half] + 2 + fragment_col(lane_) + element, {pair[0], pair[1]});
-          } else {
-            float* out = &out_[8 * kHalf + first + n][2 * half];
-            MK_UNROLL for (int e = 0; e < 2; ++e) out[e] =
-                Rescale{block_[half].v[0], block_[half].v[1]}.merged(out[e], pair[e]);
+          MK_UNROLL for (int e = 0; e < 2; ++e) {
+            float &out = out_[8 * kHalf + first + n][2 * half + e], &block_o = o[n][2 * half + e];
+            out = alone ? block_o : scale.merged(out, block_o);
           }
         }
+      }
+    }
+  }
+
+  // m, l and o of a block alone, at to(i), in rows that see it.
+  template <class To>
+  __device__ void store_block(To to) const {
+    const int lane = here(lane_), head_dim = head_dim_;
+    MK_UNROLL for (int half = 0; half < 2; ++half) {
+      if (!seen_[half]) continue;
+      float *out = to(fragment_row(lane, half)), *own = here(out + 2 + fragment_col(lane));
+      if (lane % 4 == 0) store_two(out, block_[half]);
+      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+        if (8 * n < head_dim) store_two(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
       }
     }
   }
@@ -156,20 +172,21 @@ class AttentionTile {
   // o / l of all blocks, rounded, at to(i) unless that is null.
   template <class To>
   __device__ void store_results(To to) const {
+    const int lane = here(lane_), head_dim = head_dim_;
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      uint16_t* out = to(fragment_row(lane_, half));
+      uint16_t *out = to(fragment_row(lane, half)), *own = here(out + fragment_col(lane));
       const float share = 1.0f / sums_[half].l;
       if (!out) continue;
       MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-        if (8 * n < head_dim_)
-          store_word(out + fragment_col(lane_) + 8 * n,
-                     pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
+        if (8 * n < head_dim)
+          store_word(own + 8 * n, pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
       }
     }
   }
 
  private:
-  const int lane_, head_dim_;
+  const int lane_;
+  const int& head_dim_;  // loaded where it is needed: that costs no register elsewhere
   int position_[2];
   uint32_t query_[kMaxHeadDim / 16][4];
   float out_[kMaxHeadDim / 8][4];

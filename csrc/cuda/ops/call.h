@@ -1,7 +1,6 @@
 // What the body of an instruction sees, and the eight consumer warps as a team.
 #pragma once
-#include "../arithmetic.h"
-#include "../params.h"
+#include "../platform.h"
 
 namespace mk {
 
@@ -17,17 +16,17 @@ struct Scratch {
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
 struct Call {
   const Params* params;
-  const Dims* dims;      // of the rank
+  const Sizes* dims;     // of the rank
   const StepView* step;  // as the rank sees it
   Scratch* shared;
-  float* sample_scratch;  // [2][vocab], of the block
-  int32_t layer;
+  int32_t block;  // of the grid
+  const Where* where;
   int32_t warp;  // 0 .. kConsumerWarps - 1
 
   // A rank's copy of a buffer; its layer's part where it has layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
-    return static_cast<T*>(params->at(rank, buffer, layer));
+    return static_cast<T*>(params->at(rank, buffer, where->layer));
   }
   template <class T>
   MK_FN T* at(Buffer buffer) const {
@@ -48,7 +47,7 @@ MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 // The same on every lane: a tree of a fixed shape.
 template <class P, class T, class F>
 MK_FN T reduce_lanes(T value, F combine) {
-  MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
+  MK_LOOP for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
       combine(value, shuffle_xor(value, mask));
   return value;
 }

@@ -7,7 +7,7 @@ namespace mk {
 // X[r] = EMBED[token(r)]: a warp per row.
 template <class P>
 MK_FN void embed(P& p, const Call& call, const Embed& op) {
-  const Dims& d = *call.dims;
+  const Sizes& d = *call.dims;
   const uint16_t* table = call.at<uint16_t>(Buffer::EMBED);
   const int32_t* history = call.at<int32_t>(Buffer::HISTORY);
   float* x = call.at<float>(Buffer::X);

@@ -98,20 +98,15 @@ class Norm {
   Team<P> team_;
 };
 
+// Y[i] = norm of X[logit_rows[i]], of rows whose residual this rank keeps; else H[i] = norm of X[i].
 template <class P>
-MK_FN void attn_norm(P& p, const Call& call, const AttnNorm& op) {
-  Norm<P>(p, call, Buffer::ATTN_NORM, Buffer::H).rows(op.row, op.rows, [](int i) { return i; });
-}
-
-template <class P>
-MK_FN void mlp_norm(P& p, const Call& call, const MlpNorm& op) {
-  Norm<P>(p, call, Buffer::MLP_NORM, Buffer::H).rows(op.row, op.rows, [](int i) { return i; });
-}
-
-// Y[i] = norm of X[logit_rows[i]], of rows whose residual this rank keeps.
-template <class P>
-MK_FN void final_norm(P& p, const Call& call, const FinalNorm& op) {
-  Norm<P>(p, call, Buffer::FINAL_NORM, Buffer::Y).rows(op.row, op.rows, [&](int i) {
+MK_FN void norm(P& p, const Call& call, Opcode opcode, const FinalNorm& op) {
+  const bool last = opcode == Opcode::final_norm;
+  const Buffer weight = last                          ? Buffer::FINAL_NORM
+                        : opcode == Opcode::attn_norm ? Buffer::ATTN_NORM
+                                                      : Buffer::MLP_NORM;
+  Norm<P>(p, call, weight, last ? Buffer::Y : Buffer::H).rows(op.row, op.rows, [&](int i) {
+    if (!last) return i;
     if (!norms_logit_row(*call.dims, *call.step, i)) return Norm<P>::kSkip;
     const int r = call.step->logit_rows[i];
     return r >= 0 ? r : Norm<P>::kNone;

@@ -28,7 +28,7 @@ MK_FN CosSin cos_sin(float angle) {
 // ROPE[r] = cos, sin of position(r) * INV_FREQ: a lane per pair.
 template <class P>
 MK_FN void rope(P& p, const Call& call, const Rope& op) {
-  const Dims& d = *call.dims;
+  const Sizes& d = *call.dims;
   const float* inv_freq = call.at<float>(Buffer::INV_FREQ);
   float* out = call.at<float>(Buffer::ROPE);
   for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {

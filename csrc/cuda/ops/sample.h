@@ -53,13 +53,13 @@ class Sampler {
         call_(call),
         vocab_(call.dims->vocab),
         thread_(call.warp * P::kLanes + p.lane()),
-        z_(call.sample_scratch),
-        other_(call.sample_scratch + vocab_),
+        z_(call.params->sample_scratch + int64_t{call.block} * 2 * vocab_),
+        other_(z_ + vocab_),
         team_(p, call) {}
 
   // Logit row i: the token and its log-softmax, to all ranks and to rank 0.
   MK_FN void row(int i) {
-    const Dims& d = *call_.dims;
+    const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
     int32_t token = 0;
     float logprob = 0.0f;
@@ -80,6 +80,7 @@ class Sampler {
 
  private:
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
+  enum Step { kTopK, kTopP, kDraw };
 
   // The greatest logit, and the log of the sum of all exponentials.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
@@ -121,7 +122,7 @@ class Sampler {
     if (penalised) penalise(i);
     if (biased) add_bias(i);
     uint64_t key = 0;
-    for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+    MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       float z = load_float(z_ + id);
       if (temperature > 0.0f) z_[id] = z /= temperature;
       key = greater(key, peak_key(z, id));
@@ -131,26 +132,41 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    if (s.top_k[i] > 0) {
-      const uint64_t wanted = static_cast<uint64_t>(s.top_k[i]);
-      if (total(true) > wanted) cut_ = shorten(wanted, true);
+    // Top-k, which counts, then top-p, which weighs: each cuts. Then the draw. A loop, so that the code of
+    // all three is there once.
+    MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
+      const bool count = step == kTopK;
+      const uint64_t all = total(count);
+      if (all == 0) return peak.id;  // not a number
+      if (step == kTopP && !(s.top_p[i] < 1.0f)) step = kDraw;
+      uint64_t wanted = count           ? least(static_cast<uint64_t>(s.top_k[i]), all)
+                        : step == kTopP ? part(s.top_p[i], all)
+                                        : drawn(i, all);
+      if (wanted == all) continue;
+      float bound = minus_infinity();
+      if (step != kDraw) wanted = shorten(wanted, count, bound) - 1;
+      const int32_t id = locate(wanted, step != kDraw, bound);
+      if (step == kDraw) return id;
+      cut_ = {bound, id};
     }
-    uint64_t all = total(false);
-    if (all == 0) return peak.id;  // not a number
-    if (s.top_p[i] < 1.0f) {
-      const double wanted = ceil(static_cast<double>(s.top_p[i]) * static_cast<double>(all));
-      cut_ = shorten(wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all), false);
-      all = total(false);
-    }
-    const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
-    // The whole part of all * bits / 2^24, which does not fit 64 bits before the division.
-    const uint64_t wanted = (all >> 24) * bits + (((all & 0xFFFFFF) * bits) >> 24);
-    return locate(wanted, [&](int id) { return measure(id, false); });
   }
 
-  // Weight, or as one, of an id that is kept; else 0.
-  MK_FN uint64_t measure(int id, bool count) const {
-    const float z = load_float(z_ + id);
+  // Of `all`, the share p, at least 1.
+  MK_FN static uint64_t part(float p, uint64_t all) {
+    const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
+    return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
+  }
+
+  // Less than `all`, by the row's next random number.
+  MK_FN uint64_t drawn(int i, uint64_t all) const {
+    const StepView& s = *call_.step;
+    const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
+    // The whole part of all * bits / 2^24, which does not fit 64 bits before the division.
+    return (all >> 24) * bits + (((all & 0xFFFFFF) * bits) >> 24);
+  }
+
+  // Weight, or as one, of an id with logit z that is kept; else 0.
+  MK_FN uint64_t measure(float z, int id, bool count) const {
     const float e = expf(z - top_);
     const uint64_t w = weight(e);
     const bool kept = w > 0 && e >= min_p_ && (z > cut_.bound || (z == cut_.bound && id <= cut_.last));
@@ -159,35 +175,40 @@ class Sampler {
 
   MK_FN uint64_t total(bool count) {
     uint64_t sum = 0;
-    MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) sum += measure(id, count);
+    MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) sum +=
+        measure(load_float(z_ + id), id, count);
     return team_.reduce(sum, add);
   }
 
-  // The first id up to which, in the order of ids, more than `wanted` has been measured: each round, the
-  // warps measure an eighth each of what is left.
-  template <class Measure>
-  MK_FN int32_t locate(uint64_t wanted, Measure measure) {
+  // The first id up to which, in the order of ids, weighs more than `wanted` what is kept; or of that, counts
+  // what equals `bound`. Each round, the warps measure an eighth each of what is left.
+  MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
       const int part = ceil_div(end - begin, kConsumerWarps);
       const int from = begin + call_.warp * part;
       uint64_t sum = 0;
-      for (int id = from + p_.lane(); id < lower(from + part, end); id += P::kLanes) sum += measure(id);
+      MK_UNROLL_4 for (int id = from + p_.lane(); id < lower(from + part, end); id += P::kLanes) {
+        const float z = load_float(z_ + id);
+        const uint64_t m = measure(z, id, equals);
+        sum += !equals || z == bound ? m : 0;
+      }
       const uint64_t* parts = team_.gather(reduce_lanes<P>(sum, add));
       int w = 0;
-      for (; w < kConsumerWarps - 1 && parts[w] <= wanted; ++w) wanted -= parts[w];
+      MK_LOOP for (; w < kConsumerWarps - 1 && parts[w] <= wanted; ++w) wanted -= parts[w];
       begin += w * part;
       end = lower(begin + part, end);
     }
     return lower(begin, vocab_ - 1);
   }
 
-  // Leaves of what is kept the fewest greatest that measure at least `wanted`, which all do; equals by id.
+  // The fewest greatest of what is kept that measure at least `wanted`, which all do: those above `bound`,
+  // and as many equals as it gives.
   //
   // Bisection between `low` and `high`, order keys: above `low` lies enough, above `high` too little. Both
   // move to values that exist, so it ends when one is left. After some rounds only what lies between is
   // looked at, as a list.
-  MK_FN Cut shorten(uint64_t wanted, bool count) {
+  MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
     uint64_t above = 0;
@@ -204,8 +225,10 @@ class Sampler {
         ends = widen(ends, key > cut ? uint64_t{~key} : uint64_t{key} << 32);
       };
       if (listed < 0) {
-        MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow)
-            look(order_key(load_float(z_ + id)), measure(id, count));
+        MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+          const float z = load_float(z_ + id);
+          look(order_key(z), measure(z, id, count));
+        }
       } else {
         MK_LOOP for (int j = thread_; j < listed; j += kThreadsOfRow) {
           const float z = load_float(other_ + j);
@@ -221,13 +244,9 @@ class Sampler {
         high = static_cast<uint32_t>(ends >> 32);  // the greatest up to the cut
       }
     }
-    const float bound = key_value(high);
+    bound = key_value(high);
     const uint64_t each = count ? 1 : weight(expf(bound - top_));
-    const uint64_t equals = (wanted - above + each - 1) / each;
-    const int32_t last = locate(equals - 1, [&](int id) {
-      return load_float(z_ + id) == bound ? uint64_t{measure(id, true)} : uint64_t{0};
-    });
-    return {bound, last};
+    return (wanted - above + each - 1) / each;
   }
 
   // Of two words each, the greater.
@@ -242,10 +261,10 @@ class Sampler {
     int32_t* count = &call_.shared->listed;
     if (thread_ == 0) *count = 0;
     p_.consumer_sync();
-    for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+    MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       const float z = load_float(z_ + id);
       const uint32_t key = order_key(z);
-      if (key > low && key <= high && measure(id, true)) other_[fetch_add(count, 1)] = z;
+      if (key > low && key <= high && measure(z, id, true)) other_[fetch_add(count, 1)] = z;
     }
     p_.consumer_sync();
     return *count;
@@ -254,7 +273,7 @@ class Sampler {
   // Repetition for every token of the history, then frequency and presence for those after the prompt. The
   // thread that meets a token first changes its logit.
   MK_FN void penalise(int i) {
-    const Dims& d = *call_.dims;
+    const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
     const int32_t* history =
         call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.sample_slot[i]} * (d.max_context + 1);
