@@ -57,11 +57,11 @@ def lacking(sass: str, expected: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="module", params=["tensor", "dots", "tensor traced", "dots traced"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, cuda.Cubin, str]:
     """A numerics class, its code, traced or not, and that in words. Compiling fails on what ptxas calls slow: wgmma
-    serialised, setmaxnreg ignored. Each compiler that is here has its share: NVRTC, as at first use, and nvcc."""
+    serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     try:
-        compiler = cuda.nvcc(nvcc) if nvcc and (numerics == "tensor") != bool(traced) else cuda.compiler()
+        compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
     cubin = compiler.compile(trace=bool(traced), dots=numerics == "dots")
