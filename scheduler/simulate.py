@@ -24,7 +24,8 @@ from .simulate_native import Result, Work, run
 from .simulate_work import make_work
 
 _TICK_S = 1e-9
-_INTERVALS_PER_TASK = 7  # fetch, page wait, two loads, counter wait, compute, store
+_INTERVALS_PER_TASK = 8  # fetch, two page waits, two loads, counter wait, compute, store
+_MOST_IN_FLIGHT = 7
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def simulate(
             f"the program has {program.workers} workers a rank and {machine.name} {machine.workers}: compile it again"
         )
     costs = costs or costs_of(machine)
-    if not 1 <= costs.in_flight <= 3:
-        raise MegakernelError(f"a worker has 1 to 3 instructions in flight, not {costs.in_flight}")
+    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
+        raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
     work = make_work(program, table, costs, compute_bound)
     runs = _launched(program, work)
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
