@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import BY_OPCODE, StepTable, attention_cost
+from ..isa import BY_OPCODE, StepTable, slot_work
 from ..isa import record as rec
 from ..machine import Machine
 from ..program import SEGMENTS, Program
@@ -102,7 +102,7 @@ def simulate(
     if trace:
         order = np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))
         header = TraceHeader(program.hash, "simulator", _TICK_S, read_s=0.0, clock_error_s=0.0, dropped=0)
-        kept = Trace(header, intervals[order])
+        kept = Trace(header, intervals[order], slot_work(table)[None])
     rows = int((table.row_seq >= 0).sum())
     many = program.ranks > 1
     return Simulation(
@@ -175,6 +175,4 @@ def _matrix_flops(program: Program, table: StepTable) -> float:
                 instruction = BY_OPCODE[opcode]
                 cost = instruction.cost(instruction.columns(chosen), program.rank_dims(rank))
                 total += runs * float(cost.matrix_flops.sum())
-    live = table.row_seq >= 0
-    pairs = float((table.positions[live].astype(np.float64) + 1).sum())
-    return total + program.dims.layers * attention_cost(program.dims, program.dims.kv_heads, pairs)[0]
+    return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())

@@ -28,8 +28,8 @@ from ..isa import (
     Kind,
     Matmul,
     StepTable,
-    attention_cost,
     attention_pages,
+    item_work,
     itemsize,
     matmul_pages,
     tile_work,
@@ -237,15 +237,15 @@ def _paged(
     tasks: _Tasks, task: Ints, matmul: Matmul, columns: Columns, dims: Dims, costs: Costs
 ) -> tuple[Floats, Floats]:
     """Matmuls through the ring: what they take of it. Bytes loaded beside weights, and seconds of arithmetic."""
+    taken = matmul_pages(matmul, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    taken = matmul_pages(matmul, rows, cols, dims)
     weights = matmul.length(dims) * matmul.width * cols
     if dims.dots:
         # The rows come in every lap, and stay to its end.
         held = dot_input_pages(matmul, rows, dims)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
         read = taken.inputs // held * rows * (matmul.length(dims) * itemsize(dims))
-        return read.astype(np.float64), 2.0 * rows * weights / costs.vector_flops
+        return read.astype(np.float64), (2 * rows * weights).astype(np.float64) / costs.vector_flops
     # The next instruction comes after the results of the last columns.
     last = np.minimum(taken.output, chunk_output_pages(matmul, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
@@ -275,18 +275,7 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
     live = sequence >= 0
-    begin = view.item_block[item].astype(np.int64) * dims.kv_block
-    end = begin + view.item_blocks[item].astype(np.int64) * dims.kv_block
-    # (query, key) pairs: each row sees what came before it, and itself.
-    of = np.repeat(np.arange(len(item)), rows)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
-    sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
-    pairs = np.where(live, np.bincount(of, weights=sees, minlength=len(item)).astype(np.float64), 0.0)
-    last = np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end)
-    kv_tokens = np.maximum(last - begin, 0) * live
-    per_pair, per_token = attention_cost(dims, 1, 1.0)
-    flops: Floats = per_pair * heads.astype(np.float64) * pairs
-    kv_bytes: Floats = per_token * (heads * kv_tokens).astype(np.float64)
+    flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
     # Of q, and of the output.
     size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))

@@ -15,7 +15,7 @@ from megakernel import machine as machines
 from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, StepTable
+from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
@@ -333,8 +333,10 @@ def test_its_own_overlaps_are_those_of_its_trace(tp: int, queue: str) -> None:
 
 def test_the_trace_has_every_instruction_once_and_its_roles() -> None:
     program = llama(tp=2, queue="body")
-    done = simulate(program, machine_of(program), step_of(program), costs=costs_everywhere(), trace=True)
+    table = step_of(program)
+    done = simulate(program, machine_of(program), table, costs=costs_everywhere(), trace=True)
     assert done.trace is not None
+    np.testing.assert_array_equal(done.trace.attention, slot_work(table)[None])
     rows = done.trace.intervals
     compute = rows[rows["kind"] == IntervalKind.COMPUTE]
     assert len(np.unique(compute[["layer", "instruction"]])) == program.instructions
