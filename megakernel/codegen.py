@@ -220,6 +220,8 @@ def params() -> str:
         "kThreads": launch.THREADS,
         "kPages": launch.PAGES,
         "kPageBytes": launch.PAGE_BYTES,
+        "kSlots": launch.SLOTS,
+        "kClaimSlots": launch.CLAIM_SLOTS,
         "kTileRows": pages.PAGE_ROWS,
         "kTileInner": pages.K_STEP,
         "kBoxRows": pages.BOX_ROWS,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -79,14 +80,23 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class Trace:
+    """`attention`: [launches, ranks, slots, 2] FLOPs, and bytes of K and V, of each attention slot's items in a layer,
+    which the program does not tell; None where it was not recorded. In a file it follows the header, which has its
+    shape.
+    """
+
     header: TraceHeader
     intervals: Intervals  # DTYPE, sorted by (rank, worker, begin)
+    attention: NDArray[np.float64] | None = None
 
     def save(self, path: Path) -> None:
-        header = json.dumps(asdict(self.header)).encode()
+        fields, block = asdict(self.header), b""
+        if self.attention is not None:
+            fields["attention"], block = self.attention.shape, self.attention.tobytes()
+        header = json.dumps(fields).encode()
         try:
             with path.open("wb") as f:
-                f.write(_MAGIC + len(header).to_bytes(8, "little") + header + self.intervals.tobytes())
+                f.write(_MAGIC + len(header).to_bytes(8, "little") + header + block + self.intervals.tobytes())
         except OSError as e:
             raise MegakernelError(f"cannot write trace {path}: {e.strerror}") from e
 
@@ -100,8 +110,13 @@ class Trace:
             raise MegakernelError(f"{path} is not a trace file of this version")
         start = 16 + int.from_bytes(data[8:16], "little")
         try:
-            header = TraceHeader(**json.loads(data[16:start]))
+            fields = json.loads(data[16:start])
+            shape = fields.pop("attention", None)
+            header, attention = TraceHeader(**fields), None
+            if shape is not None:
+                attention = np.frombuffer(data, np.float64, math.prod(shape), start).reshape(shape)
+                start += attention.nbytes
             intervals = np.frombuffer(data, DTYPE, offset=start)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, AttributeError) as e:
             raise MegakernelError(f"trace file {path} is damaged: {e}") from e
-        return Trace(header, intervals)
+        return Trace(header, intervals, attention)

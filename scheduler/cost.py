@@ -44,11 +44,6 @@ def unit_seconds(
     return arithmetic, memory, link
 
 
-# What an SM gets of the L2 cache when all ask: A100's 5,120 bytes a clock (its whitepaper; H100's are as many slices),
-# at 1.755 GHz, over 132 SMs.
-_SM_CACHE_BYTES_PER_S = 68e9
-
-
 def _arithmetic(
     instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
 ) -> NDArray[np.float64]:
@@ -57,7 +52,8 @@ def _arithmetic(
     if instruction.matmul and dims.pages and not dims.dots:
         rows, cols = (columns[name].astype(np.int64) for name in ("rows", "cols"))
         flops, loads = tile_work(instruction.matmul, rows, cols, dims)
-        tiles: NDArray[np.float64] = np.maximum(flops * (share / machine.matrix_flops), loads / _SM_CACHE_BYTES_PER_S)
+        matrix, cache = flops / machine.matrix_flops, loads / machine.cache_bytes_per_s
+        tiles: NDArray[np.float64] = share * np.maximum(matrix, cache)
         return tiles
     return cost.matrix_flops * (share / _matmul_flops(dims, machine)) + cost.vector_flops * (
         share / machine.vector_flops

@@ -60,7 +60,7 @@ def _turns(
 ) -> list[tuple[float, float]]:
     """The sort key of each phase's first panel, and the step from one panel to the next.
 
-    A stage has a unit of keys; what precedes it lies midway between the end of its panel in the stage before and
+    A stage has a unit of keys; what precedes it lies about midway between the end of its panel in the stage before and
     its start in this one. Two stages that take turns share two units: the second lags the first by a panel, and one
     more for each kind between them.
     """
@@ -82,11 +82,14 @@ def _turns(
             turns[following] = number + lag * step, step
     for k in kind:
         number = 1 + sum(stage < k for stage in stages)
-        turns.setdefault(k, (number - 0.5 + 0.5 / panels, 1 / panels))
+        turns.setdefault(k, (number - _LEFT * (1 - 1 / panels), 1 / panels))
     return [turns[k] for k in kind]
 
 
 _STAGES = (Family.MATMUL, Family.ATTENTION)
+# Of the room between the end of a panel in a stage and its start in the next, what is left behind what lies between:
+# less than half of it, where an earlier panel may begin in the next stage, which is the more urgent.
+_LEFT = 7 / 16
 
 
 def _complementary(first: list[Phase], second: list[Phase], dims: Dims, machine: Machine) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import BY_OPCODE, StepTable, attention_cost
+from ..isa import BY_OPCODE, StepTable, slot_work
 from ..isa import record as rec
 from ..machine import Machine
 from ..program import SEGMENTS, Program
@@ -24,7 +24,8 @@ from .simulate_native import Result, Work, run
 from .simulate_work import make_work
 
 _TICK_S = 1e-9
-_INTERVALS_PER_TASK = 7  # fetch, page wait, two loads, counter wait, compute, store
+_INTERVALS_PER_TASK = 8  # fetch, two page waits, two loads, counter wait, compute, store
+_MOST_IN_FLIGHT = 7
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def simulate(
             f"the program has {program.workers} workers a rank and {machine.name} {machine.workers}: compile it again"
         )
     costs = costs or costs_of(machine)
-    if not 1 <= costs.in_flight <= 3:
-        raise MegakernelError(f"a worker has 1 to 3 instructions in flight, not {costs.in_flight}")
+    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
+        raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
     work = make_work(program, table, costs, compute_bound)
     runs = _launched(program, work)
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
@@ -101,7 +102,7 @@ def simulate(
     if trace:
         order = np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))
         header = TraceHeader(program.hash, "simulator", _TICK_S, read_s=0.0, clock_error_s=0.0, dropped=0)
-        kept = Trace(header, intervals[order])
+        kept = Trace(header, intervals[order], slot_work(table)[None])
     rows = int((table.row_seq >= 0).sum())
     many = program.ranks > 1
     return Simulation(
@@ -174,6 +175,4 @@ def _matrix_flops(program: Program, table: StepTable) -> float:
                 instruction = BY_OPCODE[opcode]
                 cost = instruction.cost(instruction.columns(chosen), program.rank_dims(rank))
                 total += runs * float(cost.matrix_flops.sum())
-    live = table.row_seq >= 0
-    pairs = float((table.positions[live].astype(np.float64) + 1).sum())
-    return total + program.dims.layers * attention_cost(program.dims, program.dims.kv_heads, pairs)[0]
+    return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())

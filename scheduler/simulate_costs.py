@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
+from ..isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
+from ..isa.pages import QUERY_TILE, STEP_PAGES
 from ..machine import HOST, Machine
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
@@ -45,7 +47,8 @@ class Costs:
     ring_bytes: float  # loads that a worker holds ahead of its arithmetic
     stage_bytes: float  # loads that are computed on together
     in_flight: int  # instructions of a worker between set-up and end of store; 1: one after the other
-    roles: bool  # whether a worker has a loader and a storer of its own
+    claim_in_flight: int  # the same where the next one comes from a queue
+    roles: bool  # whether a worker has loaders and a storer of its own
 
     def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of matrix work on one worker."""
@@ -62,7 +65,7 @@ class Costs:
 
     def unpipelined(self) -> Costs:
         """Without work of two instructions at once on a worker."""
-        return replace(self, in_flight=1)
+        return replace(self, in_flight=1, claim_in_flight=1)
 
 
 def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -73,8 +76,8 @@ def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # -- GPUs
 # Matrix unit: a large matmul takes 1 / 0.75 of what the datasheet's rate says (*How to Scale Your Model*, 2025, "How to
-# Think About GPUs": about 20 us for a bound of 15.3). Its smallest tile has 64 rows (wgmma).
-_MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 64
+# Think About GPUs": about 20 us for a bound of 15.3). A query tile of attention has one of its four quarters.
+_MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # 3,089 GB/s copied on an H100 of 3,350 (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
 # All-reduce bus bandwidth on eight H100s: 370 of 450 GB/s at most (the same chapter).
@@ -83,9 +86,6 @@ _LINK_FRACTION = 370 / 450
 _LATENCY_S = _STORE_S = 0.5e-6
 # An atomic on the far die: 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
-# Six pages of 32 KiB, stages of a 128 x 64 and a 64 x 256 tile, two instructions in flight: chosen before the Hopper
-# interpreter, whose ring (megakernel/isa/launch.py) is 13 x 16 KiB.
-_RING_BYTES, _STAGE_BYTES, _IN_FLIGHT = 6 * 32768.0, 49152.0, 2
 
 
 def _gpu_costs(machine: Machine) -> Costs:
@@ -113,9 +113,10 @@ def _gpu_costs(machine: Machine) -> Costs:
         signal_s=machine.signal_s,
         remote_signal_s=machine.remote_signal_s,
         launch_s=machine.launch_s,
-        ring_bytes=_RING_BYTES,
-        stage_bytes=_STAGE_BYTES,
-        in_flight=_IN_FLIGHT,
+        ring_bytes=float(machine.pages * PAGE_BYTES),
+        stage_bytes=float(STEP_PAGES * PAGE_BYTES),
+        in_flight=SLOTS,
+        claim_in_flight=CLAIM_SLOTS,
         roles=True,
     )
 
@@ -145,6 +146,7 @@ def _host_costs(machine: Machine) -> Costs:
         ring_bytes=256.0 * 1024,
         stage_bytes=0.0,
         in_flight=1,
+        claim_in_flight=1,
         roles=False,
     )
 

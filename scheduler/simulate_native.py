@@ -23,7 +23,9 @@ RECORD = np.dtype([(name, np.int32) for name in (
     "number", "opcode", "first_task", "end_task", "queue", "claims_end",
 )])  # mk::simulate::Record  # fmt: skip
 TASK = np.dtype([
-    *((name, np.float64) for name in ("weight_bytes", "read_bytes", "compute_s", "tail_s")),
+    *((name, np.float64) for name in (
+        "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "compute_s", "tail_s",
+    )),
     *((name, np.int32) for name in (
         "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
         "unused",
@@ -73,7 +75,10 @@ _COSTS = (
 
 
 class _Costs(ctypes.Structure):
-    _fields_ = (*((name, _F64) for name in _COSTS), ("in_flight", _I32), ("roles", _I32))
+    _fields_ = (
+        *((name, _F64) for name in _COSTS),
+        *((name, _I32) for name in ("in_flight", "claim_in_flight", "roles")),
+    )
 
 
 class _Stall(ctypes.Structure):
@@ -129,7 +134,9 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
     """Simulate; with room for `most` trace records, which are the intervals in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()})
-    native = _Costs(*(getattr(costs, name) for name in _COSTS), costs.in_flight, int(costs.roles))
+    native = _Costs(
+        *(getattr(costs, name) for name in _COSTS), costs.in_flight, costs.claim_in_flight, int(costs.roles)
+    )
     intervals = np.empty(most, dtype=DTYPE)
     result = Result()
     status = _library().mk_simulate(

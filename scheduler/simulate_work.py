@@ -26,11 +26,18 @@ from ..isa import (
     Index,
     Instruction,
     Kind,
+    Matmul,
     StepTable,
-    attention_cost,
+    attention_pages,
+    item_work,
     itemsize,
+    matmul_pages,
+    tile_work,
 )
 from ..isa import record as rec
+from ..isa.access import Columns
+from ..isa.launch import PAGE_BYTES
+from ..isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
 from ..isa.record import Records
 from ..program import SEGMENTS, Program
 from .simulate_costs import Costs
@@ -186,16 +193,12 @@ def _plain(
     columns = instruction.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
     cost = instruction.cost(columns, dims)
-    vector_s = cost.vector_flops / costs.vector_flops
-    matrix_s = costs.matmul_s(cost.matrix_flops, rows)
-    compute_s = np.maximum(matrix_s, vector_s)
-    if instruction.family is Family.MATMUL:
+    weights, weight_key = cost.memory_bytes, np.full(len(task), -1)
+    if instruction.matmul:
         # 2 x rows x columns x k FLOPs: columns x k weights.
         weights = cost.matrix_flops / (2 * rows) * itemsize(dims)
         weight_key = keys.weight(instruction.opcode, columns["col"])
         keys.at_least(dims.rank, weight_key, weights)
-    else:
-        weights, weight_key = cost.memory_bytes, np.full(len(task), -1)
     read, read_key, write_key = np.zeros(len(task)), None, None
     for access in instruction.accesses(columns, dims):
         wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
@@ -218,9 +221,38 @@ def _plain(
         for to in range(dims.tp):
             keys.at_least(to, write_key, tasks.stores[task, to])
         tasks.set(task, write_key=write_key)
-    loads = weights + read
-    tail_s = compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(loads, 1))
+    matrix_s, vector_s = costs.matmul_s(cost.matrix_flops, rows), cost.vector_flops / costs.vector_flops
+    if instruction.matmul and dims.pages:
+        read, matrix_s = _paged(tasks, task, instruction.matmul, columns, dims, costs)
+    elif dims.pages:
+        weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
+    else:
+        tasks.set(task, ring_bytes=weights)
+    compute_s = np.maximum(matrix_s, vector_s)
+    tail_s = compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
+
+
+def _paged(
+    tasks: _Tasks, task: Ints, matmul: Matmul, columns: Columns, dims: Dims, costs: Costs
+) -> tuple[Floats, Floats]:
+    """Matmuls through the ring: what they take of it. Bytes loaded beside weights, and seconds of arithmetic."""
+    taken = matmul_pages(matmul, columns["rows"], columns["cols"], dims)
+    rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
+    weights = matmul.length(dims) * matmul.width * cols
+    if dims.dots:
+        # The rows come in every lap, and stay to its end.
+        held = dot_input_pages(matmul, rows, dims)
+        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
+        read = taken.inputs // held * rows * (matmul.length(dims) * itemsize(dims))
+        return read.astype(np.float64), (2 * rows * weights).astype(np.float64) / costs.vector_flops
+    # The next instruction comes after the results of the last columns.
+    last = np.minimum(taken.output, chunk_output_pages(matmul, dims))
+    tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
+    flops, loads = tile_work(matmul, rows, cols, dims)
+    whole = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS  # as these FLOPs are counted
+    read = loads - weights * itemsize(dims)
+    return read.astype(np.float64), costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
@@ -243,18 +275,7 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
     live = sequence >= 0
-    begin = view.item_block[item].astype(np.int64) * dims.kv_block
-    end = begin + view.item_blocks[item].astype(np.int64) * dims.kv_block
-    # (query, key) pairs: each row sees what came before it, and itself.
-    of = np.repeat(np.arange(len(item)), rows)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
-    sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
-    pairs = np.where(live, np.bincount(of, weights=sees, minlength=len(item)).astype(np.float64), 0.0)
-    last = np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end)
-    kv_tokens = np.maximum(last - begin, 0) * live
-    per_pair, per_token = attention_cost(dims, 1, 1.0)
-    flops: Floats = per_pair * heads.astype(np.float64) * pairs
-    kv_bytes: Floats = per_token * (heads * kv_tokens).astype(np.float64)
+    flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
     # Of q, and of the output.
     size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
@@ -268,7 +289,12 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     for to, part in _targets(owner, size, dims):
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
-    for name, part in (("read_bytes", kv_bytes + size * live), ("compute_s", compute_s)):
+    ring = np.zeros(len(item))
+    if dims.pages:
+        ring += PAGE_BYTES * attention_pages(
+            view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims
+        )
+    for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
     tasks.set(
         task,

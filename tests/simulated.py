@@ -37,6 +37,7 @@ FREE = Costs(
     ring_bytes=1e30,
     stage_bytes=0.0,
     in_flight=2,
+    claim_in_flight=2,
     roles=True,
 )
 
@@ -52,6 +53,7 @@ class Task:
     waits: Sequence[int] = ()
     signals: Sequence[tuple[int, int]] = ()
     weight_key: int = -1
+    output: float = 0.0  # bytes of the ring
     drain: int = 0  # claims so many of the queue
 
 
@@ -78,6 +80,8 @@ def hand_work(
     table = np.zeros(len(tasks), TASK)
     for name, attribute in (("weight_bytes", "weights"), ("read_bytes", "reads"), ("compute_s", "compute")):
         table[name] = [getattr(t, attribute) for t in tasks]
+    table["output_bytes"] = [t.output for t in tasks]
+    table["ring_bytes"] = table["weight_bytes"] + table["read_bytes"]
     table["weight_key"] = [t.weight_key for t in tasks]
     table["read_key"] = table["write_key"] = table["split"] = -1
     for name in ("wait", "signal"):

@@ -17,7 +17,7 @@ from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, 
 from program_parts import record, segment
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dtype, StepTable
+from megakernel.isa import Buffer, Dtype, StepTable, slot_work
 from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
 from megakernel.runtime.cpu import CpuBackend
@@ -233,6 +233,7 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     np.testing.assert_array_equal(out.logits, plain)
     assert out.trace is not None
     t, header = out.trace.intervals, out.trace.header
+    np.testing.assert_array_equal(out.trace.attention, slot_work(table)[None])
     assert (header.program, header.source, header.dropped) == (p.hash, "cpu", 0)
     assert header.tick_s == 1e-9 and header.read_s > 0
     assert (t["end"] >= t["begin"]).all()

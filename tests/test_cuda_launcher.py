@@ -20,7 +20,19 @@ from protocol import build_fibres
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record
+from megakernel.isa import (
+    BUFFERS,
+    BY_NAME,
+    BY_OPCODE,
+    KV_BLOCK,
+    Buffer,
+    Dims,
+    Dtype,
+    Space,
+    StepTable,
+    record,
+    slot_work,
+)
 from megakernel.isa.launch import MAP_BYTES, STRUCTURES
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
@@ -348,6 +360,7 @@ def in_process_trace() -> None:
     assert trace.header.source == "cuda" and trace.header.program == program.hash and trace.header.dropped == 3
     assert trace.header.tick_s == 1e-9 and trace.header.clock_error_s == 32e-9
     assert 17e-9 < trace.header.read_s < 19e-9
+    np.testing.assert_array_equal(trace.attention, slot_work(_table(program.dims))[None])
     later = trace.intervals[trace.intervals["worker"] > 0]
     np.testing.assert_array_equal(later["begin"].reshape(-1, 2) - later["begin"].min(), [[0, 50]] * (WORKERS - 1))
     np.testing.assert_array_equal(later["end"] - later["begin"], 10)

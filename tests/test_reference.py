@@ -16,7 +16,7 @@ from tiny_llama import ROPES, TinyCheckpoint, error, hf_logits, make_llama
 
 from megakernel import runtime, trace
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from megakernel.isa import BY_NAME, Buffer, Dims, Dtype, StepTable, from_f32, slot_work, to_f32
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step, reference, reference_instructions, sampling
 from megakernel.runtime.reference import ReferenceBackend
@@ -278,6 +278,7 @@ def test_trace_has_an_interval_for_each_piece_of_work() -> None:
     assert got is not None
     intervals = got.intervals
     assert got.header.source == "reference" and got.header.program == program.hash
+    np.testing.assert_array_equal(got.attention, slot_work(table)[None])
     assert (intervals["kind"] == trace.IntervalKind.COMPUTE).all() and (intervals["launch"] == 1).all()
     assert (intervals["end"] >= intervals["begin"]).all()
     items = int(table.slot_items[-1]) * program.dims.layers

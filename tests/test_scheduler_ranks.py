@@ -187,6 +187,14 @@ def test_link_bound_and_compute_bound_stages_take_turns() -> None:
     assert runs(False) == 2 < runs(True)
 
 
+def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
+    """Three panels of three row blocks: what rank 3 owns lies in the second, midway to which gate and up begin."""
+    options = Options(o="replicated", residual="dealt", queue="body")
+    program = compiled(replace(LLAMA_70B, layers=1), machine.load("h100"), 1024, 1, 8, options)
+    queue = opcode(program.queues.stream(3)).tolist()
+    assert queue.index(BY_NAME["gate_up_silu"].opcode) < queue.index(BY_NAME["mlp_norm"].opcode)
+
+
 def test_without_rank_overlap_what_comes_from_a_rank_is_waited_for_by_phases() -> None:
     target = small_machine(2, 2)
     apart, together = (

@@ -15,7 +15,7 @@ from megakernel import machine as machines
 from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, StepTable
+from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
@@ -117,6 +117,24 @@ def test_the_next_weights_wait_for_pages() -> None:
     assert len(waits) == 1 and waits["end"][0] == pytest.approx(8e9)
 
 
+def test_an_output_holds_pages_until_it_is_stored() -> None:
+    """40 bytes are left beside the output: the first task's last 40 of 50 come free from 2 s on, the second's from
+    10.2, while the output is stored."""
+    tasks = [Task(weights=50, compute=10, output=60, stores={0: 1}), Task(weights=50, compute=1), Task(weights=50)]
+    _, rows = hand_run(hand_work([tasks]), ring_bytes=100, store_s=3, in_flight=3)
+    waits = rows[rows["kind"] == IntervalKind.PAGE_WAIT]
+    assert waits["end"].tolist() == pytest.approx([2e9, 10.2e9])
+
+
+def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
+    """Beside the wait until 10 the next instruction's weights come, from 2 to 7."""
+    worker = [Task(weights=20, reads=10, compute=1, waits=[0]), Task(weights=50, compute=1)]
+    work = hand_work([[Task(compute=10, signals=[(0, 0)])], worker])
+    result, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=100)
+    loads = rows[(rows["kind"] == IntervalKind.LOAD) & (rows["instruction"] == 2)]
+    assert (loads["begin"][0], loads["end"][0]) == (2e9, 7e9) and result.step_s == pytest.approx(12)
+
+
 def test_weights_load_before_a_wait_and_activations_after_it() -> None:
     """The producer ends at 10; a signal takes 1; 30 bytes of activations take 3 more, 50 of weights came before."""
     producer = Task(compute=10, signals=[(0, 0)])
@@ -152,9 +170,18 @@ def test_a_queue_evens_out_what_streams_do_not() -> None:
     """Jobs of 3, 1, 1, 1: two and two take 4, claimed one by one 3."""
     jobs = [Task(compute=t) for t in (3, 1, 1, 1)]
     static, _ = hand_run(hand_work([jobs[:2], jobs[2:]]), in_flight=1)
-    claimed, rows = hand_run(hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs), in_flight=1)
+    claimed, rows = hand_run(hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs), in_flight=1, claim_in_flight=1)
     assert static.step_s == pytest.approx(4) and claimed.step_s == pytest.approx(3)
     assert sorted(rows["worker"][rows["kind"] == IntervalKind.COMPUTE].tolist()).count(0) == 2  # one job, and its drain
+
+
+def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
+    """The first two jobs are set up after 0.5 s. 20 of their 100 bytes are left to compute on 8 and 16 s later."""
+    jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
+    work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
+    _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
+    fetches = rows[rows["kind"] == IntervalKind.FETCH]
+    assert [fetches["begin"][fetches["instruction"] == n].tolist() for n in (4, 5)] == [[8.5e9], [16.5e9]]
 
 
 # -- programs
@@ -306,8 +333,10 @@ def test_its_own_overlaps_are_those_of_its_trace(tp: int, queue: str) -> None:
 
 def test_the_trace_has_every_instruction_once_and_its_roles() -> None:
     program = llama(tp=2, queue="body")
-    done = simulate(program, machine_of(program), step_of(program), costs=costs_everywhere(), trace=True)
+    table = step_of(program)
+    done = simulate(program, machine_of(program), table, costs=costs_everywhere(), trace=True)
     assert done.trace is not None
+    np.testing.assert_array_equal(done.trace.attention, slot_work(table)[None])
     rows = done.trace.intervals
     compute = rows[rows["kind"] == IntervalKind.COMPUTE]
     assert len(np.unique(compute[["layer", "instruction"]])) == program.instructions

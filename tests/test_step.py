@@ -9,7 +9,7 @@ import pytest
 from hand_program import make_dims
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dims, StepTable
+from megakernel.isa import Dims, StepTable, slot_work
 from megakernel.model.config import LlamaConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 
@@ -39,6 +39,26 @@ def random_chunks(rng: np.random.Generator, dims: Dims) -> list[Chunk]:
 
 def live_items(table: StepTable) -> range:
     return range(int(table.slot_items[-1]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
+    """However items are cut, and whichever ranks share a KV head: rows x what they see; K and V of each decode row."""
+    lengths = [1, 17, 128, 700, 3000]
+    dims = make_dims(CONFIG, tokens=40, row_block=8, attention_slots=7, items=130, partials=2000, tp=tp, max_seqs=6)
+    pages = range(5 * dims.pages_per_seq, 6 * dims.pages_per_seq)
+    rows = decode(lengths)
+    decoded, both = (
+        slot_work(build_step(dims, rows)),
+        slot_work(build_step(dims, [*rows, Chunk(5, 90, [0] * 20, pages)])),
+    )
+    assert decoded.shape == (tp, 7, 2) and (decoded.sum(axis=(0, 1)) > 0).all()
+    kv_heads = sum(StepTable(dims).rank(rank).dims.rank_kv_heads for rank in range(tp))
+    size = 2 * dims.head_dim * (2 if dims.dtype else 4)
+    flops = 4 * dims.heads * dims.head_dim
+    assert decoded[..., 0].sum() == pytest.approx(flops * sum(lengths))
+    assert decoded[..., 1].sum() == pytest.approx(size * kv_heads * sum(lengths))
+    assert both[..., 0].sum() == pytest.approx(flops * (sum(lengths) + sum(range(91, 111))))
 
 
 def test_random_steps_are_valid() -> None:

@@ -303,6 +303,7 @@ def test_several_launches() -> None:
     [
         (lambda p, t: Trace(replace(t.header, program="0" * 16), t.intervals), "is of program 0000"),
         (lambda p, t: Trace(t.header, t.intervals[:0]), "no intervals"),
+        (lambda p, t: replace(t, attention=np.zeros((1, 1, 9, 2))), "attention does not fit"),
         (lambda p, t: synthetic.trace(p, rows((COMPUTE, 0, 9, 0, 0, 1))), "damaged"),
         (lambda p, t: synthetic.trace(p, rows((COMPUTE, 2, 0, 0, 0, 1))), "damaged"),
         (lambda p, t: synthetic.trace(p, rows((COMPUTE, 0, 0, 2, 0, 1))), "damaged"),
@@ -345,6 +346,41 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
     assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
     assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "link out", "link in"]
+
+
+def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
+    """Slot 1 in two layers, and in another launch; slot 0 is in no interval. An old trace says what it lacks."""
+    p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
+    intervals = []
+    for at, (launch, layer) in enumerate(((1, 0), (1, 1), (2, 0))):
+        begin = 40 * at
+        run = rows((LOAD, 0, 0, layer, begin, begin + 10), role=Role.LOADER)
+        run += rows((COMPUTE, 0, 0, layer, begin + 20, begin + 40), role=Role.CONSUMER)
+        intervals += [(*row[:3], launch, *row[4:]) for row in run]
+    told = np.array([[[[7.0, 7.0], [10.0, 600.0]]], [[[7.0, 7.0], [30.0, 90.0]]]])
+    plain = synthetic.trace(p, intervals, tick_s=SECOND)
+    trace = replace(plain, attention=told)
+    for saved in (trace, plain):
+        saved.save(tmp_path / "trace")
+        loaded = Trace.load(tmp_path / "trace")
+        np.testing.assert_array_equal(loaded.intervals, saved.intervals)
+        assert (loaded.attention is None) == (saved.attention is None)
+        resolved = resolve(p, loaded)
+        matrix, _, memory, *_ = curves(resolved, resolved.period)[0]
+        if saved is plain:
+            assert not matrix.any() and not memory.any() and summarise(p, loaded).without_attention
+            continue
+        computed = [matrix[at : at + 20].sum() for at in (20, 60, 100)]
+        read = [memory[at : at + 10].sum() for at in (0, 40, 80)]
+        assert (computed, read) == (pytest.approx([10, 10, 30]), pytest.approx([600, 600, 90]))
+        assert (matrix.sum(), memory.sum()) == (pytest.approx(50), pytest.approx(1290))
+        assert not summarise(p, loaded).without_attention
+    console = Console(file=io.StringIO(), width=120)
+    render(replace(summarise(p, plain), resources=summarise(p, trace).resources), p, plain, console)
+    assert "without attention" in console.file.getvalue()
+    (tmp_path / "trace").write_bytes((tmp_path / "trace").read_bytes()[:-1])
+    with pytest.raises(MegakernelError, match="damaged"):
+        Trace.load(tmp_path / "trace")
 
 
 def test_a_cpu_loads_its_weights_while_it_computes() -> None:

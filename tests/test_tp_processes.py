@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, StepTable
+from megakernel.isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, StepTable, slot_work
 from megakernel.isa.access import OWN, Kind
 from megakernel.isa.record import (
     ALL_RANKS,
@@ -177,8 +177,10 @@ def test_the_shared_buffers_are_those_that_instructions_store_elsewhere() -> Non
 
 def test_a_trace_has_all_ranks(backend: ProcessBackend) -> None:
     program = compiled(2)
-    trace = backend.launch(program, prompts(program), trace=True).trace
+    table = prompts(program)
+    trace = backend.launch(program, table, trace=True).trace
     assert trace is not None
+    np.testing.assert_array_equal(trace.attention, slot_work(table)[None])
     keys = np.stack([trace.intervals[name].astype(np.int64) for name in ("rank", "worker", "begin")], axis=1)
     assert keys.tolist() == sorted(keys.tolist())
     assert set(keys[:, 0]) == {0, 1}

@@ -18,6 +18,7 @@
 //
 //   fetched  the controller: the slot's task is there
 //   inputs   the input loader: what the instruction reads has been written
+//   loaded   both loaders: all its loads have been asked for
 //   outputs  the consumer warps: all their stores have been issued, and fenced
 //   retired  both loaders, the storer and the consumer warps: the slot may be written again
 //
@@ -29,7 +30,6 @@
 
 namespace mk {
 
-constexpr int kSlots = 4;
 constexpr int kWarps = kThreads / 32;
 static_assert(kConsumerWarp + kConsumerWarps == kWarps);
 constexpr int kRetiring = 3 + kConsumerWarps;
@@ -45,7 +45,7 @@ struct Task {
 
 template <class Barrier>
 struct SlotMemory {
-  Barrier fetched, inputs, outputs, retired;
+  Barrier fetched, inputs, loaded, outputs, retired;
   Task task;
 };
 

@@ -42,7 +42,8 @@ class Controller {
     return true;
   }
 
-  // Claims late, so that work goes to who is free: with no more than the current instruction under way.
+  // Claims late, so that work goes to who is free and what is claimed waits for little: with no more than the
+  // current instruction under way, and that one's counters met and its loads asked for.
   MK_FN bool drain(const Drain& op, Where where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -51,7 +52,8 @@ class Controller {
     int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
     while (true) {
       if (p_.aborted()) return false;
-      if (!wait_for_room(2)) return false;
+      if (!wait_for_room(kClaimSlots)) return false;
+      if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded)) return false;
       const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
       if (item < 0) return true;
       where.number = body + first + item;
@@ -63,8 +65,10 @@ class Controller {
   MK_FN bool wait_for_room(uint32_t n) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
-    const uint32_t j = published_ - n;
-    return p_.wait_always(block_.slots[slot_of(j)].retired, slot_parity(j));
+    return wait_for(published_ - n, &Slot<P>::retired);
+  }
+  MK_FN bool wait_for(uint32_t j, typename P::Barrier Slot<P>::* what) {
+    return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j));
   }
 
   // No record: the end.

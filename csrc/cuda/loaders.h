@@ -75,6 +75,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              return true;
            });
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    p.arrive(slot.loaded);
     p.arrive(slot.retired);
   }
   settle_loads(p, block, inputs ? 1 : 0, page);

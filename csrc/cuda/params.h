@@ -7,6 +7,8 @@ namespace mk {
 constexpr int32_t kThreads = 384;
 constexpr int32_t kPages = 13;
 constexpr int32_t kPageBytes = 16384;
+constexpr int32_t kSlots = 4;
+constexpr int32_t kClaimSlots = 2;
 constexpr int32_t kTileRows = 128;
 constexpr int32_t kTileInner = 64;
 constexpr int32_t kBoxRows = 32;
@@ -28,7 +30,7 @@ constexpr int32_t kQueues = 3;
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
 // What a warp waits for: a counter or a barrier.
-enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kOutputs, kRetired, kParted };
+enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kLoaded, kOutputs, kRetired, kParted };
 
 struct TensorMap;
 

@@ -27,6 +27,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);
+      p.init(slot.loaded, 2);
       p.init(slot.outputs, kConsumerWarps);
       p.init(slot.retired, kRetiring);
     }

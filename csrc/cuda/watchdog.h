@@ -24,6 +24,7 @@ MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barr
     const SlotMemory<Barrier>& slot = block.slots[s];
     if (&barrier == &slot.fetched) return {Awaited::kFetched, s};
     if (&barrier == &slot.inputs) return {Awaited::kInputs, s};
+    if (&barrier == &slot.loaded) return {Awaited::kLoaded, s};
     if (&barrier == &slot.outputs) return {Awaited::kOutputs, s};
     if (&barrier == &slot.retired) return {Awaited::kRetired, s};
   }

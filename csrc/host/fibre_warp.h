@@ -66,8 +66,8 @@ struct FibreBlock {
   } all, consumers;
 
   std::string name(const FibreBarrier& barrier) const {
-    static constexpr const char* kNames[] = {"counter", "full",    "ready",   "empty", "fetched",
-                                             "inputs",  "outputs", "retired", "parted"};
+    static constexpr const char* kNames[] = {"counter", "full",   "ready",   "empty",   "fetched",
+                                             "inputs",  "loaded", "outputs", "retired", "parted"};
     const BarrierName name = name_of(memory, barrier);
     return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
   }

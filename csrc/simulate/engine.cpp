@@ -109,21 +109,26 @@ Result Engine::run() {
   return result_;
 }
 
-// Takes the worker's next task into the run that it sets up; false where its stream has ended.
-bool Engine::advance(Worker& w) {
+// To the worker's next record; false where its stream has ended.
+bool Engine::seek(Worker& w) const {
   const int32_t stream = static_cast<int32_t>(&w - workers_.data());
   while (w.task == w.task_end) {
     const int32_t end = p_.offsets[w.segment][stream + 1];
-    if (w.record == end) {
-      if (w.segment == kBody && ++w.layer < p_.layers && p_.offsets[kBody][stream] != end) {
-        w.record = p_.offsets[kBody][stream];
-        continue;
-      }
-      if (w.segment == kEpilogue) return false;
-      w.layer = 0;
-      w.record = p_.offsets[++w.segment][stream];
+    if (w.record != end) break;
+    if (w.segment == kBody && ++w.layer < p_.layers && p_.offsets[kBody][stream] != end) {
+      w.record = p_.offsets[kBody][stream];
       continue;
     }
+    if (w.segment == kEpilogue) return false;
+    w.layer = 0;
+    w.record = p_.offsets[++w.segment][stream];
+  }
+  return true;
+}
+
+// The next task into the run that it sets up.
+void Engine::take(Worker& w) {
+  if (w.task == w.task_end) {
     w.current = w.record;
     if (p_.records[w.record].queue >= 0) {
       const int32_t queue = w.rank * p_.queues + p_.records[w.record].queue;
@@ -140,26 +145,42 @@ bool Engine::advance(Worker& w) {
   run.task = w.task++;
   run.layer = w.layer;
   run.segment = w.segment;
-  return true;
 }
 
 // -- controller
 
+// When the loads of the last task that was set up have all been asked for: its waits are met, and what is
+// left to compute is in the ring. kNever: that is not known yet.
+double Engine::asked_for(Worker& w) {
+  const Run& run = w.run(w.fetched - 1);
+  const Task& task = p_.tasks[run.task];
+  const double ring = c_.ring_bytes - task.held_bytes;
+  if (task.ring_bytes <= ring || run.end == kNever) return task.ring_bytes <= ring ? run.body_begin : kNever;
+  return run.end - ring / task.ring_bytes * (run.end - run.begin);
+}
+
 void Engine::fetch(int32_t i) {
   Worker& w = workers_[i];
-  if (w.ended || w.fetching || w.fetched - w.stored >= c_.in_flight) return;
+  if (w.ended || w.fetching) return;
+  if (!seek(w)) {
+    w.ended = true;
+    return;
+  }
+  const bool claims = w.task == w.task_end && p_.records[w.record].queue >= 0;
+  if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return;
+  if (claims && w.fetched > w.stored) {
+    const double from = asked_for(w);
+    if (from == kNever) return;
+    w.fetch_free = std::max(w.fetch_free, from);
+  }
   if (w.fetch_free > now_) {
     w.fetching = true;
     schedule(w.fetch_free, What::fetch, i);
     return;
   }
-  if (!advance(w)) {
-    w.ended = true;
-    return;
-  }
+  take(w);
   Run& run = w.run(w.fetched++);
-  const bool claimed = run.segment == kBody && run.record >= p_.offsets[kQueues][0] &&
-                       run.record < p_.offsets[kQueues][static_cast<int64_t>(p_.ranks) * p_.queues];
+  const bool claimed = claims && run.record != w.record - 1;
   run.fetched = now_;
   if (run.task == p_.records[run.record].first_task)
     run.fetched += c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
@@ -169,29 +190,51 @@ void Engine::fetch(int32_t i) {
   fetch(i);
 }
 
-// -- loader
+// -- loaders
 
-// Begins the next task's loads once the task before it leaves pages: when fewer bytes than the ring holds are
-// left to compute on.
+// What the ring has left for task n, when the task that is computed on has left its pages, which it does as
+// it goes if all of it has come. `leaving`: its pages, if it has come.
+double Engine::room(Worker& w, int64_t n, double& leaving) {
+  double bytes = c_.ring_bytes;
+  leaving = 0.0;
+  for (int64_t m = w.stored; m < n; ++m) {
+    const Task& before = p_.tasks[w.run(m).task];
+    bytes -= before.output_bytes;
+    if (m < w.computed) continue;
+    bytes -= before.held_bytes;
+    if (m == w.computed && w.run(m).end != kNever)
+      leaving = before.ring_bytes;
+    else
+      bytes -= before.ring_bytes;
+  }
+  return bytes;
+}
+
+// When does the next task's head begin? Once there is room behind the pages of the tasks before it.
 void Engine::load(int32_t i) {
   Worker& w = workers_[i];
-  if (w.loading || w.head_due || w.loaded == w.fetched) return;
-  const double asked = std::max(now_, w.run(w.loaded).fetched);
-  double from = asked;
-  if (w.loaded > w.computed) {
-    const Run& before = w.run(w.loaded - 1);
-    if (before.end == kNever) return;
-    const double bytes = p_.tasks[before.task].weight_bytes + p_.tasks[before.task].read_bytes;
-    const double left = bytes > c_.ring_bytes ? c_.ring_bytes / bytes : 1.0;
-    from = std::max(from, before.end - left * (before.end - before.begin));
+  if (w.headed == w.fetched || w.flows[0] + w.flows[1] > 0) return;  // loads come in order
+  const Run& run = w.run(w.headed);
+  const Task& task = p_.tasks[run.task];
+  double from = std::max(now_, run.fetched), room = task.ring_bytes;
+  if (w.head_asked == kNever) w.head_asked = from;
+  if (task.ring_bytes > 0) {
+    double leaving = 0.0;
+    const double all = this->room(w, w.headed, leaving);
+    if (all <= 0) return;
+    if (leaving > all) {
+      const Run& computed = w.run(w.computed);
+      from = std::max(from, computed.end - all / leaving * (computed.end - computed.begin));
+    }
+    room = std::clamp(all - task.held_bytes, 0.0, task.ring_bytes);
   }
-  if (from > now_) {
-    w.head_due = true;
-    record(i, w.run(w.loaded), Role::LOADER, IntervalKind::PAGE_WAIT, asked, from);
+  if (w.head_due <= from) return;
+  w.head_due = from;
+  w.head_part = task.ring_bytes > 0 ? room / task.ring_bytes : 0.0;
+  if (from > now_)
     schedule(from, What::head, i);
-  } else {
+  else
     begin_head(i);
-  }
 }
 
 // Flows of the head (part 0) or the body (1) of a load; `missing` of its bytes come from memory, all pass the
@@ -213,25 +256,57 @@ void Engine::write_back(int32_t rank) {
 
 void Engine::begin_head(int32_t i) {
   Worker& w = workers_[i];
-  w.head_due = false;
-  w.loading = true;
-  Run& run = w.run(w.loaded);
+  if (w.head_due > now_) return;  // it has begun already
+  w.head_due = kNever;
+  Run& run = w.run(w.headed++);
+  record(i, run, Role::LOADER, IntervalKind::PAGE_WAIT, w.head_asked, now_);
+  w.head_asked = kNever;
+  const Task& task = p_.tasks[run.task];
   run.head_begin = run.head_end = run.ready = now_;
   run.from = w.rank;
-  run.rest = run.rest_missing = p_.tasks[run.task].weight_bytes;
-  if (const int32_t key = p_.tasks[run.task].weight_key; key >= 0) {
-    run.rest_missing = caches_[w.rank].read(key, run.layer, run.rest, filled(w.rank));
+  run.rest = run.rest_missing = task.weight_bytes;
+  if (task.weight_key >= 0) {
+    run.rest_missing = caches_[w.rank].read(task.weight_key, run.layer, run.rest, filled(w.rank));
     write_back(w.rank);
   }
-  const int64_t number = w.loaded;
-  w.wait = p_.tasks[run.task].first_wait;
-  wait_on(i);
-  if (w.loaded > number || run.body_begin != kNever || run.rest <= 0) return;
-  const double head = std::min(run.rest, c_.ring_bytes), missing = run.rest_missing * (head / run.rest);
+  const int64_t number = w.headed;
+  if (w.loaded + 1 == w.headed) begin_waits(i);
+  if (w.headed > number || run.body_begin != kNever) {  // the body brings all
+    load(i);
+    return;
+  }
+  if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
+    add_reads(w);
+    run.read_ahead = true;
+  }
+  const double head = run.rest * w.head_part, missing = run.rest_missing * w.head_part;
+  if (head <= 0) {
+    load(i);
+    return;
+  }
   run.rest -= head;
   run.rest_missing -= missing;
   run.head_end = kNever;
   flow(i, 0, head, missing);
+}
+
+// What tasks[loaded] reads, to what it still has to load.
+void Engine::add_reads(Worker& w) {
+  Run& run = w.run(w.loaded);
+  const Task& task = p_.tasks[run.task];
+  if (run.read_ahead || task.read_bytes <= 0) return;
+  run.rest += task.read_bytes;
+  run.rest_missing += task.read_key >= 0
+                          ? caches_[w.rank].read(task.read_key, run.layer, task.read_bytes, filled(w.rank))
+                          : task.read_bytes;
+  write_back(w.rank);
+}
+
+// The input loader gets to tasks[loaded], whose head has begun.
+void Engine::begin_waits(int32_t i) {
+  Worker& w = workers_[i];
+  w.wait = p_.tasks[w.run(w.loaded).task].first_wait;
+  wait_on(i);
 }
 
 // Goes on through the task's waits, from `w.wait`; stops at the first that is not met.
@@ -259,39 +334,45 @@ void Engine::wait_on(int32_t i) {
   }
 }
 
-// The rest of a task's loads, once its waits are met; if all do not fit the ring, only when the task before
-// is computed.
+// The rest of a task's loads, once its waits are met; what the ring cannot hold beside the task before, only
+// when that is computed.
 void Engine::begin_body(int32_t i) {
   Worker& w = workers_[i];
-  if (!w.loading) return;
+  if (!met(w)) return;
   Run& run = w.run(w.loaded);
-  if (w.wait >= 0 || run.ready > now_ || run.body_begin != kNever) return;
-  const double read = p_.tasks[run.task].read_bytes;
-  if (p_.tasks[run.task].weight_bytes + read > c_.ring_bytes && w.computed < w.loaded) return;
-  run.body_begin = now_;
-  double missing = run.rest_missing;
-  const double bytes = run.rest + read;
-  if (read > 0) {
-    const int32_t key = p_.tasks[run.task].read_key;
-    missing += key >= 0 ? caches_[w.rank].read(key, run.layer, read, filled(w.rank)) : read;
-    write_back(w.rank);
+  if (run.body_begin != kNever) return;
+  const Task& task = p_.tasks[run.task];
+  if (w.computed < w.loaded && task.weight_bytes + task.read_bytes > 0) {
+    double leaving = 0.0;
+    const double room = this->room(w, w.loaded, leaving) - leaving;
+    if (task.ring_bytes <= 0 || task.ring_bytes + task.held_bytes > room) return;
   }
-  if (bytes > 0)
-    flow(i, 1, bytes, missing);
+  run.body_begin = now_;
+  add_reads(w);
+  if (run.rest > 0)
+    flow(i, 1, run.rest, run.rest_missing);
   else
     run.body_end = now_;
   begin_compute(i);
-  if (bytes <= 0) loaded(i);
+  fetch(i);
+  if (run.body_end == now_) loaded(i);
 }
 
 void Engine::flow_ended(int32_t i, int part) {
   Worker& w = workers_[i];
   if (--w.flows[part] > 0) return;
-  Run& run = w.run(w.loaded);
-  (part ? run.body_end : run.head_end) = now_;
-  loaded(i);
+  if (part == 1) {
+    w.run(w.loaded).body_end = now_;
+    loaded(i);
+    return;
+  }
+  Run& run = w.run(w.headed - 1);
+  run.head_end = now_;
+  if (w.loaded + 1 == w.headed) loaded(i);
+  load(i);
 }
 
+// Is all of tasks[loaded] there?
 void Engine::loaded(int32_t i) {
   Worker& w = workers_[i];
   Run& run = w.run(w.loaded);
@@ -299,9 +380,9 @@ void Engine::loaded(int32_t i) {
   record(i, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
   record(i, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
   result_.inside_worker[1] += run.head_end - run.head_begin + run.body_end - run.body_begin;
-  w.loading = false;
-  ++w.loaded;
+  const bool next = ++w.loaded < w.headed;  // else its head is still to begin, and the waits with it
   if (run.began) decide_end(i);
+  if (next) begin_waits(i);
   load(i);
 }
 
@@ -311,11 +392,12 @@ void Engine::loaded(int32_t i) {
 void Engine::begin_compute(int32_t i) {
   Worker& w = workers_[i];
   Run& run = w.run(w.computed);
-  const bool has_load = w.loaded > w.computed || (w.loading && w.loaded == w.computed);
-  if (!has_load || run.body_begin == kNever || run.begin != kNever) return;
+  if (w.computed == w.headed || run.body_begin == kNever || run.begin != kNever) return;
+  const Task& task = p_.tasks[run.task];
+  const bool reads_late = task.read_bytes > 0 && !run.read_ahead;
   double begin = now_;
-  if (p_.tasks[run.task].weight_bytes > 0) begin = std::max(begin, run.head_begin + c_.latency_s);
-  if (p_.tasks[run.task].read_bytes > 0) begin = std::max(begin, run.body_begin + c_.latency_s);
+  if (task.weight_bytes > 0 || run.read_ahead) begin = std::max(begin, run.head_begin + c_.latency_s);
+  if (reads_late) begin = std::max(begin, run.body_begin + c_.latency_s);
   run.begin = begin;
   if (begin > now_)
     schedule(begin, What::begin, i);
@@ -364,6 +446,7 @@ void Engine::decide_end(int32_t i) {
   run.end = end;
   schedule(end, What::end, i);
   load(i);
+  fetch(i);
 }
 
 void Engine::computed(int32_t i) {
@@ -380,6 +463,7 @@ void Engine::computed(int32_t i) {
   store(i);
   begin_body(i);
   begin_compute(i);
+  load(i);
 }
 
 // -- storer
@@ -433,6 +517,8 @@ void Engine::done(int32_t i) {
   ++w.stored;
   if (final) signal(finished, w.rank);
   store(i);
+  load(i);
+  begin_body(i);
   fetch(i);
 }
 

@@ -1,10 +1,12 @@
-// The event simulation: workers with a controller, a loader, consumers and a storer, each of which takes the
-// worker's tasks in order.
+// The event simulation: workers with a controller, two loaders, consumers and a storer, each of which takes
+// the worker's tasks in order.
 //
-//   controller  sets a task up, where fewer than `in_flight` are between that and the end of their store
-//   loader      loads weights as far as the ring has room, waits for the counters, loads the rest
-//   consumers   compute once the first bytes are there, and no faster than bytes come
-//   storer      stores, here and at other ranks; then the task's signals go out
+//   controller     sets a task up, where fewer than `in_flight` are between that and the end of their store
+//   weight loader  loads the head of a task, as far as the ring has room: weights, and what the task reads if
+//                  its counters are met
+//   input loader   waits for the counters; then loads the rest, the body
+//   consumers      compute once the first bytes are there, and no faster than bytes come
+//   storer         stores, here and at other ranks; then the task's signals go out
 #pragma once
 #include <stdint.h>
 
@@ -25,7 +27,7 @@ class Engine {
   Result run();
 
  private:
-  static constexpr int kDepth = 4;  // at least in_flight + 1
+  static constexpr int kDepth = 8;  // at least in_flight + 1
 
   // One run of a task on its way through a worker. Times that are still unknown are kNever.
   struct Run {
@@ -35,23 +37,26 @@ class Engine {
     double body_begin = kNever, body_end = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
-    double rest = 0.0, rest_missing = 0.0;  // weights that the head does not bring; of them, not in the cache
+    double rest = 0.0, rest_missing = 0.0;  // what the head does not bring; of that, not in the cache
     int32_t slot = 0, from = 0;             // wait word met last, and the rank that met it
+    bool read_ahead = false;                // its head is also of what it reads
     bool began = false;
   };
 
   struct Worker {
     int32_t rank = 0;
     // Tasks taken so far by each role; what is between two of them is under way.
-    int64_t fetched = 0, loaded = 0, computed = 0, stored = 0;
-    bool fetching = false, loading = false, ended = false;
+    int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
+    bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    bool head_due = false, storing = false;
+    // Of the next head: since when it waits for pages, when it begins, how much of its task the ring holds.
+    double head_asked = kNever, head_due = kNever, head_part = 0.0;
+    bool storing = false;
     int flows[2] = {0, 0}, store_flows = 0;  // of the load's head and body, of the store under way
     // where the stream is
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
-    int32_t wait = 0, next_waiter = -1;
+    int32_t wait = 0, next_waiter = -1;                         // of tasks[loaded]; -1: none left
     double compute_begin[2] = {0, 0}, compute_end[2] = {0, 0};  // of the last two tasks
     Run runs[kDepth];
     Run& run(int64_t n) { return runs[n % kDepth]; }
@@ -75,11 +80,17 @@ class Engine {
   };
 
   void schedule(double time, What what, int32_t worker);
-  bool advance(Worker& w);
+  bool seek(Worker& w) const;
+  void take(Worker& w);
+  double asked_for(Worker& w);
   void fetch(int32_t w);
+  double room(Worker& w, int64_t n, double& leaving);
   void load(int32_t w);
   void begin_head(int32_t w);
+  void begin_waits(int32_t w);
   void wait_on(int32_t w);
+  bool met(Worker& w) { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
+  void add_reads(Worker& w);
   void begin_body(int32_t w);
   void loaded(int32_t w);
   void flow_ended(int32_t w, int part);

@@ -32,6 +32,10 @@ struct Record {
 struct Task {
   double weight_bytes;  // may be loaded before the waits
   double read_bytes;    // only after them
+  double
+      ring_bytes;  // what loads take of the ring as they come by; 0: the consumers load, when they get there
+  double held_bytes;    // what they take until the task is computed
+  double output_bytes;  // what the output takes of the ring until it is stored
   double compute_s;
   double tail_s;                            // computing what arrives last
   int32_t weight_key, read_key, write_key;  // pieces of the cache; -1: never there
@@ -69,9 +73,10 @@ struct Costs {
   double dispatch_s, claim_s;
   double signal_s, remote_signal_s;  // from the end of a store to a waiting worker's knowing
   double launch_s;
-  double ring_bytes;  // what a worker holds of loads not yet computed on
-  int32_t in_flight;  // instructions of a worker between set-up and end of store
-  int32_t roles;      // 0: a worker is one thread
+  double ring_bytes;        // what a worker holds of loads not yet computed on, and of outputs not yet stored
+  int32_t in_flight;        // instructions of a worker between set-up and end of store
+  int32_t claim_in_flight;  // where the next one comes from a queue
+  int32_t roles;            // 0: a worker is one thread
 };
 
 struct Stall {

@@ -11,6 +11,8 @@ from typing import Any
 THREADS = 384  # of a block; one block per SM
 PAGES = 13  # of shared memory, in the ring that everything passes through
 PAGE_BYTES = 16384
+SLOTS = 4  # instructions of a block between set-up and the end of their store
+CLAIM_SLOTS = 2  # where the next one is claimed from a queue, when the loads of the one before have been asked for
 SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper gives one
 MAP_BYTES = 128  # of an encoded tensor map, which must lie on 64 bytes
 CLOCK_STAMPS = 4  # of a block in a traced launch: (clock64, %globaltimer) at its begin, then at its end
@@ -30,6 +32,7 @@ AWAITED = {
     "empty": "page {} to be released",
     "fetched": "the next instruction, in slot {}",
     "inputs": "the counters of the instruction in slot {} to hold",
+    "loaded": "the loads of the instruction in slot {} to be asked for",
     "outputs": "the instruction in slot {} to be computed",
     "retired": "the instruction in slot {} to end",
     "parted": "the other loader to end",

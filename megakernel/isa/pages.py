@@ -37,6 +37,7 @@ PAGE_ROWS = PAGE_BYTES // ROW_BYTES
 BOX_ROWS = 32
 CHUNK = 256
 K_STEP = ROW_BYTES // 2  # of bfloat16
+STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # of a k step of a whole chunk
 STAGES = 2  # k steps held at once
 WARPGROUP_ROWS = 64  # of a wgmma
 DOT_PIECE = 1024
@@ -101,7 +102,7 @@ def _tensor(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     inputs = steps * _ceil(matmul.width * cols, CHUNK)
     per_page = matmul.output_columns(dims)
     output = _ceil(cols, per_page) if per_page else np.zeros_like(cols)
-    step = 1 + np.minimum(of_weights, CHUNK // PAGE_ROWS)
+    step = np.minimum(1 + of_weights, STEP_PAGES)
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
 
 
@@ -114,11 +115,21 @@ def tile_work(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints,
 
 
 def _dots(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    pieces = _ceil(matmul.length(dims), DOT_PIECE)
-    weights = 2 * pieces * _ceil(matmul.width * cols, 2 * PIECES)
-    inputs = _ceil(rows * pieces, PIECES)
+    weights = 2 * _ceil(matmul.length(dims), DOT_PIECE) * _ceil(matmul.width * cols, 2 * PIECES)
+    inputs = dot_input_pages(matmul, rows, dims)
     lap = np.maximum(dims.pages - inputs, 2) // 2 * 2  # both pages of a pair in the same
     return Pages(weights, inputs * _ceil(weights, lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
+
+
+def dot_input_pages(matmul: Matmul, rows: Ints, dims: Dims) -> Ints:
+    """Pages of the rows of a matmul by dots, which every lap has."""
+    return _ceil(rows * _ceil(matmul.length(dims), DOT_PIECE), PIECES)
+
+
+def chunk_output_pages(matmul: Matmul, dims: Dims) -> int:
+    """Output pages of a whole chunk of columns; 0 where none leave through pages."""
+    per_page = matmul.output_columns(dims)
+    return -(-CHUNK // (matmul.width * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dims, Dtype, StepTable
+from ..isa import Buffer, Dims, Dtype, StepTable, slot_work
 from ..isa.record import Records
 from ..machine import cpu_count
 from ..model.checkpoint import Checkpoint
@@ -88,7 +88,7 @@ class CpuBackend:
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
         self._ranks.start(loaded.handle, table.words, trace)
-        self._running = CpuLaunch(self, loaded, trace)
+        self._running = CpuLaunch(self, loaded, table, trace)
         return self._running
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
@@ -133,8 +133,9 @@ class CpuBackend:
 class CpuLaunch:
     """A launch in the library, which has one at a time."""
 
-    def __init__(self, backend: CpuBackend, loaded: _Loaded, trace: bool) -> None:
-        self._backend, self._ranks, self._loaded, self._traced = backend, backend._ranks, loaded, trace
+    def __init__(self, backend: CpuBackend, loaded: _Loaded, table: StepTable, trace: bool) -> None:
+        self._backend, self._ranks, self._loaded = backend, backend._ranks, loaded
+        self._table, self._traced = table, trace
         self._begin = time.perf_counter()
 
     def wait(self) -> Output:
@@ -185,4 +186,4 @@ class CpuLaunch:
             clock_error_s=0.0,
             dropped=dropped,
         )
-        return Trace(header, intervals)
+        return Trace(header, intervals, slot_work(self._table)[None])

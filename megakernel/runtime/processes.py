@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dims, Dtype, StepTable
+from ..isa import Buffer, Dims, Dtype, StepTable, slot_work
 from ..machine import cpu_count
 from ..model.checkpoint import Checkpoint
 from ..program import Program
@@ -194,7 +194,7 @@ class ProcessLaunch:
             clock_error_s=self._ranks.clock_error_s,
             dropped=dropped,
         )
-        return Trace(header, np.concatenate(parts))
+        return Trace(header, np.concatenate(parts), slot_work(self._table)[None])
 
     def abort(self) -> None:
         """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .. import trace as tracing
 from ..errors import MegakernelError
-from ..isa import BY_NAME, BY_OPCODE, StepTable, record
+from ..isa import BY_NAME, BY_OPCODE, StepTable, record, slot_work
 from ..program import Program
 from ..trace import Trace, TraceHeader
 from .reference_instructions import Context, attend, owners
@@ -170,7 +170,7 @@ class Launch:
         intervals["kind"] = tracing.IntervalKind.COMPUTE
         intervals.sort(order=("rank", "worker", "begin"))
         header = TraceHeader(self._program.hash, "reference", 1e-9, 0.0, 0.0, 0)
-        return Trace(header, intervals)
+        return Trace(header, intervals, slot_work(self._tables[0])[None])
 
     def _worker(self, rank: int, worker: int) -> Iterator[Blocked | None]:
         """A worker's stream. Yields None after each piece of work, and what it waits for where it cannot go on."""

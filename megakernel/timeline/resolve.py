@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BY_OPCODE, Instruction
+from ..isa import BY_NAME, BY_OPCODE, Instruction
 from ..isa import record as rec
 from ..isa.record import Records
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
+_ATTENTION = BY_NAME["attention"]
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
@@ -84,6 +85,20 @@ class Resolved:
         chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
         return chosen
 
+    @cached_property
+    def of_attention(self) -> NDArray[np.int64]:
+        """Intervals of attention."""
+        return np.flatnonzero(self.opcode == _ATTENTION.opcode)
+
+    @cached_property
+    def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+        """(`of_attention`, [n, 2] FLOPs and bytes of K and V of their instances); None where the trace lacks them."""
+        if self.trace.attention is None:
+            return None
+        i = self.of_attention
+        slot = self.records[self.record[i], rec.OPERAND_WORD + _ATTENTION.operands.index("slot")]
+        return i, self.trace.attention[self.launch[i], self.rows["rank"][i], slot]
+
     def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
         return np.isin(self.rows["kind"], kinds)
 
@@ -129,13 +144,16 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     )
     if bad.any():
         raise MegakernelError(f"trace interval {int(bad.argmax())} does not fit its program: the trace is damaged")
+    launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
+    expected = (int(launch.max()) + 1, program.ranks, program.dims.attention_slots, 2)
+    if trace.attention is not None and trace.attention.shape != expected:
+        raise MegakernelError("the trace's attention does not fit its program: the trace is damaged")
     opcode = np.zeros(len(rows), dtype=np.int64)
     for s in range(3):
         here = segment == s
         opcode[here] = rec.opcode(records[s][index[here]])
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
-    launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
     origin = rows["begin"].min()
     return Resolved(
         program=program,

@@ -46,7 +46,7 @@ def peaks(machine: Machine, workers: int) -> list[float]:
 
 
 def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
-    """Of each resource that the program uses. Attention's FLOPs and KV bytes are in the step table, not in a trace."""
+    """Of each resource that the program uses. Attention's are what the trace tells of its items."""
     amounts = curves(resolved, BINS)
     first, last = resolved.launch_spans()
     tick = resolved.trace.header.tick_s
@@ -79,6 +79,11 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     memory bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of the bytes only).
     """
     work = _Work.of(resolved)
+    matrix, memory = work.matrix[resolved.record], work.memory[resolved.record]
+    link = work.link[resolved.record]
+    if (items := resolved.attention) is not None:
+        at, told = items
+        matrix[at], memory[at] = told.T
     compute = resolved.kind(IntervalKind.COMPUTE)
     worker_role = resolved.rows["role"] == 0
     load = _or_else(resolved, resolved.kind(IntervalKind.LOAD) & ~worker_role, compute)
@@ -86,15 +91,15 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     rank = resolved.rows["rank"].astype(np.int64)
     out = np.zeros((resolved.program.ranks, len(RESOURCES), bins))
     for resource, chosen, amount in (
-        (_MATRIX, compute, work.matrix),
-        (_VECTOR, compute, work.vector),
-        (_MEMORY, load, work.memory),
-        (_OUT, store, work.link.sum(axis=1)),
+        (_MATRIX, compute, matrix),
+        (_VECTOR, compute, work.vector[resolved.record]),
+        (_MEMORY, load, memory),
+        (_OUT, store, link.sum(axis=1)),
     ):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
         # All senders' bytes for one receiver make one row.
-        out[peer, _IN] = _spread(resolved, store, work.link[:, peer], np.zeros_like(rank), bins)[0]
+        out[peer, _IN] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
     return out
 
 
@@ -140,12 +145,13 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
 def _spread(
     resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
 ) -> Amounts:
-    """[ranks, bins]: each instance's amount, spread evenly over its chosen intervals, added up in its row."""
-    i = np.flatnonzero(chosen & (amount[resolved.record] > 0))
+    """[ranks, bins]: the amount of each interval's instance, spread evenly over its chosen intervals, added up in its
+    row."""
+    i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
     length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an instant is a tick long
     whole = np.bincount(resolved.instance[i], length, resolved.launches * resolved.program.instructions)
-    rate = amount[resolved.record[i]] / whole[resolved.instance[i]]
+    rate = amount[i] / whole[resolved.instance[i]]
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)

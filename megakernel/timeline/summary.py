@@ -62,7 +62,8 @@ class Summary:
     wait = |counter or page waits without COMPUTE or STORE|; busy = |COMPUTE, STORE or LOAD| outside that;
     idle = the rest, instruction fetch and dispatch included. `busy` is the mean over workers.
     `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer; `clock_error_s` bounds
-    the offset between ranks, so of anything across ranks. The rest is the function or class of the same name.
+    the offset between ranks, so of anything across ranks. `without_attention`: the trace does not tell what its items
+    came to, so resources lack it. The rest is the function or class of the same name.
     """
 
     step_s: float
@@ -80,6 +81,7 @@ class Summary:
     exposed_communication: float
     overlap: Overlap
     resources: list[Resource]
+    without_attention: bool
     instructions: list[InstructionTime]
     families: dict[str, float]
     waits: list[WaitTime]
@@ -135,6 +137,7 @@ def summarise_resolved(
         exposed_communication=exposed_communication(resolved, releaser),
         overlap=overlap(resolved, described),
         resources=resources(resolved, described),
+        without_attention=resolved.attention is None and len(resolved.of_attention) > 0,
         instructions=instructions,
         families=families,
         waits=_waits(resolved, cause),

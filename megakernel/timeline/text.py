@@ -28,6 +28,8 @@ def render(summary: Summary, program: Program, trace: Trace, console: Console) -
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
     if summary.resources:
         console.print(_resources(summary, console.width))
+        if summary.without_attention:
+            console.print(Text("without attention, whose work this trace does not tell: record it again", "dim"))
         if any(r.fraction > 1 for r in summary.resources):
             console.print(Text("more than the peak: the machine's description or the clock is wrong", "bold red"))
         console.print()

@@ -212,10 +212,10 @@ class CudaBackend:
         self.running = None
         self._closed = True
 
-    def outcome(self, loaded: Loaded, seconds: float, *, traced: bool) -> Output:
-        """What the launch that has just ended leaves."""
+    def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
+        """What the launch that has just ended leaves; `traced`: its table, where it was."""
         tokens, logprobs = loaded.outputs()
-        trace = self._tracing.collect(loaded) if traced else None
+        trace = self._tracing.collect(loaded, traced) if traced else None
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:

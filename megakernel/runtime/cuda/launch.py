@@ -23,7 +23,7 @@ class CudaLaunch:
 
     def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
         self.traced = trace
-        self._backend, self._loaded = backend, loaded
+        self._backend, self._loaded, self._table = backend, loaded, table
         self._begin = time.perf_counter()
         try:
             backend.begin(loaded, table, self)
@@ -48,7 +48,7 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=failure is not None)
         if failure is not None:
             raise MegakernelError(f"the launch made no progress and was stopped: {failure}")
-        return self._backend.outcome(self._loaded, seconds, traced=self.traced)
+        return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
         """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...isa import StepTable, slot_work
 from ...isa.launch import CLOCK_STAMPS
 from ...program import Program
 from ...trace import DTYPE, Intervals, Trace, TraceHeader
@@ -48,8 +49,8 @@ class Tracing:
         grid.gpu.fill(p.trace_counts, 0, 4 * blocks)
         p.delay.segment, p.delay.layer, p.delay.record, p.delay.ns = self.delay
 
-    def collect(self, loaded: Loaded) -> Trace:
-        """The trace of the launch that has just ended."""
+    def collect(self, loaded: Loaded, table: StepTable) -> Trace:
+        """The trace of the launch of `table` that has just ended."""
         parts, dropped, rates, steps = [], 0, [], [1]
         for grid in loaded.grids:
             p, n = grid.params, grid.blocks
@@ -80,7 +81,7 @@ class Tracing:
             clock_error_s=max(steps) * 1e-9,
             dropped=dropped,
         )
-        return Trace(header, intervals)
+        return Trace(header, intervals, slot_work(table)[None])
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:

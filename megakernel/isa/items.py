@@ -1,0 +1,47 @@
+"""What attention's work items come to, which only the step table knows."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .costs import attention_cost
+from .step import StepTable
+
+Floats = NDArray[np.float64]
+
+
+def item_work(view: StepTable) -> tuple[Floats, Floats]:
+    """[items] FLOPs, and bytes of K and V, of each item that a slot of the view's rank has; of padding none.
+
+    A row sees what came before it, and itself. The bytes are of one read for all rows of the item.
+    """
+    dims, n = view.dims, int(view.slot_items[-1])
+    row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
+    live = view.item_seq[:n] >= 0
+    begin = view.item_block[:n].astype(np.int64) * dims.kv_block
+    end = begin + view.item_blocks[:n].astype(np.int64) * dims.kv_block
+    of = np.repeat(np.arange(n), rows)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
+    sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
+    pairs = np.bincount(of, weights=sees, minlength=n)
+    tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
+    per_pair, per_token = attention_cost(dims, 1, 1.0)
+    first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
+    # Ranks that share a KV head have a part of its query heads each.
+    query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
+    before = np.cumsum([0, *query_heads])
+    asked = (before[first + heads] - before[first]) / dims.group_size
+    return per_pair * asked * pairs, per_token * heads.astype(np.float64) * tokens
+
+
+def slot_work(table: StepTable) -> Floats:
+    """[ranks, slots, 2] FLOPs, and bytes of K and V, of the items of each attention slot in one layer."""
+    dims = table.dims
+    out = np.zeros((dims.tp, dims.attention_slots, 2))
+    for rank in range(dims.tp):
+        view = table.rank(rank)
+        slot = np.repeat(np.arange(dims.attention_slots), np.diff(view.slot_items))
+        for i, amount in enumerate(item_work(view)):
+            out[rank, :, i] = np.bincount(slot, weights=amount, minlength=dims.attention_slots)
+    return out
