@@ -1,4 +1,4 @@
-"""Machine code as nvdisasm prints it: instructions, where control goes, and the registers that they name."""
+"""Machine code as nvdisasm prints it: instructions, where they come from and control goes, and registers they name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
+_SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
@@ -22,6 +23,7 @@ class Instruction:
     operands: str
     guarded: bool  # by a predicate
     targets: tuple[int, ...] = ()  # indices of instructions
+    sources: frozenset[str] = frozenset()  # names of the files with its line and the lines that this is inlined at
 
     @property
     def name(self) -> str:
@@ -106,16 +108,22 @@ class Code:
 
 
 def parse(text: str) -> Code:
-    """Of `nvdisasm --print-code`. Raises ValueError for a jump that it does not understand."""
+    """Of `nvdisasm --print-code --print-line-info-inline`. Raises ValueError for a jump that it does not understand."""
     labels: dict[str, int] = {}
-    lines: list[re.Match[str]] = []
+    lines: list[tuple[re.Match[str], frozenset[str]]] = []
+    sources, complete = set[str](), True
     for line in text.splitlines():
-        if label := _LABEL.match(line):
+        if line.lstrip().startswith("//##"):
+            if complete:
+                sources, complete = set(), False
+            sources.update(_SOURCE.findall(line))
+        elif label := _LABEL.match(line):
             labels[label[1]] = len(lines)
         elif instruction := _INSTRUCTION.match(line):
-            lines.append(instruction)
+            lines.append((instruction, frozenset(sources)))
+            complete = True
     code = Code()
-    for match in lines:
+    for match, files in lines:
         at, guard, opcode, operands = int(match[1], 16), match[2], match[3], match[4]
         name = opcode.split(".")[0]
         names = _TARGET.findall(operands)
@@ -131,5 +139,5 @@ def parse(text: str) -> Code:
         elif name not in ("BRA", "CALL", "BSSY", "WARPSYNC"):
             names = []
         targets = tuple(labels[name] for name in names)
-        code.instructions.append(Instruction(at, opcode, operands, bool(guard) and guard != "PT", targets))
+        code.instructions.append(Instruction(at, opcode, operands, bool(guard) and guard != "PT", targets, files))
     return code

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,56 @@ import sass
 from megakernel.errors import MegakernelError
 from megakernel.runtime.cuda import compile as cuda
 
+# By source file, whose lines or what is inlined at them must have become such instructions.
 BOTH = {
-    "USETMAXREG.DEALLOC": "registers given up by the warps that move data",
-    "USETMAXREG.TRY_ALLOC": "and taken by those that compute",
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for pages",
-    "SYNCS.ARRIVE.TRANS64": "freeing pages",
-    "UTMALDG.3D": "bulk loads of tiles",
-    "HMMA.16816.F32.BF16": "attention",
-    "LDSM.16.MT88.4": "its keys and values",
-    "LDG.E.128.STRONG.GPU": "reading what this launch wrote, past the first-level cache",
-    "REDG.E.ADD.S32.STRONG.GPU": "signals on the GPU",
-    "REDG.E.ADD.S32.STRONG.SYS": "signals to others",
-    "FENCE.VIEW.ASYNC": "ordinary accesses before bulk copies",
+    "megakernel.cu": {
+        "USETMAXREG.DEALLOC": "registers given up by the warps that move data",
+        "USETMAXREG.TRY_ALLOC": "and taken by those that compute",
+    },
+    "controller.h": {"SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a slot", "ATOM.E.CAS": "claims from a queue"},
+    "loaders.h": {
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a free page",
+        "UTMALDG.3D": "bulk loads of tiles",
+        "NANOSLEEP": "back-off between polls of a counter",
+    },
+    "counters.h": {
+        "LDG.E.STRONG.GPU": "polls of a counter, past the first-level cache",
+        "CCTL.IVALL": "what was loaded before a wait is forgotten",
+        "REDG.E.ADD.S32.STRONG.GPU": "signals on the GPU",
+        "REDG.E.ADD.S32.STRONG.SYS": "signals to others",
+    },
+    "pages.h": {"SYNCS.ARRIVE.TRANS64": "freeing pages", "FENCE.VIEW.ASYNC": "ordinary accesses before bulk copies"},
+    "embed.h": {"STG.E.128": "rows in whole sectors"},
+    "rope.h": {"DFMA": "angles of distant positions, in double"},
+    "norm.h": {
+        "LDG.E.128.STRONG.GPU": "rows that this launch wrote, past the first-level cache",
+        "MUFU.RSQ": "one over the root",
+        "BAR.SYNC": "a row's sum over warps",
+        "STG.E.128": "rows in whole sectors",
+    },
+    "reduce.h": {"LDG.E.128.STRONG.GPU": "partials of other ranks", "STG.E.128": "their sum"},
+    "attention_mma.h": {
+        "HMMA.16816.F32.BF16": "scores and values on the tensor cores",
+        "LDSM.16.MT88.4": "keys and values from their pages",
+    },
+    "softmax.h": {"MUFU.EX2": "powers of two"},
+    "results.h": {"F2FP.BF16.F32.PACK_AB": "rounding, once", "MUFU.EX2": "SiLU"},
+    "sample.h": {"LDG.E.STRONG.GPU": "logits of other workers", "BAR.SYNC": "a choice by all warps"},
 }
 TENSOR = BOTH | {
-    "UTMASTG.3D": "bulk stores of tiles",
-    "UTMAREDG.3D.ADD": "bulk additions to the residual",
-    "HGMMA.64x128x16.F32.BF16": "matmuls on the tensor cores",
-    "WARPGROUP.DEPBAR.LE gsb0, 0x1": "two of their groups in flight",
+    "gemm.h": {
+        "HGMMA.64x128x16.F32.BF16": "matmuls on the tensor cores",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1": "two of their groups in flight",
+    },
+    "storer.h": {
+        "UTMASTG.3D": "bulk stores of tiles",
+        "UTMAREDG.3D.ADD": "bulk additions to the residual",
+        "UTMACMDFLUSH": "their end waited for",
+    },
 }
 DOTS = BOTH | {
-    "UBLKCP": "bulk loads of rows, for dot products",
-    "LDS.128": "dot products",
+    "loaders.h": BOTH["loaders.h"] | {"UBLKCP": "bulk loads of rows"},
+    "dots.h": {"LDS.128": "rows from their pages", "FFMA": "products", "SHFL.BFLY": "their sum over lanes"},
 }
 # That may run, at most; the instruction caches hold a part of them.
 INSTRUCTIONS = 18_500
@@ -47,16 +76,35 @@ def disassemble(cubin: Path) -> str:
     tool = tool or next(wheels, None)
     if tool is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    return subprocess.run([tool, "--print-code", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [tool, "--print-code", "--print-line-info-inline", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
 
 
-def lacking(sass: str, expected: dict[str, str]) -> dict[str, str]:
-    return {name: what for name, what in expected.items() if name not in sass}
+def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
+    """Entries of the table that no instruction meets."""
+    found: dict[str, list[str]] = {file: [] for file in table}
+    for instruction in code.instructions:
+        for file in instruction.sources & table.keys():
+            found[file].append(f"{instruction.opcode} {instruction.operands}")
+    return [
+        f"{file}: {opcode} ({what})"
+        for file, work in table.items()
+        for opcode, what in work.items()
+        if not any(line.startswith(opcode) for line in found[file])
+    ]
+
+
+@dataclass(frozen=True)
+class Built:
+    numerics: str
+    log: str  # of the compiler
+    code: sass.Code
 
 
 @pytest.fixture(scope="module", params=["tensor", "dots", "tensor traced", "dots traced"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, cuda.Cubin, str]:
-    """A numerics class, its code, traced or not, and that in words. Compiling fails on what ptxas calls slow: wgmma
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A numerics class, traced or not. Compiling fails on what ptxas calls slow: wgmma
     serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -67,15 +115,25 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cubin = compiler.compile(trace=bool(traced), dots=numerics == "dots")
     file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
-    return numerics, cubin, disassemble(file)
+    return Built(numerics, cubin.log, sass.parse(disassemble(file)))
 
 
-def test_every_kind_of_work_uses_its_instructions(built: tuple[str, cuda.Cubin, str]) -> None:
-    assert lacking(built[2], TENSOR if built[0] == "tensor" else DOTS) == {}
+def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
+    assert lacking(built.code, TENSOR if built.numerics == "tensor" else DOTS) == []
 
 
 def test_a_table_that_no_code_meets_fails() -> None:
-    assert len(lacking("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4]", TENSOR)) == len(TENSOR) - 1
+    text = """
+	//## File "/a/gemm.h", line 3 inlined at "/a/matmul.h", line 7
+	//## File "/a/matmul.h", line 7
+        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
+        /*0010*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+    left = lacking(sass.parse(text), {"gemm.h": TENSOR["gemm.h"], "storer.h": TENSOR["storer.h"]})
+    assert [entry.split(" (")[0] for entry in left] == [
+        "gemm.h: WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        *(f"storer.h: {opcode}" for opcode in TENSOR["storer.h"]),
+    ]
 
 
 def budgets() -> dict[str, int]:
@@ -84,9 +142,9 @@ def budgets() -> dict[str, int]:
     return {name: int(n) for name, n in re.findall(r"#define MK_(\w+)_REGISTERS (\d+)", text)}
 
 
-def test_registers_by_role(built: tuple[str, cuda.Cubin, str]) -> None:
+def test_registers_by_role(built: Built) -> None:
     """What either role's warps may run names no register that they do not have."""
-    code = sass.parse(built[2])
+    code = built.code
     roots = {"SERVICE": code.find("USETMAXREG.DEALLOC"), "CONSUMER": code.find("USETMAXREG.TRY_ALLOC")}
     assert budgets().keys() == roots.keys()
     assert all(code.comes_back(call) for call in code.find("CALL"))
@@ -98,9 +156,9 @@ def test_registers_by_role(built: tuple[str, cuda.Cubin, str]) -> None:
     assert not runs["SERVICE"].isdisjoint(code.find("SYNCS")) and not runs["CONSUMER"].isdisjoint(code.find("HMMA"))
 
 
-def test_nothing_is_spilled(built: tuple[str, cuda.Cubin, str]) -> None:
+def test_nothing_is_spilled(built: Built) -> None:
     """Neither in loops nor elsewhere does a thread use memory of its own."""
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built[1].log) == [("0", "0")]
-    code = sass.parse(built[2])
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
+    code = built.code
     assert code.find("LDL") + code.find("STL") == []
     assert len(code.reachable([0])) <= INSTRUCTIONS

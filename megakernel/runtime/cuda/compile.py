@@ -22,7 +22,7 @@ from ...errors import MegakernelError
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
-_FLAGS = ["-std=c++20", "--ptxas-options=-v"]
+_FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]  # lines: for profilers, and for tests of the machine code
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
 # Exit status 0, and code several times slower: setmaxnreg ignored, wgmma serialised.
