@@ -53,7 +53,7 @@ class Case:
             begin = perf_counter()
             self.backend.launch(self.program, self.table)
             end = perf_counter()
-            self.runs_s.append(end - begin)
+            self.runs_s.append(round(end - begin, 6))
             if end > stop:
                 return
 
