@@ -1,9 +1,9 @@
 """The pictures of docs/timeline.md, from saved steps.
 
     megakernel timeline --model smollm2-135m --phase prefill --prompt-tokens 512 --save cpu
-    python benchmarks/pictures.py --node STEM --cpu cpu [--faster STEM]
+    python benchmarks/pictures.py --node STEM --cpu cpu [--other STEM]
 
-A STEM stands for STEM.program and STEM.trace. --node is a step of many ranks, --faster another one of its program or
+A STEM stands for STEM.program and STEM.trace. --node is a step of many ranks, --other another one of its program or
 bucket, --cpu one of a CPU.
 """
 
@@ -78,7 +78,7 @@ def cpu(page: Browser, step_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--node", type=Path)
-    parser.add_argument("--faster", type=Path)
+    parser.add_argument("--other", type=Path)
     parser.add_argument("--cpu", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +91,8 @@ def main() -> None:
             with browser(1500, 900, dark=dark) as page:
                 page.open(path, "window.timeline")
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
-        if arguments.node and arguments.faster:
-            write_html(*load(arguments.node), path, load(arguments.faster))
+        if arguments.node and arguments.other:
+            write_html(*load(arguments.node), path, load(arguments.other))
             with browser(1500, 900) as page:
                 page.open(path, "window.timeline")
                 take(page, "compare")
