@@ -2,7 +2,6 @@
 // is the work itself.
 #pragma once
 #include "pages.h"
-#include "watchdog.h"
 
 namespace mk {
 
