@@ -1,10 +1,10 @@
-"""The pictures of docs/timeline.md, from saved steps.
+"""The pictures of docs/timeline.md.
 
     megakernel timeline --model smollm2-135m --phase prefill --prompt-tokens 512 --save cpu
-    python benchmarks/pictures.py --node STEM --cpu cpu [--other STEM]
+    python benchmarks/pictures.py [--cpu cpu]
 
-A STEM stands for STEM.program and STEM.trace. --node is a step of many ranks, --other another one of its program or
-bucket, --cpu one of a CPU.
+The node's are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same without
+pipelining across instructions. --cpu is a step of a CPU, saved as STEM.program and STEM.trace.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from predictions import CONTEXT, ON
+
+from megakernel import machine as machines
+from megakernel.cli.simulate import decode_step
+from megakernel.isa import Dtype
+from megakernel.model import load_config
 from megakernel.program import Program
+from megakernel.scheduler import compile_program, simulate
+from megakernel.scheduler.simulate_costs import costs_of
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
@@ -22,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from browser import Browser, browser
 
+TOKENS = 4096
 DOCS = Path(__file__).parents[1] / "docs"
 FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i); if (WHICH) return i; }"
 
@@ -75,27 +86,46 @@ def cpu(page: Browser, step_s: float) -> None:
     take(page, "cpu")
 
 
+def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
+    config, machine = replace(load_config("random:llama-3.1-70b"), layers=2), machines.load("h100")
+    program = compile_program(
+        config,
+        machine,
+        dtype=Dtype.BF16,
+        tokens=TOKENS,
+        logit_rows=TOKENS,
+        max_seqs=TOKENS,
+        max_context=CONTEXT,
+        tp=8,
+        options=ON,
+    )
+    costs = costs_of(machine)
+    table = decode_step(program.dims, TOKENS, CONTEXT)
+    done = simulate(program, machine, table, costs=costs if pipelined else costs.unpipelined(), trace=True)
+    assert done.trace is not None
+    return program, done.trace
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--node", type=Path)
-    parser.add_argument("--other", type=Path)
-    parser.add_argument("--cpu", type=Path)
+    parser.add_argument("--cpu", type=Path, metavar="STEM")
     arguments = parser.parse_args()
+    step = simulated(pipelined=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.html"
-        for stem, shots, dark in ((arguments.node, node, False), (arguments.cpu, cpu, True)):
-            if stem is None:
-                continue
-            step = load(stem)
-            write_html(*step, path)
+
+        def shoot(shots: Callable[[Browser, float], None], dark: bool = False) -> None:
             with browser(1500, 900, dark=dark) as page:
                 page.open(path, "window.timeline")
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
-        if arguments.node and arguments.other:
-            write_html(*load(arguments.node), path, load(arguments.other))
-            with browser(1500, 900) as page:
-                page.open(path, "window.timeline")
-                take(page, "compare")
+
+        write_html(*step, path)
+        shoot(node)
+        write_html(*step, path, simulated(pipelined=False))
+        shoot(lambda page, _: take(page, "compare"))
+        if arguments.cpu:
+            write_html(*load(arguments.cpu), path)
+            shoot(cpu, dark=True)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A numerics class, traced or not. Compiling fails on what ptxas calls slow: wgmma
     serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = cuda.nvcc_path()
     try:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
     for name, text in sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = cuda.nvcc_path()
     if nvcc is None:
         pytest.skip("needs nvcc")
     command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_DOTS=1", "megakernel.cu", "-o", "-"]

@@ -78,9 +78,14 @@ def compiler() -> Compiler:
         return Compiler(f"NVRTC {major}.{minor}")
     except (ImportError, RuntimeError):
         pass
-    if path := shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc"):
+    if path := nvcc_path():
         return nvcc(path)
     raise MegakernelError("there is no CUDA compiler: pip install nvidia-cuda-nvrtc")
+
+
+def nvcc_path() -> str | None:
+    """Of the nvcc on the PATH, or where CUDA puts it."""
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def nvcc(path: str) -> Compiler:
