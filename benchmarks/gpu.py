@@ -279,10 +279,11 @@ def mixed(_: Path | None) -> Json:
     chunks = []
     for i in range(decodes + prompts):
         pages = list(range(i * per, (i + 1) * per))
+        tokens = rng.integers(0, program.dims.vocab, rows).tolist()
         if i < decodes:
-            chunks.append(Chunk(i, context - 1, rng.integers(0, 1000, 1).tolist(), pages, [SampleRow(0)]))
+            chunks.append(Chunk(i, context - 1, tokens[:1], pages, [SampleRow(0)]))
         else:
-            chunks.append(Chunk(i, 0, rng.integers(0, 1000, rows).tolist(), pages, [SampleRow(rows - 1)]))
+            chunks.append(Chunk(i, 0, tokens, pages, [SampleRow(rows - 1)]))
     table = build_step(program.dims, chunks)
     work = step_work(
         program.dims, [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts, decodes + prompts

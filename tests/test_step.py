@@ -273,6 +273,7 @@ def test_scarce_capacities_cut_less() -> None:
         ("pages", [Chunk(0, 16, [1], range(1))]),
         ("same slot", [Chunk(0, 0, [1], range(1)), Chunk(0, 1, [1], range(1))]),
         ("no tokens", [Chunk(0, 0, [], range(1))]),
+        (f"token {CONFIG.vocab} is outside", [Chunk(0, 0, [1, CONFIG.vocab], range(1))]),
     ],
 )
 def test_what_does_not_fit_is_named(capacity: str, chunks: list[Chunk]) -> None:

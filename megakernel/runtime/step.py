@@ -60,7 +60,8 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` says what holds of it.
 
     Chunks take token rows, and their samples logit rows, in order; the rest is padding. Raises MegakernelError
-    naming the capacity (a field of Dims) that a chunk or all of them together exceed.
+    naming the capacity (a field of Dims) that a chunk or all of them together exceed, or a token outside the
+    vocabulary, which would read what is not the embedding's.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):
@@ -80,6 +81,8 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     rows = int(count.sum())
     row_slot = np.repeat(slot, count)
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, rows)
+    if rows and tokens.max() >= dims.vocab:
+        raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
     table.token_ids[:rows] = np.where(tokens < 0, -1 - row_slot, tokens)
     table.positions[:rows] = np.arange(rows) + np.repeat(start - first_row, count)
     table.row_seq[:rows] = row_slot
