@@ -91,16 +91,21 @@ class Decode:
     def run(self, trace: bool = False) -> tuple[list[float], bytes, Any]:
         """(seconds of each decode step with its table, tokens and log-probabilities as bits, the last step's trace)."""
         out = self.prefill()
-        bits = [out.tokens.tobytes() + out.logprobs.tobytes()]
+        bits = [_bits(out)]
         seconds = []
         begin = time.perf_counter()
         for table in self.tables():
             out = self.backend.launch(self.program, table, trace=trace)
-            bits.append(out.tokens.tobytes() + out.logprobs.tobytes())
+            bits.append(_bits(out))
             end = time.perf_counter()
             seconds.append(end - begin)
             begin = end
         return seconds, b"".join(bits), out.trace
+
+
+def _bits(out: Any) -> bytes:
+    """Of a launch's tokens and log-probabilities."""
+    return bytes(out.tokens.tobytes() + out.logprobs.tobytes())
 
 
 def decode(model: str, trace_file: Path | None) -> Json:
@@ -292,14 +297,14 @@ def mixed(_: Path | None) -> Json:
         program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts
     )
     out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
-    first = backend.launch(program, table).tokens.tobytes()
+    expected = _bits(backend.launch(program, table))
 
     def measure(name: str) -> None:
         seconds = []
         for _ in range(8):
             launched = backend.launch(program, table)
-            if launched.tokens.tobytes() != first:
-                raise RuntimeError(f"{name} gave other tokens than the first run")
+            if _bits(launched) != expected:
+                raise RuntimeError(f"{name} gave other bits than the first run")
             seconds.append(launched.seconds)
         step = statistics.median(seconds)
         out[name] = {"step_s": step, "runs_s": seconds, "matmul_flops_per_s": dense.flops / step}
