@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from ..program import Program
 from ..roofline import Ceilings, achieved, fraction_error, step_work
 from ..trace import Trace
-from .engine import Stats, Step
+from .batch import Stats
+from .engine import Step
 from .request import Sequence
 
 WINDOW_S = 10.0  # of work, that rates and means are taken over

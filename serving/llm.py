@@ -13,7 +13,8 @@ from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..runtime import choose_backend, create, join_ranks, rank_machine
 from ..scheduler import Options, compile_program, settle
-from .engine import SCORED_ROWS, Engine, Step, Token
+from .batch import SCORED_ROWS
+from .engine import Engine, Step, Token
 from .memory import kv_capacity
 from .programs import Programs
 from .request import Request

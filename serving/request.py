@@ -43,6 +43,12 @@ class Sequence:
         return self.length - self.computed if self.length < self.length_limit else 0
 
     @property
+    def scoring(self) -> bool:
+        """Whether the next rows of it score the prompt."""
+        request = self.request
+        return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
+
+    @property
     def output_ids(self) -> list[int]:
         return self.tokens[len(self.request.prompt_ids) :]
 

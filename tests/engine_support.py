@@ -18,7 +18,8 @@ from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step import check_step
 from megakernel.scheduler import compile_program
-from megakernel.serving.engine import SCORED_ROWS, Engine
+from megakernel.serving.batch import SCORED_ROWS
+from megakernel.serving.engine import Engine
 from megakernel.serving.programs import Programs
 
 CONFIG = LlamaConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)

@@ -547,6 +547,6 @@ def test_an_engine_that_dies_says_so(
         assert "secret" not in error["message"] and "secret" in caplog.text
         assert server.request("GET", "/health")[0] == 503
         assert server.request("POST", COMPLETIONS, {"prompt": "x"})[0] == 503
-    for request in list(llm.engine._running) + list(llm.engine._waiting):
+    for request in list(llm.engine._batch.running) + list(llm.engine._batch.waiting):
         llm.engine.abort(request.request)
     assert llm.engine.idle

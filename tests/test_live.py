@@ -24,7 +24,8 @@ from megakernel import LLM, SamplingParams, serving
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
 from megakernel.serving import live_routes
-from megakernel.serving.engine import Engine, Stats
+from megakernel.serving.batch import Stats
+from megakernel.serving.engine import Engine
 from megakernel.serving.live import Live
 from megakernel.serving.live_routes import live_router
 
