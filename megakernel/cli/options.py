@@ -11,6 +11,7 @@ from . import output
 
 if TYPE_CHECKING:
     from ..isa import Dtype
+    from ..roofline import Shape
     from ..scheduler import Options
     from ..serving import LLM
 
@@ -135,6 +136,14 @@ def paper_dtype(name: str) -> Dtype:
 
     named = parse_dtype(name)
     return Dtype.BF16 if named is None else named
+
+
+def paper_shape(model: str) -> Shape:
+    """What formulas need of a model: of one that is known on paper only, or of any that can be opened."""
+    from ..model import load_config
+    from ..roofline import SHAPES, shape_of
+
+    return SHAPES[model] if model in SHAPES else shape_of(model, load_config(model))
 
 
 _TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on

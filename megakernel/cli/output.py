@@ -43,6 +43,17 @@ def rows(*pairs: tuple[str, str | Text]) -> None:
     stdout.print(table)
 
 
+_TEXT = ("instruction", "family", "layout", "why", "bound by")
+
+
+def table(*names: str) -> Table:
+    """A table of figures, to the right, and of the columns that are words, to the left."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for i, name in enumerate(names):
+        made.add_column(name, justify="left" if name in _TEXT else "right", overflow="fold", no_wrap=i == 0)
+    return made
+
+
 @contextmanager
 def busy(what: str) -> Iterator[None]:
     """A spinner while the block runs, on a terminal."""
@@ -77,3 +88,8 @@ def bytes_text(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def ms_text(seconds: float) -> str:
+    """A time with a unit: 12.35 ms, or seconds from ten on."""
+    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"
