@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -355,7 +357,10 @@ def partitions(_: Path | None) -> Json:
 def check(_: Path | None) -> Json:
     from megakernel.cli import doctor_gpu
 
-    found = {case.name: doctor_gpu.check(case, seeds=1, repeats=20) for case in doctor_gpu.cases()}
+    # A process each: a fault of the GPU ends what its process can see.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = {case.name: pool.submit(doctor_gpu.check, case, seeds=1, repeats=20) for case in doctor_gpu.cases()}
+        found = {name: run.result() for name, run in runs.items()}
     differences = [line for lines in found.values() for line in lines]
     wrong = {"error": f"{len(differences)} instructions differ: {differences[0]}"} if differences else {}
     return {"cases": list(found), "differences": differences} | wrong

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MegakernelError
 from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
+_TIMEOUT_S = 2.0  # of a wait in a check: no instruction takes a thousandth of it
 _BUSY_SHARE = 0.05  # of a GPU's memory that others hold, from which on it is worth a line
 
 
@@ -98,7 +100,17 @@ def cases() -> list[Case]:
 
 
 def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
-    """Differences from the reference, one sentence each."""
+    """Differences from the reference, one sentence each; the last may be that the GPU answers no more."""
+    wrong: list[str] = []
+    try:
+        for difference in _differences(case, seeds, repeats):
+            wrong.append(f"{case.name}, {difference}")
+    except MegakernelError as e:
+        wrong.append(f"{case.name}: {e}")
+    return wrong
+
+
+def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
     from ..isa import Dtype
     from ..model import RandomCheckpoint
     from ..runtime.cuda.backend import CudaBackend
@@ -108,18 +120,16 @@ def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
     program = _compile(case)
     pages = 2 * program.dims.pages_per_seq
     checkpoint = RandomCheckpoint(case.name, case.config)
-    gpu = CudaBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16)
-    wrong: list[str] = []
+    gpu = CudaBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16, timeout_s=_TIMEOUT_S)
     try:
         for seed in range(seeds):
             reference = ReferenceBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16)
             prepare(reference, seed)
             for difference in check_instructions(gpu, reference, program, _step(program, seed), repeats=repeats):
                 if difference:
-                    wrong.append(f"{case.name}, seed {seed}: {difference}")
+                    yield f"seed {seed}: {difference}"
     finally:
         gpu.close()
-    return wrong
 
 
 def _compile(case: Case) -> Program:
