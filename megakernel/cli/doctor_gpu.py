@@ -91,7 +91,7 @@ def cases() -> list[Case]:
     odd = LlamaConfig(263, 88, 168, 2, 4, 4, 80, 512)
     return [
         Case("few rows", biased, 5, "dots"),
-        Case("few rows, one KV head", grouped, 2, "dots"),
+        Case("few rows of one KV head", grouped, 2, "dots"),
         Case("many rows", biased, 150, "tensor"),
         Case("heads of 80", odd, 40, "tensor"),
         Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", tp=2),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
-from ...isa.launch import BODY
+from ...isa.launch import BODY, EPILOGUE, PROLOGUE
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
@@ -117,10 +117,9 @@ class CudaBackend:
         or a part of one. `layer`: of the body."""
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
-        queues = _nothing(program.ranks * program.rank_queues)
-        one = dict(zip(SEGMENTS, parts, strict=True))
+        one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
         self._heap.fit(program.dims)
-        loaded = Loaded(self._heap, replace(program, **one, queues=queues))
+        loaded = Loaded(self._heap, replace(one, queues=_nothing(program.ranks * program.rank_queues)))
         try:
             for grid in loaded.grids:
                 grid.params.synchronise = 0
