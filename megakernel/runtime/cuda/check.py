@@ -61,8 +61,8 @@ def check_instructions(
 ) -> Iterator[Difference | None]:
     """Execute all phases of a step in order on both backends: per phase None, or what is wrong.
 
-    The reference's buffers are as `prepare` leaves them, and its sizes the program's. Each phase runs `repeats` times on
-    the GPU, which must give the same bits every time. A launch that is given up is a difference too.
+    The reference's buffers are as `prepare` leaves them, and its sizes the program's. Each phase runs `repeats` times
+    on the GPU, which must give the same bits every time. A launch that is given up is a difference too.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
