@@ -486,6 +486,21 @@ def in_process_check() -> None:
     assert kernel.wrong == []
 
 
+def in_process_cases() -> None:
+    """What a GPU is asked first: the interpreter's own code is right in all of it, by the limits that it is held to."""
+    from megakernel.cli import doctor_gpu
+
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    for case in doctor_gpu.cases():
+        assert doctor_gpu.check(case, seeds=1, repeats=1) == []
+    assert kernel.wrong == []
+
+
+def test_the_cases_of_the_check_are_right_on_the_host(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_cases, FIBRES=build_fibres()._name, OPENBLAS_NUM_THREADS=1)
+
+
 def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:
     run(tmp_path_factory, in_process_check, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=2)
 

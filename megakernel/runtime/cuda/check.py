@@ -9,14 +9,14 @@ that is wrong alone: a launch for each of them, every time, would take a quarter
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dtype, Space, StepTable, from_f32, record, to_f32
+from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
 from ...isa.launch import BODY
 from ...program import SEGMENTS, Program, Segment
 from ..reference import ReferenceBackend
@@ -54,6 +54,16 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
             array[:] = from_f32(rng.standard_normal(array.shape, dtype=np.float32), kind)
         else:
             array.fill(np.nan if kind is Dtype.F32 else _NAN_BF16)
+            if buffer is Buffer.REDUCE and len(array):
+                array[_padding(replace(reference.dims, rank=rank))] = 0
+
+
+def _padding(d: Dims) -> NDArray[np.bool_]:
+    """Rows of REDUCE in which no token's partials lie. A GPU stores tiles by boxes of rows, whose rest, zeros, goes
+    there."""
+    place = np.arange(d.own_rows)
+    row = place if d.one_hop else (place // d.row_block * d.tp + d.rank) * d.row_block + place % d.row_block
+    return np.tile(row >= d.tokens, d.tp)
 
 
 def check_instructions(
