@@ -498,7 +498,7 @@ def in_process_cases() -> None:
 
 
 def test_the_cases_of_the_check_are_right_on_the_host(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_cases, FIBRES=build_fibres()._name, OPENBLAS_NUM_THREADS=1)
+    run(tmp_path_factory, in_process_cases, FIBRES=build_fibres()._name, OMP_NUM_THREADS=1)
 
 
 def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:
