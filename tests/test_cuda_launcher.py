@@ -471,7 +471,7 @@ def in_process_check() -> None:
     assert "H is off by" in said["mlp_norm"] and "alone on rank 0, worker" in said["mlp_norm"]
     assert "Y is not a number in" in said["embed"] and "worker 0, with operands [0, " in said["embed"]
     assert "X differs from run to run; each of them alone is right" in said["down_proj"]
-    assert "it waits; alone on rank 0" in said["lm_head"]
+    assert said["lm_head"].endswith("it waits")
 
     plain_write = CudaBackend.set_buffer
 
@@ -482,7 +482,7 @@ def in_process_check() -> None:
 
     CudaBackend.set_buffer, runs = lost, 0  # type: ignore[method-assign]
     found = doctor_gpu.check(case, seeds=1, repeats=2)
-    assert found[-1] == "few rows: copying failed" and len(found) > 1
+    assert len(found) == 8 and found[-1].endswith("copying failed")
     assert kernel.wrong == []
 
 

@@ -31,15 +31,14 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with the instructions of a kind, and with the first of them that is wrong alone."""
+    """What is wrong with the instructions of a kind; for wrong values, what the first does that is wrong alone."""
 
     instruction: str
     layer: int
     what: str
-    alone: str
 
     def __str__(self) -> str:
-        return f"{self.instruction} (layer {self.layer}): {self.what}; {self.alone}"
+        return f"{self.instruction} (layer {self.layer}): {self.what}"
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
@@ -78,13 +77,17 @@ def check_instructions(
     for index, layer, phase in _phases(program):
         before = twins.state()
         name = BY_OPCODE[int(record.opcode(phase.records[0]))].name
-        wrong = twins.wrong(before, index, layer, phase, repeats)
-        after = twins.state()
-        if wrong is not None:
-            yield Difference(name, layer, wrong, twins.culprit(before, index, layer, phase))
-            twins.restore(after)
-        else:
+        try:
+            wrong = twins.wrong(before, index, layer, phase, repeats)
+        except MegakernelError as e:  # it says itself which instruction waits
+            yield Difference(name, layer, str(e))
+            continue
+        if wrong is None:
             yield None
+            continue
+        after = twins.state()
+        yield Difference(name, layer, f"{wrong}; {twins.culprit(before, index, layer, phase)}")
+        twins.restore(after)
 
 
 class _Twins:
@@ -115,14 +118,11 @@ class _Twins:
         after = self.state()
         first: _State = {}
         for _ in range(repeats):
+            mirror, self._mirror = self._mirror, {}
             for key, array in before.items():
-                if key not in self._mirror or self._mirror[key].tobytes() != array.tobytes():
+                if key not in mirror or mirror[key].tobytes() != array.tobytes():
                     self._gpu.set_buffer(key[1], array, key[2], key[0])
-            self._mirror = {}
-            try:
-                self._gpu.execute(self._program, index, work, layer, self._table)
-            except MegakernelError as e:
-                return str(e)
+            self._gpu.execute(self._program, index, work, layer, self._table)
             self._mirror = {key: self._gpu.buffer(key[1], key[2], key[0], self._program.dims) for key in before}
             if not first:
                 first = self._mirror
@@ -141,8 +141,8 @@ class _Twins:
             self.restore(before)
             try:
                 found = self.wrong(before, index, layer, Segment(phase.records[row : row + 1], ends), 1)
-            except MegakernelError as e:  # the GPU answers no more
-                return str(e)
+            except MegakernelError as e:
+                found = str(e)
             if found is not None:
                 rank, worker = divmod(stream, self._program.workers)
                 operands = phase.records[row, record.OPERAND_WORD : record.WAIT_WORD].tolist()
