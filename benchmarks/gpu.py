@@ -6,7 +6,7 @@ go on. The JSON is written after each, so that what has been measured is there w
 as often as wanted, runs those; `--part NAME` runs one in this process.
 
 probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
-check         every instruction against the reference, one case of each kind
+check-CASE    every instruction against the reference, of one of doctor's cases; `check` is all of them in one process
 decode-MODEL  32-token prompt, 127 decode steps of one sequence by wall time, step table and launch included: as it is,
               by phases (a graph of one launch per phase), without cross-instruction pipelining, with tracing; their
               tokens and log-probabilities must have the same bits
@@ -28,11 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megakernel.cli import doctor_gpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,6 +47,7 @@ MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of 
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
 SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
 PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
+CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
 PART_LIMIT_S = 180.0  # so that one that hangs leaves time for others
 _ERROR_LINES = 15
@@ -352,12 +356,16 @@ def partitions(_: Path | None) -> Json:
 # -- right?
 
 
-def check(_: Path | None) -> Json:
-    from megakernel.cli import doctor_gpu
+def check(_: Path | None, name: str | None = None) -> Json:
+    """All of doctor's cases, or one."""
 
-    found = {case.name: doctor_gpu.check(case, seeds=1, repeats=20) for case in doctor_gpu.cases()}
+    found = {
+        case.name: doctor_gpu.check(case, seeds=1, repeats=20)
+        for case in doctor_gpu.cases()
+        if name in (None, case.name)
+    }
     differences = [line for lines in found.values() for line in lines]
-    wrong = {"error": f"{len(differences)} instructions differ: {differences[0]}"} if differences else {}
+    wrong = {"error": f"{len(differences)} differ: {differences[0]}"} if differences else {}
     return {"cases": list(found), "differences": differences} | wrong
 
 
@@ -440,6 +448,7 @@ def probe(_: Path | None) -> Json:
 PARTS: dict[str, Callable[[Path | None], Json]] = {
     "probe": probe,
     "check": check,
+    **{f"check-{name.replace(' ', '-')}": partial(check, name=name) for name in CASES},
     "decode-1b": lambda t: decode("1b", t),
     "torch-1b": lambda _: torch_decode("1b"),
     "numerics": numerics,
@@ -451,7 +460,9 @@ PARTS: dict[str, Callable[[Path | None], Json]] = {
 }
 # The most telling first: what finds no time left is the least.
 PLAN = (
-    *("probe", "check", "numerics", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "decode-8b", "mixed-8b"),
+    "probe",
+    *(part for part in PARTS if part.startswith("check-")),
+    *("numerics", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "decode-8b", "mixed-8b"),
     *("torch-8b", "partitions", "delay", "torch-8b", "decode-8b"),
 )
 

@@ -21,6 +21,7 @@ BOTH = {
         "USETMAXREG.DEALLOC": "registers given up by the warps that move data",
         "USETMAXREG.TRY_ALLOC": "and taken by those that compute",
     },
+    "roles.h": {"UTMACCTL.IV": "tensor maps as the host has left them"},
     "controller.h": {"SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a slot", "ATOM.E.CAS": "claims from a queue"},
     "loaders.h": {
         "SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a free page",

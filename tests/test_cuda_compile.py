@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from pathlib import Path
 
@@ -101,3 +102,10 @@ def test_every_source_is_installed() -> None:
     sources = [str(f) for f in files if f.suffix in (".h", ".cuh", ".cu")]
     assert len(sources) > 3
     assert [s for s in sources if not any(fnmatch.fnmatch(s, pattern) for pattern in patterns)] == []
+
+
+def test_no_lambda_is_generic() -> None:
+    """NVRTC 13.0 takes one for a function of the host, and refuses it; its successors and nvcc do not."""
+    generic = re.compile(rb"\[[&=]?\]\s*\([^)]*\bauto\b")
+    assert [name for name, text in compile.sources().items() if generic.search(text)] == []
+    assert generic.search(b"f([&](int first, const auto& at) {")

@@ -21,7 +21,6 @@ from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import (
     BUFFERS,
-    BY_NAME,
     BY_OPCODE,
     KV_BLOCK,
     Buffer,
@@ -36,7 +35,7 @@ from megakernel.isa.launch import MAP_BYTES, STRUCTURES
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
 from megakernel.model.shard import shard
-from megakernel.program import Program
+from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options, compile_program
 
@@ -295,28 +294,27 @@ def in_process_execute() -> None:
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[tuple[Any, ...]] = []
 
-    def before(params: Any) -> bool:
-        a = Arguments(params)
-        one = np.concatenate([s.records for s in (a.program.prologue, a.program.body, a.program.epilogue)])
-        rank = int(np.flatnonzero(np.diff(a.program.body.offsets) + np.diff(a.program.prologue.offsets))[0])
-        p = params
-        seen.append((rank, one[0].tolist(), p.synchronise, p.layer_begin, p.layer_end, p.workers))
+    def before(p: Any) -> bool:
+        parts = Arguments(p).program
+        segments = [(s.records.tolist(), s.offsets.tolist()) for s in (parts.prologue, parts.body, parts.epilogue)]
+        seen.append((segments, p.synchronise, p.segments, p.layer_begin, p.layer_end, p.workers))
         return False
 
     kernel.before = before
-    body = next(r for r in program.body.records if record.opcode(r) == BY_NAME["mlp_norm"].opcode)
-    backend.execute(body, 2, _table(program.dims), rank=1)
-    backend.execute(program.prologue.records[0], 0, _table(program.dims))
-    kernel.check()
-    bare = body.copy()
-    bare[record.WAIT_WORD :] = 0
-    assert seen[0] == (1, bare.tolist(), 0, 2, 3, 1)
-    assert seen[1][0] == 0 and seen[1][2] == 0
+    none: tuple[list[Any], list[int]] = ([], [0] * (2 * WORKERS + 1))
+    for index, layer in ((0, 0), (1, 2), (2, 0)):
+        phase = program.phases(index)[1]
+        backend.execute(program, index, phase, layer, _table(program.dims))
+        kernel.check()
+        expected = [none] * 3
+        expected[index] = (phase.records.tolist(), phase.offsets.tolist())
+        layers = (layer, layer + 1) if index == 1 else (0, program.dims.layers)
+        assert seen.pop() == (expected, 0, 1 << index, *layers, WORKERS)
     backend.close()
     assert library().fake_allocations() == 0
 
 
-def test_executes_one_instruction(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_executes_a_phase(tmp_path_factory: pytest.TempPathFactory) -> None:
     run(tmp_path_factory, in_process_execute)
 
 
@@ -428,7 +426,8 @@ def test_the_interpreter_itself(tmp_path_factory: pytest.TempPathFactory) -> Non
 
 
 def in_process_check() -> None:
-    """What doctor finds: nothing, then a wrong element, a stray one, and one that differs from run to run."""
+    """What doctor finds: nothing, then a wrong element, a stray one, one that differs from run to run, a launch that is
+    given up, and a GPU that answers no more."""
     from megakernel.cli import doctor_gpu
     from megakernel.runtime.cuda.backend import CudaBackend
 
@@ -438,27 +437,65 @@ def in_process_check() -> None:
     case = doctor_gpu.Case("few rows", shape, 3, "dots")
     assert doctor_gpu.check(case, seeds=1, repeats=2) == [] and kernel.wrong == []
 
-    plain, runs = CudaBackend.execute, 0
+    plain, runs, downs = CudaBackend.execute, 0, 0
 
-    def faulty(self: Any, instruction: Any, layer: int, table: StepTable, rank: int = 0) -> None:
-        nonlocal runs
-        plain(self, instruction, layer, table, rank)
-        name = BY_OPCODE[int(record.opcode(instruction))].name
+    def spoil(self: Any, buffer: Buffer, layer: int, dims: Dims) -> None:
+        values = self.buffer(buffer, layer if BUFFERS[buffer].layered else 0, 0, dims)
+        values[0, 5] = 0x4120 if values.dtype == np.uint16 else 10.0
+        self.set_buffer(buffer, values)
+
+    def faulty(self: Any, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
+        nonlocal runs, downs
+        plain(self, program, index, work, layer, table)
+        names = {BY_OPCODE[int(op)].name for op in record.opcode(work.records)}
+        [name] = names  # a phase is of one kind
         runs += 1
-        buffer, row = {"mlp_norm": (Buffer.H, 0), "embed": (Buffer.Y, 0), "down_proj": (Buffer.X, 0)}.get(
-            name, (None, 0)
-        )
-        if buffer is not None and (name != "down_proj" or runs % 2):
-            values = self.buffer(buffer, layer if BUFFERS[buffer].layered else 0, rank, table.dims)
-            values[row, 5] = 0x4120 if values.dtype == np.uint16 else 10.0
-            self.set_buffer(buffer, values)
+        downs += name == "down_proj"
+        first = work.records[0, record.OPERAND_WORD :].tolist() == program.phases(index)[0].records[0, 1:].tolist()
+        if name == "mlp_norm":
+            spoil(self, Buffer.H, layer, table.dims)
+        elif name == "embed" and first:
+            spoil(self, Buffer.Y, layer, table.dims)
+        elif name == "down_proj" and downs == 2:
+            spoil(self, Buffer.X, layer, table.dims)
+        elif name == "lm_head":
+            raise MegakernelError("it waits")
 
     CudaBackend.execute = faulty  # type: ignore[method-assign]
     found = doctor_gpu.check(case, seeds=1, repeats=2)
     said = {line.split(": ")[1].split(" ")[0]: line for line in found}
-    assert set(said) == {"mlp_norm", "embed", "down_proj"}
-    assert "H is off by" in said["mlp_norm"] and "Y is not a number in" in said["embed"]
-    assert "X " in said["down_proj"]
+    assert set(said) == {"mlp_norm", "embed", "down_proj", "lm_head"}
+    assert "H is off by" in said["mlp_norm"] and "alone on rank 0, worker" in said["mlp_norm"]
+    assert "Y is not a number in" in said["embed"] and "worker 0, with operands [0, " in said["embed"]
+    assert "X differs from run to run; each of them alone is right" in said["down_proj"]
+    assert said["lm_head"].endswith("it waits")
+
+    plain_write = CudaBackend.set_buffer
+
+    def lost(self: Any, *arguments: Any, **named: Any) -> None:
+        if runs > 8:
+            raise MegakernelError("copying failed")
+        plain_write(self, *arguments, **named)
+
+    CudaBackend.set_buffer, runs = lost, 0  # type: ignore[method-assign]
+    found = doctor_gpu.check(case, seeds=1, repeats=2)
+    assert len(found) == 8 and found[-1].endswith("copying failed")
+    assert kernel.wrong == []
+
+
+def in_process_cases() -> None:
+    """What a GPU is asked first: the interpreter's own code is right in all of it, by the limits that it is held to."""
+    from megakernel.cli import doctor_gpu
+
+    no_compiler()
+    kernel = FibreKernel(os.environ["FIBRES"])
+    for case in doctor_gpu.cases():
+        assert doctor_gpu.check(case, seeds=1, repeats=1) == []
+    assert kernel.wrong == []
+
+
+def test_the_cases_of_the_check_are_right_on_the_host(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(tmp_path_factory, in_process_cases, FIBRES=build_fibres()._name, OMP_NUM_THREADS=1)
 
 
 def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -33,23 +33,6 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
 // cache.
 constexpr int kTurn = 4;
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns; `write(first, at)`
-// puts the pairs of block first + i, i < kTurn, at at(i, h, e). Returns the page after the last.
-template <int kElement, class Accumulators, class Pages, class Write>
-MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Write& write) {
-  constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
-  unsigned char* out = nullptr;
-  MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
-    if (first % kOfPage == 0) out = pages.writable(page);
-    write(first, [&](int i, int h, int e) {
-      const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
-      return out + tile_offset(acc.row(h), col * kElement);
-    });
-    if ((first + kTurn) % kOfPage == 0 || first + kTurn >= blocks) pages.ready(page++);
-  }
-  return page;
-}
-
 // All pairs of the first `blocks` blocks, at most kTurn.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
@@ -60,6 +43,34 @@ MK_FN void for_pairs(int blocks, const Each& each) {
     }
   }
 }
+
+// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns: `take(first)` is
+// what blocks first + i, i < kTurn, are made of, `put(taken, first, i, h, e, at)` stores one pair of it.
+// Returns the page after the last.
+//
+// Neither may have a lambda inside: of a generic one, NVRTC 13.0 takes it to be the host's.
+template <int kElement, class Accumulators, class Pages, class Take, class Put>
+MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Take& take,
+                     const Put& put) {
+  constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
+  unsigned char* out = nullptr;
+  MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
+    if (first % kOfPage == 0) out = pages.writable(page);
+    const auto taken = take(first);
+    for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
+      const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
+      put(taken, first, i, h, e, out + tile_offset(acc.row(h), col * kElement));
+    });
+    if ((first + kTurn) % kOfPage == 0 || first + kTurn >= blocks) pages.ready(page++);
+  }
+  return page;
+}
+
+// Blocks of gate and of up.
+template <class Blocks>
+struct Both {
+  Blocks gate, up;
+};
 
 // Hands each pair of results that the tile has to `to.store`; `cols` columns from `col` on.
 template <class Accumulators, class To>
@@ -120,6 +131,8 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
     } else {
       page = multiply<1>(pages, page, steps, acc);
     }
+    const auto taken = [&](int first) { return acc.template blocks<kTurn>(first); };
+    using Part = decltype(taken(0));
     switch (opcode) {
       case Opcode::qkv_rope:
         store_results(acc, ToQkv(c), m, col, cols);
@@ -130,36 +143,30 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
       case Opcode::o_proj:
       case Opcode::down_proj: {
         const ToResidual to(c, opcode);
-        page = fill_pages<4>(pages, page, blocks, acc, [&](int first, const auto& at) {
-          const auto part = acc.template blocks<kTurn>(first);
-          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
-            *reinterpret_cast<Pair*>(at(i, h, e)) =
-                to.value(col + (first + i) * kBlockCols + acc.col(e), part.low(i, h, e), part.high(i, h, e));
-          });
-        });
+        page = fill_pages<4>(
+            pages, page, blocks, acc, taken, [&](const Part& v, int first, int i, int h, int e, void* at) {
+              *static_cast<Pair*>(at) =
+                  to.value(col + (first + i) * kBlockCols + acc.col(e), v.low(i, h, e), v.high(i, h, e));
+            });
         break;
       }
       case Opcode::o_partial:
       case Opcode::down_partial:
-        page = fill_pages<2>(pages, page, blocks, acc, [&](int first, const auto& at) {
-          const auto part = acc.template blocks<kTurn>(first);
-          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
-            store_pair(reinterpret_cast<uint16_t*>(at(i, h, e)), part.low(i, h, e), part.high(i, h, e));
-          });
-        });
+        page = fill_pages<2>(pages, page, blocks, acc, taken,
+                             [&](const Part& v, int, int i, int h, int e, void* at) {
+                               store_pair(static_cast<uint16_t*>(at), v.low(i, h, e), v.high(i, h, e));
+                             });
         break;
       case Opcode::gate_up_silu: {
         const ToActivation to(c);
-        page = fill_pages<2>(pages, page, blocks, acc, [&](int first, const auto& at) {
-          const auto gate = acc.template blocks<kTurn>(first),
-                     up = acc.template blocks<kTurn>(kPageBlocks + first);
-          for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
-            const int at_col = col + (first + i) * kBlockCols + acc.col(e);
-            store_pair(reinterpret_cast<uint16_t*>(at(i, h, e)),
-                       to.value(at_col, gate.low(i, h, e), up.low(i, h, e)),
-                       to.value(at_col + 1, gate.high(i, h, e), up.high(i, h, e)));
-          });
-        });
+        page = fill_pages<2>(
+            pages, page, blocks, acc,
+            [&](int first) { return Both<Part>{taken(first), taken(kPageBlocks + first)}; },
+            [&](const Both<Part>& v, int first, int i, int h, int e, void* at) {
+              const int at_col = col + (first + i) * kBlockCols + acc.col(e);
+              store_pair(static_cast<uint16_t*>(at), to.value(at_col, v.gate.low(i, h, e), v.up.low(i, h, e)),
+                         to.value(at_col + 1, v.gate.high(i, h, e), v.up.high(i, h, e)));
+            });
         break;
       }
       default:

@@ -30,6 +30,7 @@ KNOWN_SHAPES: dict[str, LlamaConfig] = {
 # Random bits become bfloat16 by fixing the upper exponent bits: sign, lowest exponent bit and mantissa stay random,
 # the magnitude lies in [2^-7, 2^-5). Deviation 0.019, near the 0.02 that Llamas are initialised with.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
+_ALL = (1 << 64) - 1
 _CHUNK = 1 << 18  # words of four weights
 
 
@@ -64,10 +65,13 @@ class RandomCheckpoint:
         return bits if (dtype if spec.dtype is None else spec.dtype) is Dtype.BF16 else to_f32(bits)
 
     def _draw(self, count: int, buffer: Buffer, layer: int) -> NDArray[np.uint16]:
-        generator = np.random.SFC64([self._seed, int(buffer), layer])
+        generator = np.random.Generator(np.random.SFC64([self._seed, int(buffer), layer]))
         out = np.empty(count, dtype=np.uint16)
         for start in range(0, count, 4 * _CHUNK):
             part = out[start : start + 4 * _CHUNK]
-            words = generator.random_raw(-(-len(part) // 4))
-            part[:] = ((words & _KEEP) | _SET).astype("<u8", copy=False).view("<u2")[: len(part)]
+            # The generator's words as they are; other threads run meanwhile, which random_raw does not let them.
+            words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
+            words &= _KEEP
+            words |= _SET
+            part[:] = words.astype("<u8", copy=False).view("<u2")[: len(part)]
         return out

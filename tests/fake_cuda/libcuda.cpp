@@ -1,8 +1,11 @@
-// A stand-in for the NVIDIA driver, for tests of the launcher: device memory is host memory, a stream is a thread that
-// does one thing after the other, a launch calls a function that the test gives. It refuses what the driver refuses:
-// calls without a context, copies outside an allocation, grids that are not resident, tensor maps of the wrong shape.
+// A stand-in for the NVIDIA driver, for tests of the launcher: device memory is host memory, a stream is a
+// thread that does one thing after the other, a launch calls a function that the test gives. It refuses what
+// the driver refuses: calls without a context, copies outside an allocation, grids that are not resident,
+// tensor maps of the wrong shape, launches and events on another device's stream, anything but launches while
+// a stream is recorded; and memory of no bytes, of which nobody says what the driver does.
 //
-// FAKE_CUDA_DEVICES, FAKE_CUDA_SMS, FAKE_CUDA_CAPABILITY (90) and FAKE_CUDA_VERSION (13000) say what there is.
+// FAKE_CUDA_DEVICES, FAKE_CUDA_SMS, FAKE_CUDA_CAPABILITY (90) and FAKE_CUDA_VERSION (13000) say what there
+// is.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,8 +27,9 @@
 
 namespace {
 
-constexpr int kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kNotFound = 500,
-              kNotReady = 600, kPeerEnabled = 704, kTooLarge = 720;
+constexpr int kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidHandle = 400,
+              kNotFound = 500, kNotReady = 600, kPeerEnabled = 704, kTooLarge = 720,
+              kCaptureUnsupported = 900;
 
 int setting(const char* name, int otherwise) {
   const char* text = getenv(name);
@@ -38,8 +42,12 @@ using Run = void (*)(const mk::Params*, int blocks, int cooperative);
 std::atomic<Run> run_kernel{nullptr};
 std::atomic<int> launches{0};
 
+thread_local int64_t current = 0;  // device + 1
+
 class Stream {
  public:
+  const int64_t context = current;
+
   Stream() : thread_([this] { loop(); }) {}
   ~Stream() {
     push(nullptr);
@@ -81,6 +89,7 @@ class Stream {
 };
 
 struct Event {
+  const int64_t context = current;
   std::shared_ptr<std::atomic<bool>> done = std::make_shared<std::atomic<bool>>(true);
 };
 
@@ -92,13 +101,20 @@ std::mutex memory_mutex;
 std::set<Stream*> streams;  // the main thread's
 std::map<uint64_t, size_t> memory, pinned;
 std::map<std::pair<int, int>, bool> peers;
-thread_local int64_t current = 0;  // device + 1
 
 bool inside(const std::map<uint64_t, size_t>& blocks, uint64_t address, size_t size) {
   auto next = blocks.upper_bound(address);
   if (next == blocks.begin()) return false;
   --next;
   return address + size <= next->first + next->second;
+}
+
+// What refuses work on memory; 0: nothing.
+int refusal(uint64_t address, size_t size, Stream* stream) {
+  if (!current) return kInvalidContext;
+  if (stream->recording) return kCaptureUnsupported;
+  const std::lock_guard lock(memory_mutex);
+  return size == 0 || !inside(memory, address, size) ? kInvalidValue : kOk;
 }
 
 bool on_device(uint64_t address, size_t size) {
@@ -109,6 +125,7 @@ bool on_device(uint64_t address, size_t size) {
 int launch(Function* f, unsigned blocks, unsigned threads, unsigned shared, Stream* stream, void** arguments,
            bool cooperative) {
   if (!current) return kInvalidContext;
+  if (stream->context != current) return kInvalidHandle;
   if (threads != mk::kThreads || shared > f->shared) return kInvalidValue;
   if (cooperative && blocks > static_cast<unsigned>(setting("FAKE_CUDA_SMS", 132))) return kTooLarge;
   const mk::Params params = *static_cast<const mk::Params*>(arguments[0]);
@@ -161,10 +178,18 @@ int cuDeviceTotalMem_v2(size_t* bytes, int) {
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
   switch (attribute) {
-    case 16: *value = setting("FAKE_CUDA_SMS", 132); return kOk;
-    case 75: *value = capability / 10; return kOk;
-    case 76: *value = capability % 10; return kOk;
-    default: *value = 1; return kOk;
+    case 16:
+      *value = setting("FAKE_CUDA_SMS", 132);
+      return kOk;
+    case 75:
+      *value = capability / 10;
+      return kOk;
+    case 76:
+      *value = capability % 10;
+      return kOk;
+    default:
+      *value = 1;
+      return kOk;
   }
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -214,6 +239,7 @@ int cuMemFree_v2(uint64_t address) {
 }
 int cuMemHostAlloc(void** address, size_t size, unsigned) {
   if (!current) return kInvalidContext;
+  if (size == 0) return kInvalidValue;
   if (posix_memalign(address, 4096, size)) return kOutOfMemory;
   const std::lock_guard lock(memory_mutex);
   pinned[reinterpret_cast<uint64_t>(*address)] = size;
@@ -227,20 +253,17 @@ int cuMemFreeHost(void* address) {
   return kOk;
 }
 int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, Stream* stream) {
-  if (!current) return kInvalidContext;
-  if (!on_device(address, size)) return kInvalidValue;
+  if (const int refused = refusal(address, size, stream)) return refused;
   stream->push([=] { memset(reinterpret_cast<void*>(address), value, size); });
   return kOk;
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, Stream* stream) {
-  if (!current) return kInvalidContext;
-  if (!on_device(to, size)) return kInvalidValue;
+  if (const int refused = refusal(to, size, stream)) return refused;
   stream->push([=] { memcpy(reinterpret_cast<void*>(to), from, size); });
   return kOk;
 }
 int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, Stream* stream) {
-  if (!current) return kInvalidContext;
-  if (!on_device(from, size)) return kInvalidValue;
+  if (const int refused = refusal(from, size, stream)) return refused;
   stream->push([=] { memcpy(to, reinterpret_cast<const void*>(from), size); });
   return kOk;
 }
@@ -255,8 +278,12 @@ int cuStreamDestroy_v2(Stream* stream) {
   delete stream;
   return kOk;
 }
-int cuStreamQuery(Stream* stream) { return stream->idle() ? kOk : kNotReady; }
+int cuStreamQuery(Stream* stream) {
+  if (stream->recording) return kCaptureUnsupported;
+  return stream->idle() ? kOk : kNotReady;
+}
 int cuStreamSynchronize(Stream* stream) {
+  if (stream->recording) return kCaptureUnsupported;
   stream->wait();
   return kOk;
 }
@@ -294,6 +321,8 @@ int cuEventDestroy_v2(Event* event) {
   return kOk;
 }
 int cuEventRecord(Event* event, Stream* stream) {
+  if (event->context != stream->context) return kInvalidHandle;
+  if (stream->recording) return kCaptureUnsupported;
   event->done = std::make_shared<std::atomic<bool>>(false);
   stream->push([done = event->done] { *done = true; });
   return kOk;
@@ -322,37 +351,34 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function* function,
   *blocks = threads <= 1024 && static_cast<int64_t>(shared) <= function->shared ? 1 : 0;
   return kOk;
 }
-int cuLaunchCooperativeKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
-                              unsigned shared, Stream* stream, void** arguments) {
+int cuLaunchCooperativeKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned,
+                              unsigned, unsigned shared, Stream* stream, void** arguments) {
   return launch(f, x, threads, shared, stream, arguments, true);
 }
-int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned shared,
-                   Stream* stream, void** arguments, void**) {
+int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                   unsigned shared, Stream* stream, void** arguments, void**) {
   return launch(f, x, threads, shared, stream, arguments, false);
 }
 // As the host's bulk copy engine reads it.
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
-                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
-                           int swizzle, int, int) {
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int, int) {
   if (reinterpret_cast<uint64_t>(map) % 64 || reinterpret_cast<uint64_t>(address) % 16) return kInvalidValue;
   if (rank != 3 || (type != 7 && type != 9) || interleave != 0 || swizzle != 3) return kInvalidValue;
   const uint64_t item = type == 9 ? 2 : 4;
   for (int i = 0; i < 3; ++i) {
-    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1)
+    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || (i < 2 && strides[i] >= uint64_t{1} << 40) ||
+        box[i] == 0 || box[i] > 256 || steps[i] != 1)
       return kInvalidValue;
   }
   if (strides[0] % 16 || strides[1] % 16) return kInvalidValue;
   if (box[0] * item != 128 || box[1] != mk::kBoxRows || box[2] != 1) return kInvalidValue;
   if (!on_device(reinterpret_cast<uint64_t>(address), strides[1] * (sizes[2] - 1) + strides[0] * sizes[1]))
     return kInvalidValue;
-  const mk::HostMap made{static_cast<char*>(address),
-                         static_cast<int64_t>(strides[0]),
-                         static_cast<int64_t>(strides[1]),
-                         static_cast<int32_t>(sizes[0]),
-                         static_cast<int32_t>(sizes[1]),
-                         static_cast<int32_t>(sizes[2]),
-                         static_cast<int32_t>(item),
-                         0};
+  const mk::HostMap made{static_cast<char*>(address),      static_cast<int64_t>(strides[0]),
+                         static_cast<int64_t>(strides[1]), static_cast<int32_t>(sizes[0]),
+                         static_cast<int32_t>(sizes[1]),   static_cast<int32_t>(sizes[2]),
+                         static_cast<int32_t>(item),       0};
   memset(map, 0, mk::kMapBytes);
   memcpy(map, &made, sizeof made);
   return kOk;

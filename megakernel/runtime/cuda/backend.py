@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, StepTable, record
-from ...isa.record import Records
+from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
+from ...isa.launch import BODY, EPILOGUE, PROLOGUE
 from ...model.checkpoint import Checkpoint
-from ...program import Program, Segment
+from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
@@ -28,6 +28,10 @@ from .tracing import Tracing
 from .weights import load_weights
 
 _TIMEOUT_S = 10.0
+
+
+def _nothing(streams: int) -> Segment:
+    return Segment(np.zeros((0, record.WORDS), np.int32), np.zeros(streams + 1, np.int32))
 
 
 class DeviceLogits:
@@ -108,22 +112,19 @@ class CudaBackend:
         memory = cupy.cuda.UnownedMemory(address, size, self, self._node.gpu(rank).ordinal)
         return cupy.ndarray(shape, kind, cupy.cuda.MemoryPointer(memory, 0))
 
-    def execute(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
-        words = np.array(instruction, np.int32).reshape(1, -1)
-        words[:, record.WAIT_WORD :] = 0
-        dims = replace(table.dims, rank=0)
-        none = Segment(np.zeros((0, record.WORDS), np.int32), np.zeros(dims.tp + 1, np.int32))
-        one = Segment(words, (np.arange(dims.tp + 1) > rank).astype(np.int32))
-        layered = BY_OPCODE[int(record.opcode(words[0]))].layered
-        totals = np.zeros((dims.tp, 1), np.int32)
-        segments = (none, one, none) if layered else (one, none, none)
-        self._heap.fit(dims)
-        loaded = Loaded(self._heap, Program(dims, "one instruction", dims.tp, 1, 1, *segments, *(totals,) * 3))
+    def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
+        """Run records of segment `index`, on their streams, without waits and signals: a phase of a step of `program`,
+        or a part of one. `layer`: of the body."""
+        parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
+        parts[index] = work
+        one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
+        self._heap.fit(program.dims)
+        loaded = Loaded(self._heap, replace(one, queues=_nothing(program.ranks * program.rank_queues)))
         try:
             for grid in loaded.grids:
                 grid.params.synchronise = 0
-                if layered:
+                grid.params.segments = 1 << index
+                if index == BODY:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:

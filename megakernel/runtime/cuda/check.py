@@ -1,22 +1,24 @@
-"""Every instruction of a program on the GPU against the reference, one at a time, from the same poisoned state.
+"""Every instruction of a program on the GPU against the reference, kind by kind, from the same poisoned state.
 
-Before an instruction runs, the GPU gets all that the reference's buffers hold: NaN wherever nothing has been written.
-So an element that is not written, or written though it should not be, shows, and so does a value that changes from one
-run to the next.
+Before the instructions of a phase run, all at once, the GPU gets all that the reference's buffers hold: NaN wherever
+nothing has been written. So an element that is not written, or written though it should not be, shows, and so does a
+value that changes from one run to the next. Where a phase is wrong, its instructions run one by one, to name the first
+that is wrong alone: a launch for each of them, every time, would take a quarter of an hour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dtype, Space, StepTable, from_f32, record, to_f32
+from ...errors import MegakernelError
+from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
 from ...isa.launch import BODY
-from ...isa.record import Records
-from ...program import SEGMENTS, Program
+from ...program import SEGMENTS, Program, Segment
 from ..reference import ReferenceBackend
 from .backend import CudaBackend
 
@@ -29,15 +31,14 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with one instruction."""
+    """What is wrong with the instructions of a kind; for wrong values, what the first does that is wrong alone."""
 
     instruction: str
     layer: int
-    rank: int
     what: str
 
     def __str__(self) -> str:
-        return f"{self.instruction} (rank {self.rank}, layer {self.layer}): {self.what}"
+        return f"{self.instruction} (layer {self.layer}): {self.what}"
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
@@ -52,37 +53,101 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
             array[:] = from_f32(rng.standard_normal(array.shape, dtype=np.float32), kind)
         else:
             array.fill(np.nan if kind is Dtype.F32 else _NAN_BF16)
+            if buffer is Buffer.REDUCE and len(array):
+                array[_padding(replace(reference.dims, rank=rank))] = 0
+
+
+def _padding(d: Dims) -> NDArray[np.bool_]:
+    """Rows of REDUCE in which no token's partials lie. A GPU stores tiles by boxes of rows, whose rest, zeros, goes
+    there."""
+    place = np.arange(d.own_rows)
+    row = place if d.one_hop else (place // d.row_block * d.tp + d.rank) * d.row_block + place % d.row_block
+    return np.tile(row >= d.tokens, d.tp)
 
 
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[Difference | None]:
-    """Execute all instructions of a step in order on both backends: per instruction None, or what is wrong.
+    """Execute all phases of a step in order on both backends: per phase None, or what is wrong.
 
-    The reference's buffers are as `prepare` leaves them, and its sizes the program's. Each instruction runs `repeats`
-    times on the GPU, which must give the same bits every time.
+    The reference's buffers are as `prepare` leaves them, and its sizes the program's. Each phase runs `repeats` times
+    on the GPU, which must give the same bits every time. A launch that is given up is a difference too.
     """
-    mirror: _State = {}  # what is on the GPU
-    for words, layer, rank in _unrolled(program):
-        before = _state(reference)
-        reference.execute(words, layer, table, rank)
-        after = _state(reference)
-        name = BY_OPCODE[int(record.opcode(words))].name
+    twins = _Twins(gpu, reference, program, table)
+    for index, layer, phase in _phases(program):
+        before = twins.state()
+        name = BY_OPCODE[int(record.opcode(phase.records[0]))].name
+        try:
+            wrong = twins.wrong(before, index, layer, phase, repeats)
+        except MegakernelError as e:  # it says itself which instruction waits
+            yield Difference(name, layer, str(e))
+            continue
+        if wrong is None:
+            yield None
+            continue
+        after = twins.state()
+        yield Difference(name, layer, f"{wrong}; {twins.culprit(before, index, layer, phase)}")
+        twins.restore(after)
+
+
+class _Twins:
+    """The two backends, and what is on the GPU."""
+
+    def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
+        self._gpu, self._reference, self._program, self._table = gpu, reference, program, table
+        self._mirror: _State = {}
+
+    def state(self) -> _State:
+        """Of the reference."""
+        return {key: self._buffer(key).copy() for key in _keys(self._reference)}
+
+    def restore(self, state: _State) -> None:
+        """Of the reference."""
+        for key, array in state.items():
+            self._buffer(key)[:] = array
+
+    def _buffer(self, key: _Key) -> NDArray[Any]:
+        rank, buffer, layer = key
+        return self._reference.buffer(buffer, layer, rank)
+
+    def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
+        """What is wrong with some records of a segment, from the reference's state `before`; they run on both."""
+        for stream in range(len(work.offsets) - 1):
+            for words in work.stream(stream):
+                self._reference.execute(words, layer, self._table, stream // self._program.workers)
+        after = self.state()
         first: _State = {}
-        wrong: str | None = None
         for _ in range(repeats):
+            mirror, self._mirror = self._mirror, {}
             for key, array in before.items():
                 if key not in mirror or mirror[key].tobytes() != array.tobytes():
-                    gpu.set_buffer(key[1], array, key[2], key[0])
-            gpu.execute(words, layer, table, rank)
-            mirror = {key: gpu.buffer(key[1], key[2], key[0], program.dims) for key in before}
+                    self._gpu.set_buffer(key[1], array, key[2], key[0])
+            self._gpu.execute(self._program, index, work, layer, self._table)
+            self._mirror = {key: self._gpu.buffer(key[1], key[2], key[0], self._program.dims) for key in before}
             if not first:
-                first = mirror
-                wrong = _compare(before, after, mirror)
-            elif wrong is None:
-                changed = [key[1].name for key in mirror if mirror[key].tobytes() != first[key].tobytes()]
-                wrong = f"{changed[0]} differs from run to run" if changed else None
-        yield Difference(name, layer, rank, wrong) if wrong else None
+                first = self._mirror
+                if (found := _compare(before, after, first)) is not None:
+                    return found
+            changed = [key[1].name for key in first if self._mirror[key].tobytes() != first[key].tobytes()]
+            if changed:
+                return f"{changed[0]} differs from run to run"
+        return None
+
+    def culprit(self, before: _State, index: int, layer: int, phase: Segment) -> str:
+        """The first instruction of a phase that is wrong alone."""
+        for row in range(len(phase.records)):
+            stream = int(np.searchsorted(phase.offsets, row, "right")) - 1
+            ends = (np.arange(len(phase.offsets)) > stream).astype(np.int32)
+            self.restore(before)
+            try:
+                found = self.wrong(before, index, layer, Segment(phase.records[row : row + 1], ends), 1)
+            except MegakernelError as e:
+                found = str(e)
+            if found is not None:
+                rank, worker = divmod(stream, self._program.workers)
+                operands = phase.records[row, record.OPERAND_WORD : record.WAIT_WORD].tolist()
+                return f"alone on rank {rank}, worker {worker}, with operands {operands}: {found}"
+        return "each of them alone is right"
 
 
 def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
@@ -93,19 +158,13 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
                     yield rank, buffer, layer
 
 
-def _state(reference: ReferenceBackend) -> _State:
-    return {(r, b, layer): reference.buffer(b, layer, r).copy() for r, b, layer in _keys(reference)}
-
-
-def _unrolled(program: Program) -> Iterator[tuple[Records, int, int]]:
-    """(record, layer, rank) of a step, phase by phase: what a phase reads has been written by those before it."""
+def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
+    """(segment, layer, phase) of a step: what a phase reads has been written by those before it."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.layers) if index == BODY else (0,):
             for phase in phases:
-                for stream in range(len(phase.offsets) - 1):
-                    for words in phase.stream(stream):
-                        yield words, layer, stream // program.workers
+                yield index, layer, phase
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:

@@ -109,7 +109,8 @@ class Gpu:
 
     def fill(self, address: int, value: int, size: int) -> None:
         """Set bytes; in the order of `stream`, like all copies."""
-        check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
+        if size:
+            check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
 
     def upload(self, address: int, array: NDArray[Any]) -> None:
         """Copy an array to the device; it may change afterwards."""

@@ -236,6 +236,8 @@ class Loaded:
             gpu.use()
             gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
             gpu.fill(self._heap.status(rank), 0, STATUS_BYTES)
+        for grid in self.grids:  # another GPU's next launch may signal here at once
+            grid.gpu.synchronise()
         self.launches = 0
 
     def close(self) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +17,8 @@ from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
 from ...model.checkpoint import Checkpoint
 from ...model.shard import shard
 from .heap import Heap, copy_bytes, layers
+
+_THREADS = 8  # that read tensors, one each
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
@@ -29,8 +35,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
                 heap.bind(d.rank, buffer, heap.keep(heap.node.gpu(d.rank), size))
             else:
                 heap.bind(d.rank, buffer, heap.address(homes[d.rank, buffer], buffer))
-        for layer in range(layers(buffer, dims)):
-            whole = _read(checkpoint, buffer, layer, dims)
+        for layer, whole in enumerate(_read_ahead(checkpoint, buffer, dims)):
             for d in ranks:
                 if homes[d.rank, buffer] == d.rank:
                     heap.write(d.rank, buffer, layer, shard(whole, buffer, d))
@@ -47,6 +52,19 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     if shape(d, 0) != whole:
         return d.rank
     return next(r.rank for r in ranks if heap.node.gpu(r.rank) is heap.node.gpu(d.rank) and shape(r, 0) == whole)
+
+
+def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, dims: Dims) -> Iterator[NDArray[Any]]:
+    """All layers' whole tensors in order; while one is copied to the GPU, others are read, or made."""
+    threads = min(_THREADS, os.cpu_count() or 1)
+    waiting: deque[Future[NDArray[Any]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for layer in range(layers(buffer, dims)):
+            waiting.append(pool.submit(_read, checkpoint, buffer, layer, dims))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
