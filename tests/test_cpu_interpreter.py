@@ -315,6 +315,11 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: Ran
         CpuBackend(checkpoint, checkpoint.dims, PAGES, dtype=Dtype.F32)
 
 
+def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
+    with pytest.raises(MegakernelError, match="pages of 16 n tokens"):
+        CpuBackend(checkpoint, replace(DIMS, page=8), PAGES, dtype=Dtype.F32)
+
+
 def test_a_closed_backend_refuses_launches(make: Callable[..., CpuBackend]) -> None:
     backend = make(2)
     backend.launch(forward_program(2), mixed_table())

@@ -54,8 +54,10 @@ class CpuBackend:
     ) -> None:
         if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
             raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
-        if dims.kv_block % dims.page or dims.kv_block % 16 or dims.head_dim % 8:
-            raise MegakernelError("the cpu backend needs pages that divide the KV block and heads of 8 n elements")
+        if dims.kv_block % dims.page or dims.page % 16 or dims.head_dim % 8:
+            raise MegakernelError(
+                "the cpu backend needs pages of 16 n tokens that divide the KV block, and heads of 8 n elements"
+            )
         self.name = "null" if null else "cpu"
         self.dims = dims
         self.pages = pages

@@ -1,10 +1,10 @@
 // Attention of one work item: rows of one sequence, some KV heads, some KV blocks.
 //
 // For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s -
-// m), o = sum e^(s - m) v; blocks merge in ascending order. K and V of a block are widened to float32 once
-// and serve up to kQueryRows (row, head) pairs. Everything a pair does depends on its own position alone:
-// scores add over elements in order, l over lanes in a fixed tree, o over tokens in order up to its own
-// position.
+// m), o = sum e^(s - m) v; blocks merge in ascending order. K and V of a block serve up to kQueryRows (row,
+// head) pairs: few read the cache itself, many a copy that is widened to float32 once. Everything a pair does
+// depends on its own position alone: scores add over elements in order, l over lanes in a fixed tree, o over
+// tokens in order up to its own position.
 #pragma once
 #include <math.h>
 
@@ -19,18 +19,42 @@ constexpr int kDenseRows = 6, kDenseVectors = 4;
 #else
 constexpr int kDenseRows = 6, kDenseVectors = 2;
 #endif
+constexpr int kDirectPairs = 2 * kDenseRows;  // more of them gain from a widened copy
 
-// C[R][V vectors] (+)= A B for k rows of B.
-template <int R, int V>
-void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc,
+inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
+
+// A column of vectors, `now` the first one's address. What lies at the same distances from `next` is needed
+// soon, and fetched meanwhile.
+template <class T>
+struct Strip {
+  const T *now, *next;
+
+  Strip at(int64_t distance) const { return {now + distance, next + distance}; }
+  MK_INLINE void fetch(int64_t distance) const { __builtin_prefetch(next + distance); }
+};
+
+// One in a cache already.
+struct NearStrip {
+  const float* now;
+
+  NearStrip at(int64_t distance) const { return {now + distance}; }
+  MK_INLINE void fetch(int64_t) const {}
+};
+
+// C[R][V vectors] (+)= A B for k rows of B; of the last vector only `last` lanes are B's.
+template <int R, int V, class S>
+void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last, int k, float* c, int64_t ldc,
                  bool resume) {
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
-  for (int t = 0; t < k; ++t, b += ldb) {
+  for (int t = 0; t < k; ++t) {
     F32 row[V];
-    MK_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * kLanes);
+    MK_UNROLL for (int v = 0; v < V; ++v) {
+      b[v].fetch(t * ldb);
+      row[v] = load(b[v].now + t * ldb, v + 1 < V ? kLanes : last);
+    }
     MK_UNROLL for (int i = 0; i < R; ++i) {
       const F32 x = splat(a[i * lda + t]);
       MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * row[v];
@@ -41,31 +65,32 @@ void dense_block(const float* a, int64_t lda, const float* b, int64_t ldb, int k
   }
 }
 
-template <int V, int R = kDenseRows>
-inline void dense_rows(int rows, const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c,
-                       int64_t ldc, bool resume) {
+template <int V, int R = kDenseRows, class S>
+inline void dense_rows(int rows, const float* a, int64_t lda, const S* b, int64_t ldb, int last, int k,
+                       float* c, int64_t ldc, bool resume) {
   for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
-    dense_block<R, V>(a, lda, b, ldb, k, c, ldc, resume);
-  if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, ldb, k, c, ldc, resume);
+    dense_block<R, V>(a, lda, b, ldb, last, k, c, ldc, resume);
+  if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, ldb, last, k, c, ldc, resume);
 }
 
-template <int V = kDenseVectors>
-inline void dense_vectors(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb,
-                          int k, float* c, int64_t ldc, bool resume) {
-  for (; vectors >= V; vectors -= V, b += V * kLanes, c += V * kLanes)
-    dense_rows<V>(rows, a, lda, b, ldb, k, c, ldc, resume);
-  if constexpr (V > 1) dense_vectors<V / 2>(rows, vectors, a, lda, b, ldb, k, c, ldc, resume);
-}
-
-// The same for any number of rows and vectors; an output's bits do not depend on either. A part of B that all
-// rows use in turn (kDepth rows of the vectors of a block) fits half of a first-level cache.
-inline void dense(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int k,
-                  float* c, int64_t ldc, bool resume) {
+// C (+)= A B for any number of rows and columns; an output's bits do not depend on either. b(col) is the
+// Strip of B's columns [col, col + kLanes), whose rows are ldb apart. C has room for whole vectors.
+template <int V = kDenseVectors, class B>
+inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int64_t ldb, int k, float* c,
+                  int64_t ldc, bool resume, int col = 0) {
+  // Rows of V vectors that fit half of a first-level cache, for all rows of A to use them in turn.
   constexpr int kDepth = 64;
-  for (int t = 0; t < k; t += kDepth) {
-    dense_vectors(rows, vectors, a + t, lda, b + t * ldb, ldb, k - t < kDepth ? k - t : kDepth, c, ldc,
-                  resume || t > 0);
+  for (; cols - col > (V - 1) * kLanes; col += V * kLanes) {
+    decltype(b(0)) strips[V];
+    for (int v = 0; v < V; ++v) strips[v] = b(col + v * kLanes);
+    const int last = cols - col < V * kLanes ? cols - col - (V - 1) * kLanes : kLanes;
+    for (int t = 0; t < k; t += kDepth) {
+      dense_rows<V>(rows, a + t, lda, strips, ldb, last, k - t < kDepth ? k - t : kDepth, c + col, ldc,
+                    resume || t > 0);
+      for (auto& strip : strips) strip = strip.at(kDepth * ldb);
+    }
   }
+  if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, ldb, k, c, ldc, resume, col);
 }
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
@@ -107,30 +132,66 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Tokens [0, tokens) of a KV block as float32: keys [element][key_stride], values [token][padded]. Keys come
-// as whole pages: others may be storing those of later tokens meanwhile, whose scores softmax_row masks.
+// Keys and values of one KV head. Keys of tokens in one run lie side by side, an element key_stride after the
+// one before; values are rows.
 template <class T>
-inline void load_block(const Call& call, int32_t seq, int head, int block, int tokens, int padded) {
-  const Dims& d = *call.dims;
-  const int32_t* table =
-      call.step->block_tables + int64_t{seq} * d.pages_per_seq() + block * (d.kv_block / d.page);
-  const T* k_cache = call.at<T>(Buffer::K_CACHE);
-  const T* v_cache = call.at<T>(Buffer::V_CACHE);
-  for (int begin = 0; begin < tokens; begin += d.page) {
-    const int32_t page = table[begin / d.page];
-    const T* k = k_cache + k_index(d, page, head, 0);
-    for (int e = 0; e < d.head_dim; ++e, k += d.page) {
-      float* out = call.scratch->keys + e * key_stride(d) + begin;
-      for (int t = 0; t < d.page; t += kLanes) store(out + t, load(k + t, d.page - t), d.page - t);
-    }
-    const int rows = tokens - begin < d.page ? tokens - begin : d.page;
-    const T* v = v_cache + v_index(d, page, head, 0);
-    for (int t = 0; t < rows; ++t, v += d.head_dim) {
-      float* out = call.scratch->values + int64_t{begin + t} * padded;
-      for (int e = 0; e < d.head_dim; e += kLanes) store(out + e, load(v + e, d.head_dim - e));
+struct Cache {
+  const Dims& d;
+  const T *keys, *values;
+  const int32_t* pages;  // of the sequence
+  int head, head_end;    // this one of those that follow each other
+  int first, end;        // tokens that are read of each head
+
+  int run() const { return d.page; }
+  int64_t key_stride() const { return d.page; }
+  int64_t value_stride() const { return d.head_dim; }
+  Strip<T> key(int token) const {
+    return strip(token,
+                 [&](int h, int t) { return keys + k_index(d, pages[t / d.page], h, 0) + t % d.page; });
+  }
+  Strip<T> value(int token) const {
+    return strip(token, [&](int h, int t) { return values + v_index(d, pages[t / d.page], h, t % d.page); });
+  }
+
+  // Needed soon: the same token of the next block, or else of the next head's first block.
+  template <class At>
+  Strip<T> strip(int token, const At& at) const {
+    const T* now = at(head, token);
+    if (token + d.kv_block < end) return {now, at(head, token + d.kv_block)};
+    return {now, head + 1 < head_end ? at(head + 1, first + token % d.kv_block) : now};
+  }
+};
+
+// A copy in float32 of a KV block's tokens [0, tokens).
+struct Widened {
+  const Dims& d;
+  const Scratch& scratch;
+
+  int run() const { return d.kv_block; }
+  int64_t key_stride() const { return mk::key_stride(d); }
+  int64_t value_stride() const { return padded_head(d); }
+  NearStrip key(int token) const { return {scratch.keys + token % d.kv_block}; }
+  NearStrip value(int token) const { return {scratch.values + token % d.kv_block * value_stride()}; }
+
+  // Keys as whole vectors: others may be storing those of later tokens meanwhile, whose scores softmax_row
+  // masks.
+  template <class T>
+  Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
+    const int start = block * d.kv_block;
+    for (int begin = 0; begin < tokens; begin += d.page) {
+      const T *k = cache.key(start + begin).now, *v = cache.value(start + begin).now;
+      for (int e = 0; e < d.head_dim; ++e, k += d.page) {
+        float* out = scratch.keys + e * key_stride() + begin;
+        for (int t = 0; t < d.page; t += kLanes) store(out + t, load(k + t));
+      }
+      const int rows = tokens - begin < d.page ? tokens - begin : d.page;
+      for (int t = 0; t < rows; ++t, v += d.head_dim) {
+        float* out = scratch.values + (begin + t) * value_stride();
+        for (int e = 0; e < d.head_dim; e += kLanes) store(out + e, load(v + e, d.head_dim - e));
+      }
     }
   }
-}
+};
 
 // Scores of one pair become probabilities (zero beyond its tokens); gives m and l.
 inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
@@ -151,6 +212,42 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
+// out (+)= probabilities of tokens [begin, end) times their values, in order.
+template <class Kv>
+inline void add_values(const Dims& d, const Kv& kv, int begin, int end, int pairs, const float* probabilities,
+                       float* out, bool resume) {
+  for (int token = begin, n; token < end; token += n, probabilities += n, resume = true) {
+    n = kv.run() - token % kv.run() < end - token ? kv.run() - token % kv.run() : end - token;
+    const auto row = kv.value(token);
+    dense(
+        pairs, d.head_dim, probabilities, d.kv_block, [&](int element) { return row.at(element); },
+        kv.value_stride(), n, out, padded_head(d), resume);
+  }
+}
+
+// (m, l, o) of one KV block for rows at ascending `positions`, `group` pairs each, which all see some of it.
+template <class Kv>
+inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
+                         int group, const float* queries, float* scores, float* m, float* l, float* out) {
+  const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
+  const int start = block * d.kv_block, tokens = visible_tokens(d, positions[rows - 1], block);
+  dense(
+      rows * group, (tokens + kLanes - 1) / kLanes * kLanes, queries, d.head_dim,
+      [&](int token) { return kv.key(start + token); }, kv.key_stride(), d.head_dim, scores, d.kv_block,
+      false);
+  for (int j = 0; j < rows * group; ++j)
+    softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
+                l[j]);
+  // All rows together up to the first row's end, then each to its own: positions ascend by one.
+  const int common = start + visible_tokens(d, positions[0], block);
+  add_values(d, kv, start, common, rows * group, scores, out, false);
+  for (int i = 1; i < rows; ++i) {
+    add_values(d, kv, common, start + visible_tokens(d, positions[i], block), group,
+               scores + int64_t{i} * group * d.kv_block + common - start,
+               out + int64_t{i} * group * padded_head(d), true);
+  }
+}
+
 // The rows [first, first + rows) of the item and one KV head.
 template <class T>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
@@ -160,9 +257,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   const int item = call.item, row = s.item_row[item] + first, head = s.item_kv_head[item] + kv_head;
   const QueryHeads heads = query_heads(d, head);
   const int group = heads.count(), pairs = rows * group;
-  const int padded = (d.head_dim + kPanel - 1) / kPanel * kPanel;
-  const int vectors = padded / kLanes;
-  const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
+  const int padded = padded_head(d);
   const int32_t* positions = s.positions + row;
   float *block_m = scratch.stats, *block_l = block_m + pairs, *m = block_l + pairs, *l = m + pairs;
 
@@ -173,34 +268,29 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
   }
   const int begin = s.item_block[item], end = begin + s.item_blocks[item];
+  const Cache<T> cache{d,
+                       call.at<T>(Buffer::K_CACHE),
+                       call.at<T>(Buffer::V_CACHE),
+                       s.block_tables + int64_t{s.item_seq[item]} * d.pages_per_seq(),
+                       head,
+                       s.item_kv_head[item] + s.item_kv_heads[item],
+                       begin * d.kv_block,
+                       positions[rows - 1] < end * d.kv_block ? positions[rows - 1] + 1 : end * d.kv_block};
   for (int block = begin; block < end; ++block) {
     if (call.aborted()) return;
     const int tokens = visible_tokens(d, positions[rows - 1], block);
     if (tokens == 0) break;
     int skip = 0;  // rows that end before this block
     while (visible_tokens(d, positions[skip], block) == 0) ++skip;
-    load_block<T>(call, s.item_seq[item], head, block, tokens, padded);
     const int from = skip * group;
-    float* scores = scratch.scores + int64_t{from} * d.kv_block;
-    float* out = scratch.block_out + int64_t{from} * padded;
-    dense(pairs - from, (tokens + kLanes - 1) / kLanes, scratch.queries + int64_t{from} * d.head_dim,
-          d.head_dim, scratch.keys, key_stride(d), d.head_dim, scores, d.kv_block, false);
-    for (int i = skip; i < rows; ++i) {
-      for (int j = i * group; j < (i + 1) * group; ++j) {
-        softmax_row(scratch.scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[i], block), scale,
-                    block_m[j], block_l[j]);
-      }
-    }
-    // All rows together up to the first row's end, then each to its own: positions ascend by one.
-    const int common = visible_tokens(d, positions[skip], block);
-    dense(pairs - from, vectors, scores, d.kv_block, scratch.values, padded, common, out, padded, false);
-    for (int i = skip; i < rows; ++i) {
-      const int own = visible_tokens(d, positions[i], block) - common;
-      if (own == 0) continue;
-      dense(group, vectors, scratch.scores + int64_t{i} * group * d.kv_block + common, d.kv_block,
-            scratch.values + int64_t{common} * padded, padded, own,
-            scratch.block_out + int64_t{i} * group * padded, padded, true);
-    }
+    const auto attend_from = [&](const auto& kv) {
+      attend_block(d, kv, block, positions + skip, rows - skip, group, scratch.queries + from * d.head_dim,
+                   scratch.scores, block_m + from, block_l + from, scratch.block_out + from * padded);
+    };
+    if (pairs - from > kDirectPairs)
+      attend_from(Widened(cache, scratch, block, tokens));
+    else
+      attend_from(cache);
     for (int j = from; j < pairs; ++j) {
       const float* o = scratch.block_out + int64_t{j} * padded;
       if (s.item_split[item] >= 0) {
