@@ -29,8 +29,8 @@ Engine::Engine(const Program& program, const Costs& costs, const Stall& stall, I
   }
   stored_.assign(program.ranks, 0.0);
   for (int32_t r = 0; r < program.ranks; ++r) {
-    memory_.emplace_back(costs.memory_bytes_per_s, costs.worker_bytes_per_s);
-    cache_rate_.emplace_back(costs.cache_bytes_per_s, costs.worker_bytes_per_s);
+    for (double rate : {costs.memory_bytes_per_s, costs.cache_bytes_per_s})
+      rates_.emplace_back(rate, costs.worker_bytes_per_s);
     caches_.emplace_back(costs.cache_bytes, program.key_bytes + static_cast<int64_t>(r) * program.keys,
                          program.keys, program.layered_keys);
   }
@@ -49,19 +49,18 @@ Result Engine::run() {
   for (;;) {
     const double timer = events_.empty() ? kNever : events_.front().time;
     double time = timer;
-    int source = -1;  // 2 rank: its memory; 2 rank + 1: its cache; 2 ranks: the links
-    for (int32_t r = 0; r < p_.ranks; ++r) {
-      if (memory_[r].next() < time) time = memory_[r].next(), source = 2 * r;
-      if (cache_rate_[r].next() < time) time = cache_rate_[r].next(), source = 2 * r + 1;
-    }
-    if (p_.ranks > 1 && links_.next() < time) time = links_.next(), source = 2 * p_.ranks;
+    Shared* source = nullptr;
+    for (Shared& rate : rates_)
+      if (rate.next() < time) time = rate.next(), source = &rate;
+    const bool sent = p_.ranks > 1 && links_.next() < time;
+    if (sent) time = links_.next();
     if (time == kNever) break;
     now_ = std::max(now_, time);
     ++result_.events;
-    if (source == 2 * p_.ranks) {
+    if (sent) {
       store_part_ended(links_.pop(now_));
-    } else if (source >= 0) {
-      const int32_t who = (source % 2 ? cache_rate_ : memory_)[source / 2].pop(now_);
+    } else if (source) {
+      const int32_t who = source->pop(now_);
       if (who < 0) continue;  // written back: nobody waits for it
       flow_ended(who / 2, who % 2);
     } else {
@@ -93,8 +92,8 @@ Result Engine::run() {
     result_.step_s = now_;
   }
   for (int32_t r = 0; r < p_.ranks; ++r) {
-    result_.memory_bytes += memory_[r].carried;
-    result_.cache_bytes += cache_rate_[r].carried;
+    result_.memory_bytes += memory(r).carried;
+    result_.cache_bytes += cache_rate(r).carried;
   }
   result_.link_bytes = links_.carried;
   for (size_t i = 0; i < workers_.size(); ++i) {
@@ -241,17 +240,17 @@ void Engine::load(int32_t i) {
 // cache.
 void Engine::flow(int32_t i, int part, double bytes, double missing) {
   Worker& w = workers_[i];
-  cache_rate_[w.rank].add(now_, bytes, 2 * i + part);
+  cache_rate(w.rank).add(now_, bytes, 2 * i + part);
   ++w.flows[part];
   if (missing > 0) {
-    memory_[w.rank].add(now_, missing, 2 * i + part);
+    memory(w.rank).add(now_, missing, 2 * i + part);
     ++w.flows[part];
   }
 }
 
 void Engine::write_back(int32_t rank) {
   const double bytes = caches_[rank].take_written_back();
-  if (bytes > 0) memory_[rank].add(now_, bytes, -1);
+  if (bytes > 0) memory(rank).add(now_, bytes, -1);
 }
 
 void Engine::begin_head(int32_t i) {

@@ -105,7 +105,9 @@ class Engine {
   void arrive(int32_t rank, int32_t block, const Signal& signal, int32_t from);
   void flow(int32_t w, int part, double bytes, double missing);
   void write_back(int32_t rank);
-  double filled(int32_t rank) const { return memory_[rank].delivered(now_) + stored_[rank]; }
+  double filled(int32_t rank) const { return rates_[2 * rank].delivered(now_) + stored_[rank]; }
+  Shared& memory(int32_t rank) { return rates_[2 * rank]; }
+  Shared& cache_rate(int32_t rank) { return rates_[2 * rank + 1]; }
   void record(int32_t w, const Run& run, Role role, IntervalKind kind, double begin, double end,
               int32_t slot = 0);
   void count_overlaps();
@@ -131,7 +133,7 @@ class Engine {
   std::vector<Counter> counters_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]
   std::vector<int32_t> splits_;  // [ranks][splits]
-  std::vector<Shared> memory_, cache_rate_;
+  std::vector<Shared> rates_;    // of each rank its memory's and its cache's
   std::vector<Cache> caches_;
   std::vector<double> stored_;  // bytes, by rank
   Links links_;
