@@ -148,14 +148,29 @@ void Engine::take(Worker& w) {
 
 // -- controller
 
+// Whether the worker's next task comes from a queue.
+bool Engine::claims(Worker& w) const {
+  return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0;
+}
+
+// Which part of a task's loads the ring holds when the last of its pages has been asked for, outputs
+// included.
+double Engine::kept(const Task& task) const {
+  const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
+  return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
+}
+
 // When the loads of the last task that was set up have all been asked for: its waits are met, and what is
-// left to compute is in the ring. kNever: that is not known yet.
+// left to compute on is in the ring. The pages before that have come, and been computed on. kNever: that is
+// not known yet.
 double Engine::asked_for(Worker& w) {
   const Run& run = w.run(w.fetched - 1);
   const Task& task = p_.tasks[run.task];
-  const double ring = c_.ring_bytes - task.held_bytes;
-  if (task.ring_bytes <= ring || run.end == kNever) return task.ring_bytes <= ring ? run.body_begin : kNever;
-  return run.end - ring / task.ring_bytes * (run.end - run.begin);
+  const double kept = this->kept(task);
+  if (kept >= 1.0) return run.body_begin;
+  if (run.begin == kNever || run.last_begin == kNever) return kNever;
+  return std::max(run.begin + stalled(run) + (1.0 - kept) * task.compute_s,
+                  run.last_begin + c_.latency_s + task.tail_s);
 }
 
 void Engine::fetch(int32_t i) {
@@ -165,7 +180,7 @@ void Engine::fetch(int32_t i) {
     w.ended = true;
     return;
   }
-  const bool claims = w.task == w.task_end && p_.records[w.record].queue >= 0;
+  const bool claims = this->claims(w);
   if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return;
   if (claims && w.fetched > w.stored) {
     const double from = asked_for(w);
@@ -348,8 +363,12 @@ void Engine::begin_body(int32_t i) {
   }
   run.body_begin = now_;
   add_reads(w);
+  // Where the next task is claimed beside this one, it matters when the last pages are asked for.
+  const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
+  const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
+  if (run.rest <= last) run.last_begin = now_;
   if (run.rest > 0)
-    flow(i, 1, run.rest, run.rest_missing);
+    load_rest(i, run.rest > last ? 1.0 - last / run.rest : 1.0);
   else
     run.body_end = now_;
   begin_compute(i);
@@ -357,11 +376,28 @@ void Engine::begin_body(int32_t i) {
   if (run.body_end == now_) loaded(i);
 }
 
+// So much of what is left to load of tasks[loaded].
+void Engine::load_rest(int32_t i, double part) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.loaded);
+  const double bytes = run.rest * part, missing = run.rest_missing * part;
+  run.rest -= bytes;
+  run.rest_missing -= missing;
+  flow(i, 1, bytes, missing);
+}
+
 void Engine::flow_ended(int32_t i, int part) {
   Worker& w = workers_[i];
   if (--w.flows[part] > 0) return;
   if (part == 1) {
-    w.run(w.loaded).body_end = now_;
+    Run& run = w.run(w.loaded);
+    if (run.last_begin == kNever) {
+      run.last_begin = now_;
+      load_rest(i, 1.0);
+      fetch(i);
+      return;
+    }
+    run.body_end = now_;
     loaded(i);
     return;
   }
@@ -439,13 +475,16 @@ void Engine::decide_end(int32_t i) {
     const double last = run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
     end = std::max(end, last + c_.latency_s + p_.tasks[run.task].tail_s);
   }
-  if (run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
-      (run.segment != kBody || run.layer == stall_.layer))
-    end += stall_.seconds;
-  run.end = end;
-  schedule(end, What::end, i);
+  run.end = end + stalled(run);
+  schedule(run.end, What::end, i);
   load(i);
   fetch(i);
+}
+
+double Engine::stalled(const Run& run) const {
+  const bool here = run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
+                    (run.segment != kBody || run.layer == stall_.layer);
+  return here ? stall_.seconds : 0.0;
 }
 
 void Engine::computed(int32_t i) {

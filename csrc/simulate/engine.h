@@ -35,9 +35,10 @@ class Engine {
     double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
+    double last_begin = kNever;  // of the part of the body that the ring holds at the end
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
-    double rest = 0.0, rest_missing = 0.0;  // what the head does not bring; of that, not in the cache
+    double rest = 0.0, rest_missing = 0.0;  // what is still to be loaded; of that, not in the cache
     int32_t slot = 0, from = 0;             // wait word met last, and the rank that met it
     bool read_ahead = false;                // its head is also of what it reads
     bool began = false;
@@ -82,6 +83,8 @@ class Engine {
   void schedule(double time, What what, int32_t worker);
   bool seek(Worker& w) const;
   void take(Worker& w);
+  bool claims(Worker& w) const;
+  double kept(const Task& task) const;
   double asked_for(Worker& w);
   void fetch(int32_t w);
   double room(Worker& w, int64_t n, double& leaving);
@@ -91,10 +94,12 @@ class Engine {
   void wait_on(int32_t w);
   bool met(Worker& w) { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
   void add_reads(Worker& w);
+  void load_rest(int32_t w, double part);
   void begin_body(int32_t w);
   void loaded(int32_t w);
   void flow_ended(int32_t w, int part);
   void begin_compute(int32_t w);
+  double stalled(const Run& run) const;
   void computing(int32_t w);
   void decide_end(int32_t w);
   void computed(int32_t w);
