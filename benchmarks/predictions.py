@@ -33,6 +33,7 @@ PUBLISHED_70B = {
     "no queue": {"tokens_per_s": 27033, "loss": 0.142},
     "no interleaving": {"tokens_per_s": 29492, "loss": 0.064},
     "sharded O": {},
+    "own norm": {},
 }
 # Microseconds a token: HazyResearch's kernel as msaroufim/megakernels-vs-cuda-graphs measured it; the B200's is
 # their own figure.
@@ -52,6 +53,7 @@ VARIANTS_70B = {
     "no queue": Variant(replace(ON, queue="none")),
     "no interleaving": Variant(replace(ON, interleave=False)),
     "sharded O": Variant(replace(ON, o="sharded")),
+    "own norm": Variant(replace(ON, norm="own")),
 }
 # One GPU drains queues for attention only; dense work is static.
 ALONE = Options(queue="attention")

@@ -34,7 +34,7 @@ from .isa import INSTRUCTIONS, Dims, Family
 from .isa.record import WORDS, Records, opcode
 
 _MAGIC = b"MKPROG\0"
-VERSION = 3
+VERSION = 4
 SEGMENTS = ("prologue", "body", "epilogue")
 
 

@@ -10,7 +10,7 @@ from ..isa import Dims, Dtype, pages
 from ..machine import Machine
 from ..model.checkpoint import weight_dims
 from ..model.config import LlamaConfig
-from .cost import balanced_rows, phase_seconds
+from .cost import NORM_LAG, REDUCE_LAG, balanced_rows, panel_blocks, phase_seconds
 from .lower import lower_layer
 from .options import Options
 
@@ -53,7 +53,7 @@ def choose(dims: Dims, machine: Machine, options: Options) -> Dims:
     rows that a machine computes in the time in which it reads the weights, where neither alone decides.
     """
     if dims.tp == 1:
-        return _shared(dims, machine, 0, 0)
+        return _normed(_shared(dims, machine, 0, 0), machine, options)
     typical = replace(dims, tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
     replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o]
     one_hop = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual]
@@ -64,7 +64,16 @@ def choose(dims: Dims, machine: Machine, options: Options) -> Dims:
         )
         replicated_o = [best.replicated_o]
     candidates = [_shared(dims, machine, replicated_o[0], hop) for hop in one_hop]
-    return min(candidates, key=lambda d: layer_seconds(d, machine)) if len(candidates) > 1 else candidates[0]
+    best = min(candidates, key=lambda d: layer_seconds(d, machine)) if len(candidates) > 1 else candidates[0]
+    return _normed(best, machine, options)
+
+
+def _normed(dims: Dims, machine: Machine, options: Options) -> Dims:
+    """With the place of the attention norm. One that sends rows to all ranks does so beside the last stage of the layer
+    before, where that has enough panels for it to follow."""
+    sends = dims.tp > 1 and not dims.one_hop
+    ahead = sends and dims.row_blocks >= (REDUCE_LAG + NORM_LAG) * panel_blocks(dims, machine)
+    return replace(dims, norm_ahead=int({"own": False, "next": True, "auto": ahead}[options.norm]))
 
 
 def _shared(dims: Dims, machine: Machine, replicated_o: int, one_hop: int) -> Dims:

@@ -121,7 +121,7 @@ def lower(dims: Dims, machine: Machine) -> Tasks:
     ranks = range(dims.tp)
     return Tasks(
         dims,
-        prologue=_phases(("embed", "rope"), ranks, dims, machine),
+        prologue=_phases(("embed", "rope", "first_norm"), ranks, dims, machine),
         body=lower_layer(dims, machine, ranks),
         epilogue=_phases(("final_norm", "lm_head", "sample"), ranks, dims, machine),
     )
@@ -152,7 +152,7 @@ def _phase(instruction: Instruction, d: Dims, machine: Machine, before: list[Pha
     logit_block = min(machine.tile_rows, d.logit_rows)
     logit = _Rows(d.logit_rows, logit_block, np.arange(-(-d.logit_rows // logit_block), dtype=np.int32))
     match instruction.name:
-        case "embed" | "attn_norm" | "mlp_norm":
+        case "embed" | "first_norm" | "attn_norm" | "mlp_norm" | "next_norm":
             return _runs(instruction, own, d, machine)
         case "rope":
             return _runs(instruction, every, d, machine)

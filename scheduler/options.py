@@ -9,6 +9,7 @@ from ..errors import MegakernelError
 CHOICES: dict[str, tuple[str, ...]] = {
     "o": ("auto", "sharded", "replicated"),
     "residual": ("auto", "dealt", "replicated"),
+    "norm": ("auto", "own", "next"),
     "queue": ("none", "attention", "body"),
     "matmul": ("auto", "dots", "tensor"),
 }
@@ -20,6 +21,7 @@ class Options:
 
     o              O projection: W_O sharded by head, or all of it on every rank
     residual       token rows dealt to owner ranks, or all on every rank
+    norm           a layer begins with its own attention norm, or ends with the next one's
     queue          what workers claim at run time: nothing, attention, or the whole layer body
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
                    off: phases one after the other
@@ -29,6 +31,7 @@ class Options:
 
     o: str = "auto"
     residual: str = "auto"
+    norm: str = "auto"
     queue: str = "none"
     matmul: str = "auto"
     interleave: bool = True

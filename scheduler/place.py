@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..isa import Dims, Family
 from ..machine import Machine
-from .cost import panel_blocks, seconds, unit_seconds
+from .cost import NORM_LAG, REDUCE_LAG, panel_blocks, seconds, unit_seconds
 from .lower import Phase, kinds
 
 
@@ -62,7 +62,8 @@ def _turns(
 
     A stage has a unit of keys; what precedes it lies about midway between the end of its panel in the stage before and
     its start in this one. Two stages that take turns share two units: the second lags the first by a panel, and one
-    more for each kind between them.
+    more for each kind between them. A layer that ends with the next one's norm has nothing to wait for behind it: what
+    follows its last stage does so panel by panel.
     """
     of_kind = {k: [p for p, number in zip(phases, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].instruction.family in _STAGES]
@@ -80,6 +81,10 @@ def _turns(
             for k in range(stage + 1, following):
                 turns[k] = number + (k - stage + 1 / 3) * step, step
             turns[following] = number + lag * step, step
+    if stages and kind[-1] == stages[-1] + 2:
+        start, step = turns[stages[-1]]
+        turns[kind[-1] - 1] = start + REDUCE_LAG * step, step
+        turns[kind[-1]] = start + (REDUCE_LAG + NORM_LAG) * step, step
     for k in kind:
         number = 1 + sum(stage < k for stage in stages)
         turns.setdefault(k, (number - _LEFT * (1 - 1 / panels), 1 / panels))

@@ -88,7 +88,9 @@ void run(Warp& p, const Call& call, const Task& task, FilledPages& pages) {
       return embed(p, call, operands<Embed>(r));
     case Opcode::rope:
       return rope(p, call, operands<Rope>(r));
+    case Opcode::first_norm:
     case Opcode::attn_norm:
+    case Opcode::next_norm:
     case Opcode::mlp_norm:
     case Opcode::final_norm:
       return norm(p, call, opcode, operands<FinalNorm>(r));

@@ -32,6 +32,7 @@ def make(
     cols: int = 32,
     o: str = "sharded",
     residual: str = "dealt",
+    norm: str = "auto",
     queue: str = "none",
     interleave: bool = True,
     overlap_ranks: bool = True,
@@ -39,7 +40,9 @@ def make(
     """A compiled program; `rows` and `cols` are the tile's."""
     config = replace(_CONFIG, layers=layers, heads=heads, kv_heads=kv_heads)
     machine = replace(machines.host(workers), tile_rows=rows, tile_cols=cols)
-    options = Options(o=o, residual=residual, queue=queue, interleave=interleave, overlap_ranks=overlap_ranks)
+    options = Options(
+        o=o, residual=residual, norm=norm, queue=queue, interleave=interleave, overlap_ranks=overlap_ranks
+    )
     return compile_program(
         config,
         machine,
@@ -54,7 +57,7 @@ def make(
 
 
 def small() -> Iterator[tuple[str, Program]]:
-    """(what it is, program): 60 programs whose reachable states can all be visited."""
+    """(what it is, program): 67 programs whose reachable states can all be visited."""
     for workers, tokens, queue in itertools.product((1, 2), (1, 3, 4), QUEUES):
         yield _named(workers=workers, tokens=tokens, queue=queue)
     for layers, heads, kv_heads in ((2, 2, 2), (3, 2, 1), (1, 4, 2)):
@@ -63,6 +66,9 @@ def small() -> Iterator[tuple[str, Program]]:
         yield _named(tp=2, tokens=tokens, rows=1, o=o, residual=residual, queue=queue, cols=64)
     for interleave, overlap_ranks in ((False, True), (True, False), (False, False)):
         yield _named(tp=2, tokens=4, rows=1, interleave=interleave, overlap_ranks=overlap_ranks, cols=64)
+    yield _named(tp=2, tokens=4, rows=1, layers=2, norm="next", overlap_ranks=False, cols=64)
+    for tp, queue in itertools.product((1, 2), QUEUES):
+        yield _named(tp=tp, tokens=4, rows=1, layers=2, norm="next", queue=queue, cols=64)
 
 
 def large() -> Iterator[tuple[str, Program]]:
@@ -74,6 +80,8 @@ def large() -> Iterator[tuple[str, Program]]:
     for queue in QUEUES:
         yield _named(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
         yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)
+        for o, residual in LOWERINGS:
+            yield _named(tp=2, workers=3, tokens=17, rows=2, layers=3, norm="next", o=o, residual=residual, queue=queue)
 
 
 def _named(**shape: int | str | bool) -> tuple[str, Program]:

@@ -98,7 +98,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 CASES = [
     ("grouped", 1, Options(matmul="tensor")),
     ("grouped", 1, Options(matmul="dots", queue="body")),
+    ("grouped", 1, Options(matmul="dots", norm="next")),
     ("grouped", 2, Options(matmul="tensor", queue="attention", o="sharded", residual="dealt")),
+    ("grouped", 2, Options(matmul="tensor", queue="body", o="replicated", residual="dealt", norm="next")),
     ("wide", 1, Options(matmul="tensor", queue="body")),
     ("wide", 2, Options(matmul="dots", o="replicated", residual="dealt")),
     ("wide", 4, Options(matmul="tensor", o="replicated", residual="replicated")),

@@ -28,7 +28,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.parametrize(
     ("tp", "options"),
     [
-        (2, Options(matmul="tensor", o="sharded", residual="dealt", queue="body")),
+        (2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body")),
         (2, Options(matmul="dots", o="replicated", residual="replicated")),
     ],
     ids=["tensor", "dots"],

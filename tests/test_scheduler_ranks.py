@@ -37,8 +37,11 @@ def name(options: Options) -> str:
 def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
     options: Options, tp: int, tokens: int
 ) -> None:
-    program = compiled(UNEVEN, small_machine(2, 2), tokens, logit_rows=3, tp=tp, options=options)
-    check(program, seed=tp * 100 + tokens, rounds=2)
+    for norm in ("own", "next"):
+        program = compiled(
+            UNEVEN, small_machine(2, 2), tokens, logit_rows=3, tp=tp, options=replace(options, norm=norm)
+        )
+        check(program, seed=tp * 100 + tokens, rounds=2)
 
 
 @pytest.mark.parametrize("options", LOWERINGS, ids=name)
@@ -97,7 +100,7 @@ def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: in
 @pytest.mark.parametrize("options", LOWERINGS, ids=name)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
-    program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, options)
+    program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, replace(options, norm="own"))
     figures = describe(program)
     layers = program.dims.layers * np.sum(figures["link_bytes_per_layer"])
     assert tp * step_work(program.dims, [32], [32], 0).link_bytes == layers
@@ -126,7 +129,7 @@ def test_link_bytes_of_uneven_shards_are_their_own_sizes(options: Options, tp: i
 
 
 def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
-    program = compiled(UNEVEN, small_machine(2, 2), 9, 5, 4)
+    program = compiled(UNEVEN, small_machine(2, 2), 9, 5, 4, Options(norm="own"))
     figures = describe(program)
     d, rows = program.dims, 5
     sampled = [len(range(r * d.own_logit_rows, min(rows, (r + 1) * d.own_logit_rows))) for r in range(4)]

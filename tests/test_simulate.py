@@ -184,6 +184,16 @@ def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
     assert [fetches["begin"][fetches["instruction"] == n].tolist() for n in (4, 5)] == [[8.5e9], [16.5e9]]
 
 
+def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
+    """80 of 100 bytes come in 8 s after the set-up, the last of them 0.25 s later; the results take none of the ring,
+    or half of it."""
+    for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
+        work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
+        _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
+        fetches = rows[(rows["kind"] == IntervalKind.FETCH) & (rows["instruction"] == 2)]
+        assert fetches["begin"].tolist() == pytest.approx([claimed * 1e9])
+
+
 # -- programs
 
 

@@ -197,11 +197,14 @@ def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> Non
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
 def test_ranks_compute_what_one_computes(config: LlamaConfig, tp: int) -> None:
-    """Within rounding; with the bits of their class on any number of threads, whoever keeps the residual."""
-    one = run_compiled(config, tp=1)
+    """Within rounding; with the bits of their class on any number of threads, whoever keeps the residual and wherever a
+    layer's norm is."""
+    one = run_compiled(config, tp=1, norm="own")
+    same_bits(run_compiled(config, tp=1, norm="next"), one)
     for o in ("sharded", "replicated"):
-        found = [run_compiled(config, n, tp=tp, o=o, residual="dealt") for n in (1, 2, 3)]
-        found.append(run_compiled(config, tp=tp, o=o, residual="replicated"))
+        found = [run_compiled(config, n, tp=tp, o=o, residual="dealt", norm="own") for n in (1, 2, 3)]
+        for residual in ("dealt", "replicated"):
+            found.append(run_compiled(config, tp=tp, o=o, residual=residual, norm="next"))
         for (logits, tokens), (expected, chosen) in zip(found[0], one, strict=True):
             np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
             np.testing.assert_array_equal(tokens, chosen)

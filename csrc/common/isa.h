@@ -64,22 +64,24 @@ constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true,
 #define MK_INSTRUCTIONS(X) \
   X(embed, Embed, 1) \
   X(rope, Rope, 2) \
-  X(attn_norm, AttnNorm, 3) \
-  X(qkv_rope, QkvRope, 4) \
-  X(attention, Attention, 5) \
-  X(o_proj, OProj, 6) \
-  X(o_partial, OPartial, 7) \
-  X(o_reduce, OReduce, 8) \
-  X(mlp_norm, MlpNorm, 9) \
-  X(gate_up_silu, GateUpSilu, 10) \
-  X(down_proj, DownProj, 11) \
-  X(down_partial, DownPartial, 12) \
-  X(down_reduce, DownReduce, 13) \
-  X(final_norm, FinalNorm, 14) \
-  X(lm_head, LmHead, 15) \
-  X(sample, Sample, 16) \
-  X(join, Join, 17) \
-  X(drain, Drain, 18)
+  X(first_norm, FirstNorm, 3) \
+  X(attn_norm, AttnNorm, 4) \
+  X(qkv_rope, QkvRope, 5) \
+  X(attention, Attention, 6) \
+  X(o_proj, OProj, 7) \
+  X(o_partial, OPartial, 8) \
+  X(o_reduce, OReduce, 9) \
+  X(mlp_norm, MlpNorm, 10) \
+  X(gate_up_silu, GateUpSilu, 11) \
+  X(down_proj, DownProj, 12) \
+  X(down_partial, DownPartial, 13) \
+  X(down_reduce, DownReduce, 14) \
+  X(next_norm, NextNorm, 15) \
+  X(final_norm, FinalNorm, 16) \
+  X(lm_head, LmHead, 17) \
+  X(sample, Sample, 18) \
+  X(join, Join, 19) \
+  X(drain, Drain, 20)
 
 // name, weights, inputs, inner length of `d`, matrices side by side, buffer that is stored by tiles or -1
 #define MK_MATMULS(X) \
@@ -94,28 +96,31 @@ constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true,
 enum class Opcode : int32_t {
   embed = 1,
   rope = 2,
-  attn_norm = 3,
-  qkv_rope = 4,
-  attention = 5,
-  o_proj = 6,
-  o_partial = 7,
-  o_reduce = 8,
-  mlp_norm = 9,
-  gate_up_silu = 10,
-  down_proj = 11,
-  down_partial = 12,
-  down_reduce = 13,
-  final_norm = 14,
-  lm_head = 15,
-  sample = 16,
-  join = 17,
-  drain = 18,
+  first_norm = 3,
+  attn_norm = 4,
+  qkv_rope = 5,
+  attention = 6,
+  o_proj = 7,
+  o_partial = 8,
+  o_reduce = 9,
+  mlp_norm = 10,
+  gate_up_silu = 11,
+  down_proj = 12,
+  down_partial = 13,
+  down_reduce = 14,
+  next_norm = 15,
+  final_norm = 16,
+  lm_head = 17,
+  sample = 18,
+  join = 19,
+  drain = 20,
 };
-constexpr int32_t kOpcodes = 19;
+constexpr int32_t kOpcodes = 21;
 
 // Operands of each instruction, laid over words 1..15 of its record.
 struct Embed { int32_t row; int32_t rows; };
 struct Rope { int32_t row; int32_t rows; };
+struct FirstNorm { int32_t row; int32_t rows; };
 struct AttnNorm { int32_t row; int32_t rows; };
 struct QkvRope { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
@@ -127,6 +132,7 @@ struct GateUpSilu { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct DownProj { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct DownPartial { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct DownReduce { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct NextNorm { int32_t row; int32_t rows; };
 struct FinalNorm { int32_t row; int32_t rows; };
 struct LmHead { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct Sample { int32_t row; int32_t rows; };
@@ -160,6 +166,7 @@ struct Dims {
   int32_t rank;
   int32_t replicated_o;
   int32_t one_hop;
+  int32_t norm_ahead;
   int32_t pages;
   int32_t dots;
 #ifdef __CUDACC__

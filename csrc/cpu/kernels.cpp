@@ -63,8 +63,10 @@ Kernels table() {
   k.ops[opcode] = [](const Call& call, const int32_t* record) { name<T>(call, operands<Name>(record)); };
   MK_INSTRUCTIONS(MK_OP)
 #undef MK_OP
+  k.send[static_cast<int>(Opcode::first_norm)] = send_norm<T>;
   k.send[static_cast<int>(Opcode::attn_norm)] = send_norm<T>;
   k.send[static_cast<int>(Opcode::mlp_norm)] = send_norm<T>;
+  k.send[static_cast<int>(Opcode::next_norm)] = send_norm<T>;
   k.send[static_cast<int>(Opcode::final_norm)] = send_final_norm<T>;
   k.attention_merge = attention_merge<T>;
   k.read = read;

@@ -63,6 +63,13 @@ struct Call {
   MK_INLINE T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
+  // The next layer's; in the last one its own.
+  template <class T>
+  MK_INLINE T* next(Buffer buffer) const {
+    Call ahead = *this;
+    if (layer + 1 < dims->layers) ++ahead.layer;
+    return ahead.at<T>(buffer);
+  }
   // A rank's copy. Others' are write-only.
   template <class T>
   MK_INLINE T* copy(Buffer buffer, int rank) const {

@@ -21,7 +21,9 @@ struct Bodies {
         return embed(p, c, operands<Embed>(record));
       case Opcode::rope:
         return rope(p, c, operands<Rope>(record));
+      case Opcode::first_norm:
       case Opcode::attn_norm:
+      case Opcode::next_norm:
       case Opcode::mlp_norm:
       case Opcode::final_norm:
         return norm(p, c, opcode, operands<FinalNorm>(record));

@@ -29,8 +29,8 @@ Engine::Engine(const Program& program, const Costs& costs, const Stall& stall, I
   }
   stored_.assign(program.ranks, 0.0);
   for (int32_t r = 0; r < program.ranks; ++r) {
-    memory_.emplace_back(costs.memory_bytes_per_s, costs.worker_bytes_per_s);
-    cache_rate_.emplace_back(costs.cache_bytes_per_s, costs.worker_bytes_per_s);
+    for (double rate : {costs.memory_bytes_per_s, costs.cache_bytes_per_s})
+      rates_.emplace_back(rate, costs.worker_bytes_per_s);
     caches_.emplace_back(costs.cache_bytes, program.key_bytes + static_cast<int64_t>(r) * program.keys,
                          program.keys, program.layered_keys);
   }
@@ -49,19 +49,18 @@ Result Engine::run() {
   for (;;) {
     const double timer = events_.empty() ? kNever : events_.front().time;
     double time = timer;
-    int source = -1;  // 2 rank: its memory; 2 rank + 1: its cache; 2 ranks: the links
-    for (int32_t r = 0; r < p_.ranks; ++r) {
-      if (memory_[r].next() < time) time = memory_[r].next(), source = 2 * r;
-      if (cache_rate_[r].next() < time) time = cache_rate_[r].next(), source = 2 * r + 1;
-    }
-    if (p_.ranks > 1 && links_.next() < time) time = links_.next(), source = 2 * p_.ranks;
+    Shared* source = nullptr;
+    for (Shared& rate : rates_)
+      if (rate.next() < time) time = rate.next(), source = &rate;
+    const bool sent = p_.ranks > 1 && links_.next() < time;
+    if (sent) time = links_.next();
     if (time == kNever) break;
     now_ = std::max(now_, time);
     ++result_.events;
-    if (source == 2 * p_.ranks) {
+    if (sent) {
       store_part_ended(links_.pop(now_));
-    } else if (source >= 0) {
-      const int32_t who = (source % 2 ? cache_rate_ : memory_)[source / 2].pop(now_);
+    } else if (source) {
+      const int32_t who = source->pop(now_);
       if (who < 0) continue;  // written back: nobody waits for it
       flow_ended(who / 2, who % 2);
     } else {
@@ -93,8 +92,8 @@ Result Engine::run() {
     result_.step_s = now_;
   }
   for (int32_t r = 0; r < p_.ranks; ++r) {
-    result_.memory_bytes += memory_[r].carried;
-    result_.cache_bytes += cache_rate_[r].carried;
+    result_.memory_bytes += memory(r).carried;
+    result_.cache_bytes += cache_rate(r).carried;
   }
   result_.link_bytes = links_.carried;
   for (size_t i = 0; i < workers_.size(); ++i) {
@@ -149,14 +148,29 @@ void Engine::take(Worker& w) {
 
 // -- controller
 
+// Whether the worker's next task comes from a queue.
+bool Engine::claims(Worker& w) const {
+  return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0;
+}
+
+// Which part of a task's loads the ring holds when the last of its pages has been asked for, outputs
+// included.
+double Engine::kept(const Task& task) const {
+  const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
+  return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
+}
+
 // When the loads of the last task that was set up have all been asked for: its waits are met, and what is
-// left to compute is in the ring. kNever: that is not known yet.
+// left to compute on is in the ring. The pages before that have come, and been computed on. kNever: that is
+// not known yet.
 double Engine::asked_for(Worker& w) {
   const Run& run = w.run(w.fetched - 1);
   const Task& task = p_.tasks[run.task];
-  const double ring = c_.ring_bytes - task.held_bytes;
-  if (task.ring_bytes <= ring || run.end == kNever) return task.ring_bytes <= ring ? run.body_begin : kNever;
-  return run.end - ring / task.ring_bytes * (run.end - run.begin);
+  const double kept = this->kept(task);
+  if (kept >= 1.0) return run.body_begin;
+  if (run.begin == kNever || run.last_begin == kNever) return kNever;
+  return std::max(run.begin + stalled(run) + (1.0 - kept) * task.compute_s,
+                  run.last_begin + c_.latency_s + task.tail_s);
 }
 
 void Engine::fetch(int32_t i) {
@@ -166,7 +180,7 @@ void Engine::fetch(int32_t i) {
     w.ended = true;
     return;
   }
-  const bool claims = w.task == w.task_end && p_.records[w.record].queue >= 0;
+  const bool claims = this->claims(w);
   if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return;
   if (claims && w.fetched > w.stored) {
     const double from = asked_for(w);
@@ -241,17 +255,17 @@ void Engine::load(int32_t i) {
 // cache.
 void Engine::flow(int32_t i, int part, double bytes, double missing) {
   Worker& w = workers_[i];
-  cache_rate_[w.rank].add(now_, bytes, 2 * i + part);
+  cache_rate(w.rank).add(now_, bytes, 2 * i + part);
   ++w.flows[part];
   if (missing > 0) {
-    memory_[w.rank].add(now_, missing, 2 * i + part);
+    memory(w.rank).add(now_, missing, 2 * i + part);
     ++w.flows[part];
   }
 }
 
 void Engine::write_back(int32_t rank) {
   const double bytes = caches_[rank].take_written_back();
-  if (bytes > 0) memory_[rank].add(now_, bytes, -1);
+  if (bytes > 0) memory(rank).add(now_, bytes, -1);
 }
 
 void Engine::begin_head(int32_t i) {
@@ -349,8 +363,12 @@ void Engine::begin_body(int32_t i) {
   }
   run.body_begin = now_;
   add_reads(w);
+  // Where the next task is claimed beside this one, it matters when the last pages are asked for.
+  const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
+  const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
+  if (run.rest <= last) run.last_begin = now_;
   if (run.rest > 0)
-    flow(i, 1, run.rest, run.rest_missing);
+    load_rest(i, run.rest > last ? 1.0 - last / run.rest : 1.0);
   else
     run.body_end = now_;
   begin_compute(i);
@@ -358,11 +376,28 @@ void Engine::begin_body(int32_t i) {
   if (run.body_end == now_) loaded(i);
 }
 
+// So much of what is left to load of tasks[loaded].
+void Engine::load_rest(int32_t i, double part) {
+  Worker& w = workers_[i];
+  Run& run = w.run(w.loaded);
+  const double bytes = run.rest * part, missing = run.rest_missing * part;
+  run.rest -= bytes;
+  run.rest_missing -= missing;
+  flow(i, 1, bytes, missing);
+}
+
 void Engine::flow_ended(int32_t i, int part) {
   Worker& w = workers_[i];
   if (--w.flows[part] > 0) return;
   if (part == 1) {
-    w.run(w.loaded).body_end = now_;
+    Run& run = w.run(w.loaded);
+    if (run.last_begin == kNever) {
+      run.last_begin = now_;
+      load_rest(i, 1.0);
+      fetch(i);
+      return;
+    }
+    run.body_end = now_;
     loaded(i);
     return;
   }
@@ -440,13 +475,16 @@ void Engine::decide_end(int32_t i) {
     const double last = run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
     end = std::max(end, last + c_.latency_s + p_.tasks[run.task].tail_s);
   }
-  if (run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
-      (run.segment != kBody || run.layer == stall_.layer))
-    end += stall_.seconds;
-  run.end = end;
-  schedule(end, What::end, i);
+  run.end = end + stalled(run);
+  schedule(run.end, What::end, i);
   load(i);
   fetch(i);
+}
+
+double Engine::stalled(const Run& run) const {
+  const bool here = run.segment == stall_.segment && p_.records[run.record].number == stall_.number &&
+                    (run.segment != kBody || run.layer == stall_.layer);
+  return here ? stall_.seconds : 0.0;
 }
 
 void Engine::computed(int32_t i) {

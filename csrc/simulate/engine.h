@@ -35,9 +35,10 @@ class Engine {
     double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
+    double last_begin = kNever;  // of the part of the body that the ring holds at the end
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
-    double rest = 0.0, rest_missing = 0.0;  // what the head does not bring; of that, not in the cache
+    double rest = 0.0, rest_missing = 0.0;  // what is still to be loaded; of that, not in the cache
     int32_t slot = 0, from = 0;             // wait word met last, and the rank that met it
     bool read_ahead = false;                // its head is also of what it reads
     bool began = false;
@@ -82,6 +83,8 @@ class Engine {
   void schedule(double time, What what, int32_t worker);
   bool seek(Worker& w) const;
   void take(Worker& w);
+  bool claims(Worker& w) const;
+  double kept(const Task& task) const;
   double asked_for(Worker& w);
   void fetch(int32_t w);
   double room(Worker& w, int64_t n, double& leaving);
@@ -91,10 +94,12 @@ class Engine {
   void wait_on(int32_t w);
   bool met(Worker& w) { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
   void add_reads(Worker& w);
+  void load_rest(int32_t w, double part);
   void begin_body(int32_t w);
   void loaded(int32_t w);
   void flow_ended(int32_t w, int part);
   void begin_compute(int32_t w);
+  double stalled(const Run& run) const;
   void computing(int32_t w);
   void decide_end(int32_t w);
   void computed(int32_t w);
@@ -105,7 +110,9 @@ class Engine {
   void arrive(int32_t rank, int32_t block, const Signal& signal, int32_t from);
   void flow(int32_t w, int part, double bytes, double missing);
   void write_back(int32_t rank);
-  double filled(int32_t rank) const { return memory_[rank].delivered(now_) + stored_[rank]; }
+  double filled(int32_t rank) const { return rates_[2 * rank].delivered(now_) + stored_[rank]; }
+  Shared& memory(int32_t rank) { return rates_[2 * rank]; }
+  Shared& cache_rate(int32_t rank) { return rates_[2 * rank + 1]; }
   void record(int32_t w, const Run& run, Role role, IntervalKind kind, double begin, double end,
               int32_t slot = 0);
   void count_overlaps();
@@ -131,7 +138,7 @@ class Engine {
   std::vector<Counter> counters_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]
   std::vector<int32_t> splits_;  // [ranks][splits]
-  std::vector<Shared> memory_, cache_rate_;
+  std::vector<Shared> rates_;    // of each rank its memory's and its cache's
   std::vector<Cache> caches_;
   std::vector<double> stored_;  // bytes, by rank
   Links links_;

@@ -39,20 +39,29 @@ int32_t Flows::pop(double now) {
 }
 
 Links::Links(int ranks, double port, double total, double cap)
-    : ranks_(ranks), port_(port), total_(total), cap_(cap), pairs_(ranks * ranks) {}
+    : ranks_(ranks), switch_(2 * ranks), port_(port), total_(total), cap_(cap) {
+  for (int from = 0; from < ranks; ++from)
+    for (int to = 0; to < ranks; ++to) pairs_.push_back({from, ranks + to, {}});
+}
+
+void Links::pass(const Pair& pair, double flows) {
+  for (int place : {pair.out, pair.in, switch_}) passing_[place] += flows;
+}
 
 void Links::add(double now, int from, int to, double bytes, int32_t who) {
-  const int pair = from * ranks_ + to;
-  if (pairs_[pair].empty()) used_.push_back(pair);
-  pairs_[pair].add(now, bytes, who);
+  Pair& pair = pairs_[from * ranks_ + to];
+  if (pair.flows.empty()) used_.push_back(&pair);
+  pair.flows.add(now, bytes, who);
+  pass(pair, 1);
   carried += bytes;
   now_ = now;
   stale_ = true;
 }
 
 int32_t Links::pop(double now) {
-  const int32_t who = pairs_[next_pair_].pop(now);
-  if (pairs_[next_pair_].empty()) used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
+  const int32_t who = next_pair_->flows.pop(now);
+  pass(*next_pair_, -1);
+  if (next_pair_->flows.empty()) used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
   now_ = now;
   stale_ = true;
   return who;
@@ -63,8 +72,8 @@ double Links::next() {
   stale_ = false;
   share();
   next_ = kNever;
-  for (int pair : used_) {
-    const double end = pairs_[pair].next();
+  for (Pair* pair : used_) {
+    const double end = pair->flows.next();
     if (end < next_) {
       next_ = end;
       next_pair_ = pair;
@@ -76,44 +85,36 @@ double Links::next() {
 // Water-filling: all flows speed up alike until a port, the switch or the cap is full; its flows stay at that
 // speed, the others go on.
 void Links::share() {
-  constexpr int kMost = 2 * 16 + 1;
-  const int ports = 2 * ranks_;
-  double room[kMost], flows[kMost] = {};
-  std::fill_n(room, ports, port_);
-  room[ports] = total_;
+  double room[kMostPlaces], flows[kMostPlaces];
+  std::fill_n(room, switch_, port_);
+  room[switch_] = total_;
+  std::copy_n(passing_, switch_ + 1, flows);
   rising_ = used_;
-  for (int pair : rising_) {
-    const double n = static_cast<double>(pairs_[pair].count());
-    flows[pair / ranks_] += n;
-    flows[ranks_ + pair % ranks_] += n;
-    flows[ports] += n;
-  }
   double speed = 0.0;
   while (!rising_.empty()) {
     const double to_cap = cap_ - speed;
-    double step = to_cap;
-    for (int r = 0; r <= ports; ++r)
-      if (flows[r] > 0) step = std::min(step, room[r] / flows[r]);
+    double step = to_cap, steps[kMostPlaces];
+    for (int i = 0; i <= switch_; ++i) {
+      steps[i] = flows[i] > 0 ? room[i] / flows[i] : kNever;
+      step = std::min(step, steps[i]);
+    }
     const bool capped = step == to_cap;
     speed = capped ? cap_ : speed + step;
-    bool full[kMost];
-    for (int r = 0; r <= ports; ++r) {
-      full[r] = flows[r] > 0 && room[r] / flows[r] <= step * (1 + 1e-9);
-      room[r] -= step * flows[r];
+    bool full[kMostPlaces];
+    for (int i = 0; i <= switch_; ++i) {
+      full[i] = steps[i] <= step * (1 + 1e-9);
+      room[i] -= step * flows[i];
     }
-    const bool all = capped || full[ports];
+    const bool all = capped || full[switch_];
     size_t kept = 0;
-    for (int pair : rising_) {
-      const int from = pair / ranks_, to = ranks_ + pair % ranks_;
-      if (!all && !full[from] && !full[to]) {
+    for (Pair* pair : rising_) {
+      if (!all && !full[pair->out] && !full[pair->in]) {
         rising_[kept++] = pair;
         continue;
       }
-      const double n = static_cast<double>(pairs_[pair].count());
-      flows[from] -= n;
-      flows[to] -= n;
-      flows[ports] -= n;
-      if (pairs_[pair].speed() != speed) pairs_[pair].set_speed(now_, speed);
+      const double n = static_cast<double>(pair->flows.count());
+      for (int place : {pair->out, pair->in, switch_}) flows[place] -= n;
+      if (pair->flows.speed() != speed) pair->flows.set_speed(now_, speed);
     }
     rising_.resize(kept);
   }

@@ -83,15 +83,25 @@ class Links {
   double carried = 0.0;
 
  private:
+  // From one rank to another: all flows between them are equally fast.
+  struct Pair {
+    int out, in;  // which places they pass, beside the switch
+    Flows flows;
+  };
   void share();
+  void pass(const Pair& pair, double flows);
 
-  const int ranks_;
+  // Places that flows pass: the ports out of the ranks, those into them, the switch.
+  static constexpr int kMostRanks = 16, kMostPlaces = 2 * kMostRanks + 1;
+
+  const int ranks_, switch_;
   const double port_, total_, cap_;
   double now_ = 0.0, next_ = kNever;
-  int next_pair_ = -1;
+  Pair* next_pair_ = nullptr;
   bool stale_ = false;
-  std::vector<Flows> pairs_;        // [from][to]
-  std::vector<int> used_, rising_;  // pairs with flows; those that are not yet as fast as they can be
+  double passing_[kMostPlaces] = {};  // flows through each place
+  std::vector<Pair> pairs_;           // [from][to]
+  std::vector<Pair*> used_, rising_;  // those with flows; those that are not yet as fast as they can be
 };
 
 }  // namespace mk::simulate

@@ -53,6 +53,7 @@ class Dims:
     rank: int = 0  # whose view this is; a program's own dims are rank 0's
     replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
     one_hop: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
+    norm_ahead: int = 0  # 1: a layer ends with the attention norm of the next one, instead of beginning with its own
 
     pages: int = 0  # of shared memory in a worker's ring (see isa/pages.py); 0: a CPU core, which has none
     dots: int = 0  # 1: matmuls as dot products for few rows, 0: on matrix units; part of the numerics, but on a CPU

@@ -97,18 +97,31 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         layered=False,
     ),
     Instruction(
-        "attn_norm",
+        "first_norm",
         3,
+        Family.NORM,
+        _ROWS,
+        regions.norm,
+        costs.norm,
+        "attn_norm of the first layer, where layers end with the next one's",
+        "H: compute dtype, rounded once after the product with the weight",
+        layered=False,
+        present=lambda d: bool(d.norm_ahead),
+    ),
+    Instruction(
+        "attn_norm",
+        4,
         Family.NORM,
         _ROWS,
         regions.norm,
         costs.norm,
         "H[r] = X[r] / sqrt(mean(X[r]^2) + eps) * ATTN_NORM, to every rank where rows have owners",
         "H: compute dtype, rounded once after the product with the weight",
+        present=lambda d: not d.norm_ahead,
     ),
     Instruction(
         "qkv_rope",
-        4,
+        5,
         Family.MATMUL,
         _TILE,
         regions.qkv,
@@ -119,7 +132,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "attention",
-        5,
+        6,
         Family.ATTENTION,
         # Groups: the q, k, v of `group_heads` consecutive KV heads share a counter per row block; the wait
         # word names the grid [row block][group], the signal word the grid [row block].
@@ -133,7 +146,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "o_proj",
-        6,
+        7,
         Family.MATMUL,
         _TILE,
         regions.residual(_O),
@@ -145,7 +158,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "o_partial",
-        7,
+        8,
         Family.MATMUL,
         _TILE,
         regions.partial(_O_PARTIAL),
@@ -158,7 +171,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "o_reduce",
-        8,
+        9,
         Family.REDUCE,
         _TILE,
         regions.reduce(lambda d: d.head_ranks),
@@ -169,7 +182,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "mlp_norm",
-        9,
+        10,
         Family.NORM,
         _ROWS,
         regions.norm,
@@ -179,7 +192,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "gate_up_silu",
-        10,
+        11,
         Family.MATMUL,
         _TILE,
         regions.gate_up,
@@ -190,7 +203,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "down_proj",
-        11,
+        12,
         Family.MATMUL,
         _TILE,
         regions.residual(_DOWN),
@@ -202,7 +215,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "down_partial",
-        12,
+        13,
         Family.MATMUL,
         _TILE,
         regions.partial(_DOWN_PARTIAL),
@@ -215,7 +228,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "down_reduce",
-        13,
+        14,
         Family.REDUCE,
         _TILE,
         regions.reduce(lambda d: d.ffn_ranks),
@@ -225,8 +238,19 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         present=lambda d: d.tp > 1,
     ),
     Instruction(
+        "next_norm",
+        15,
+        Family.NORM,
+        _ROWS,
+        regions.norm,
+        costs.norm,
+        "attn_norm of the next layer; in the last one, whose result nobody reads, with its own weights",
+        "H: compute dtype, rounded once after the product with the weight",
+        present=lambda d: bool(d.norm_ahead),
+    ),
+    Instruction(
         "final_norm",
-        14,
+        16,
         Family.NORM,
         _ROWS,
         regions.final_norm,
@@ -238,7 +262,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "lm_head",
-        15,
+        17,
         Family.MATMUL,
         _TILE,
         regions.lm_head,
@@ -250,7 +274,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "sample",
-        16,
+        18,
         Family.SAMPLING,
         _ROWS,
         regions.sample,
@@ -263,7 +287,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "join",
-        17,
+        19,
         Family.CONTROL,
         (),
         regions.none,
@@ -273,7 +297,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
     ),
     Instruction(
         "drain",
-        18,
+        20,
         Family.CONTROL,
         ("queue", "end"),
         regions.none,

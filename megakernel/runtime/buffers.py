@@ -10,7 +10,17 @@ from ..isa import BUFFERS, Buffer, Dims, StepTable
 from ..program import Program
 
 # What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
-_BUCKET = {"row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "one_hop"}
+_BUCKET = {
+    "row_block",
+    "tokens",
+    "logit_rows",
+    "items",
+    "attention_slots",
+    "partials",
+    "bias_entries",
+    "one_hop",
+    "norm_ahead",
+}
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:

@@ -96,7 +96,10 @@ class ReferenceBackend:
             target[index] = values
             self.link_bytes[rank] += target[index].nbytes
 
-        return Context(self._ranks[rank], table, lambda buffer: self.buffer(buffer, layer, rank), send)
+        def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
+            return self.buffer(buffer, min(layer + ahead, self.dims.layers - 1), rank)
+
+        return Context(self._ranks[rank], table, own, send)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.tp):

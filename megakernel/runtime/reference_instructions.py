@@ -21,13 +21,14 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 class Context:
     """What one instruction sees: its rank's sizes and step, and its layer's part of buffers.
 
-    `buffer` gives the rank's own copy. Another rank's copy can only be stored to: `send(buffer, rank, index, values)`
-    does that, with values already in the buffer's own type.
+    `buffer(buffer, ahead=0)` gives the rank's own copy, of the layer that is so many ahead, or of the last one. Another
+    rank's copy can only be stored to: `send(buffer, rank, index, values)` does that, with values already in the
+    buffer's own type.
     """
 
     dims: Dims
     table: StepTable
-    buffer: Callable[[Buffer], NDArray[Any]]
+    buffer: Callable[..., NDArray[Any]]
     send: Callable[[Buffer, int, Any, NDArray[Any]], None]
 
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
@@ -79,9 +80,17 @@ def rope(c: Context, row: int, rows: int) -> None:
     c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
 
 
+def first_norm(c: Context, row: int, rows: int) -> None:
+    attn_norm(c, row, rows)
+
+
 def attn_norm(c: Context, row: int, rows: int) -> None:
+    _norm(c, c.read(Buffer.ATTN_NORM), row, rows)
+
+
+def _norm(c: Context, weight: F32, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.ATTN_NORM), c.dims.rms_eps))
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), weight, c.dims.rms_eps))
 
 
 def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -209,8 +218,7 @@ def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 def mlp_norm(c: Context, row: int, rows: int) -> None:
-    r = slice(row, row + rows)
-    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), c.read(Buffer.MLP_NORM), c.dims.rms_eps))
+    _norm(c, c.read(Buffer.MLP_NORM), row, rows)
 
 
 def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
@@ -277,6 +285,10 @@ def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: i
     c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + total)
 
 
+def next_norm(c: Context, row: int, rows: int) -> None:
+    _norm(c, to_f32(c.buffer(Buffer.ATTN_NORM, ahead=1)), row, rows)
+
+
 def final_norm(c: Context, row: int, rows: int) -> None:
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
@@ -337,6 +349,7 @@ def drain(c: Context, queue: int, end: int) -> None:
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
     embed,
     rope,
+    first_norm,
     attn_norm,
     qkv_rope,
     attention,
@@ -348,6 +361,7 @@ _FUNCTIONS: tuple[Callable[..., None], ...] = (
     down_proj,
     down_partial,
     down_reduce,
+    next_norm,
     final_norm,
     lm_head,
     sample,

@@ -1,5 +1,5 @@
-// attn_norm, mlp_norm and final_norm: RMS norm of rows of X. The rows are written to the own copy first;
-// `send_` then copies them to the other ranks that need them.
+// RMS norms of rows of X. The rows are written to the own copy first; `send_` then copies them to the other
+// ranks that need them.
 #pragma once
 #include <math.h>
 
@@ -23,26 +23,35 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, T* o
 }
 
 template <class T>
-inline void norm_rows(const Call& call, Buffer weight, int row, int rows) {
+inline void norm_rows(const Call& call, const float* weight, int row, int rows) {
   const Dims& d = *call.dims;
   for (int r = row; r < row + rows; ++r) {
     const int64_t at = int64_t{r} * d.hidden;
-    rms_norm(call.at<float>(Buffer::X) + at, call.at<float>(weight), d.hidden, d.rms_eps,
-             call.at<T>(Buffer::H) + at);
+    rms_norm(call.at<float>(Buffer::X) + at, weight, d.hidden, d.rms_eps, call.at<T>(Buffer::H) + at);
   }
 }
 
 template <class T>
+void first_norm(const Call& call, const FirstNorm& op) {
+  norm_rows<T>(call, call.at<float>(Buffer::ATTN_NORM), op.row, op.rows);
+}
+
+template <class T>
 void attn_norm(const Call& call, const AttnNorm& op) {
-  norm_rows<T>(call, Buffer::ATTN_NORM, op.row, op.rows);
+  norm_rows<T>(call, call.at<float>(Buffer::ATTN_NORM), op.row, op.rows);
+}
+
+template <class T>
+void next_norm(const Call& call, const NextNorm& op) {
+  norm_rows<T>(call, call.next<float>(Buffer::ATTN_NORM), op.row, op.rows);
 }
 
 template <class T>
 void mlp_norm(const Call& call, const MlpNorm& op) {
-  norm_rows<T>(call, Buffer::MLP_NORM, op.row, op.rows);
+  norm_rows<T>(call, call.at<float>(Buffer::MLP_NORM), op.row, op.rows);
 }
 
-// The rows of attn_norm or mlp_norm, whose operands are alike.
+// The rows of H that any of them wrote: their operands are alike.
 template <class T>
 void send_norm(const Call& call, const int32_t* record) {
   const Dims& d = *call.dims;

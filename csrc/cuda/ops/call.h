@@ -32,6 +32,11 @@ struct Call {
   MK_FN T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
+  // Of the layer that is so many ahead, or of the last.
+  template <class T>
+  MK_FN T* at(Buffer buffer, int ahead) const {
+    return static_cast<T*>(params->at(dims->rank, buffer, lower(where->layer + ahead, dims->layers - 1)));
+  }
 };
 
 // Lanes of a warp: 32, or 1 on the host. The masked lane's value.

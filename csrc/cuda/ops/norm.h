@@ -1,5 +1,5 @@
-// attn_norm, mlp_norm and final_norm: RMS norm of rows of X. All warps share a row, so that one row alone is
-// fast too. A lane holds its part of it, and fetches that of the next row while the sums of this one meet.
+// RMS norms of rows of X. All warps share a row, so that one row alone is fast too. A lane holds its part of
+// it, and fetches that of the next row while the sums of this one meet.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -17,10 +17,10 @@ struct NormPart {
 template <class P>
 class Norm {
  public:
-  MK_FN Norm(P& p, const Call& call, Buffer weight, Buffer out)
+  MK_FN Norm(P& p, const Call& call, const float* weight, Buffer out)
       : call_(call),
         x_(call.at<float>(Buffer::X)),
-        weight_(call.at<float>(weight)),
+        weight_(weight),
         out_(out),
         hidden_(call.dims->hidden),
         first_(8 * (call.warp * P::kLanes + p.lane())),
@@ -102,10 +102,11 @@ class Norm {
 template <class P>
 MK_FN void norm(P& p, const Call& call, Opcode opcode, const FinalNorm& op) {
   const bool last = opcode == Opcode::final_norm;
-  const Buffer weight = last                          ? Buffer::FINAL_NORM
-                        : opcode == Opcode::attn_norm ? Buffer::ATTN_NORM
-                                                      : Buffer::MLP_NORM;
-  Norm<P>(p, call, weight, last ? Buffer::Y : Buffer::H).rows(op.row, op.rows, [&](int i) {
+  const Buffer weight = last                         ? Buffer::FINAL_NORM
+                        : opcode == Opcode::mlp_norm ? Buffer::MLP_NORM
+                                                     : Buffer::ATTN_NORM;
+  const float* weights = call.at<float>(weight, opcode == Opcode::next_norm);
+  Norm<P>(p, call, weights, last ? Buffer::Y : Buffer::H).rows(op.row, op.rows, [&](int i) {
     if (!last) return i;
     if (!norms_logit_row(*call.dims, *call.step, i)) return Norm<P>::kSkip;
     const int r = call.step->logit_rows[i];
