@@ -33,12 +33,13 @@ from megakernel.isa import (
     record,
     slot_work,
 )
-from megakernel.isa.launch import MAP_BYTES, STRUCTURES
+from megakernel.isa.launch import MAP_BYTES, WARPS
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime.cuda.stall import NOTE
 from megakernel.scheduler import Options, compile_program
 
 WORKERS, PAGES = 3, 5
@@ -197,19 +198,9 @@ def in_process_failures() -> None:
 
     # A worker finds that its wait takes too long.
     def stuck(params: Any) -> bool:
-        diagnosis = STRUCTURES["Diagnosis"].from_address(params.diagnosis)
+        notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
         row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
-        for name, value in (
-            ("set", 1),
-            ("worker", 2),
-            ("warp", 3),
-            ("segment", 1),
-            ("layer", 2),
-            ("number", row),
-            ("counter", 7),
-        ):
-            setattr(diagnosis, name, value)
-        diagnosis.value, diagnosis.expected = 3, 4
+        notes[2, 3] = (1, 1, 2, row, 0, 7, 3, 4)
         view(params.abort, (1,), np.int32)[0] = 1
         a = Arguments(params)
         a.counters[0][:] += 1
@@ -221,7 +212,7 @@ def in_process_failures() -> None:
         backend.launch(program, table)
     said = str(caught.value)
     assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
-    assert "wait word 0: 7 of block 2 has value 3, expected 4" in said
+    assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
     kernel.before = None
     assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
 
