@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -253,6 +254,82 @@ def in_process_failures() -> None:
 
 def test_failed_launches_end_and_the_next_one_works(tmp_path_factory: pytest.TempPathFactory) -> None:
     run(tmp_path_factory, in_process_failures)
+
+
+def in_process_hang() -> None:
+    """A kernel that neither ends nor sees the abort word: all that comes after is an error, and waits for nothing."""
+    from megakernel.runtime.cuda import launch as module
+
+    module._STOP_S = 0.2
+    program = _program()
+    table = _table(program.dims)
+    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
+    backend.launch(program, table)
+    held = library().fake_allocations()
+
+    def hang(params: Any) -> bool:
+        notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
+        notes[1, 2] = (1, 1, 0, 0, 7, 0, 0, 1)  # the storer lacks a result of its instruction in slot 0
+        notes[1, 4:11] = (1, -1, 0, 0, 4, 1, 0, 0)  # for the next one all consumers wait but one
+        threading.Event().wait()
+        return False
+
+    kernel.before = hang
+    first = backend.start(program, table)
+    with pytest.raises(MegakernelError) as caught:
+        first.wait()
+    said = str(caught.value)
+    assert said.startswith(f"the GPU does not answer: launch 2 of program {program.hash} has not ended after 1 s"), said
+    assert "the storer of rank 0 worker 1 waits in body record 0" in said and "consumer 7 is still at work" in said
+    assert "end the process" in said
+    first.abort()
+    lost = pytest.raises(MegakernelError, match="GPU 0 has ceased to answer this process: end it")
+    with lost:
+        backend.launch(program, table)
+    with lost:
+        backend.execute(program.body.records[0], 0, table)
+    with lost:
+        backend.buffer(Buffer.HISTORY)
+    with lost:
+        backend.write_history(0, 0, np.array([1], np.int32))
+    with lost:
+        _backend(program.dims)
+    backend.close()
+    kernel.check()
+    assert library().fake_allocations() == held
+
+
+def in_process_hang_aborted() -> None:
+    from megakernel.runtime.cuda import launch as module
+
+    module._STOP_S = 0.2
+    program = _program()
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+    kernel.before = lambda params: bool(threading.Event().wait())
+    backend.start(program, _table(program.dims))
+    with pytest.raises(MegakernelError, match=r"launch 1 of .* does not stop: end the process"):
+        backend.close()
+    backend.close()
+
+
+def in_process_overdue() -> None:
+    """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
+    program = _program()
+    table = _table(program.dims)
+    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
+    kernel.before = lambda params: not poll(params.abort)
+    with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp says"):
+        backend.launch(program, table)
+    kernel.before = None
+    backend.launch(program, table)
+    kernel.check()
+    backend.close()
+    assert library().fake_allocations() == 0
+
+
+@pytest.mark.parametrize("what", [in_process_hang, in_process_hang_aborted, in_process_overdue])
+def test_a_launch_that_never_ends(tmp_path_factory: pytest.TempPathFactory, what: Callable[[], None]) -> None:
+    run(tmp_path_factory, what)
 
 
 def in_process_refusals() -> None:

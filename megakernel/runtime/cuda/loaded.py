@@ -127,8 +127,8 @@ class Grid:
         prepared.begin()
 
     def waits(self) -> list[stall.Wait]:
-        """What its warps waited for when the last launch, which has ended, was given up."""
-        notes = self.gpu.download(self._tables["diagnoses"], self.blocks * WARPS * stall.NOTE.itemsize)
+        """What its warps waited for when the last launch was given up; of one that runs, as far as they have left."""
+        notes = self.gpu.peek(self._tables["diagnoses"], self.blocks * WARPS * stall.NOTE.itemsize)
         return stall.waits_of(self._program, notes.view(stall.NOTE), self.ranks)
 
     def forget_waits(self) -> None:
@@ -232,9 +232,13 @@ class Loaded:
         """Why the last launch was given up; None where it was not."""
         if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
             return None
+        return self.waiting() or "no warp says what it waits for"
+
+    def waiting(self) -> str | None:
+        """Who held up the last launch, where its watchdogs say so."""
         waits = [wait for grid in self.grids for wait in grid.waits()]
         table = StepTable(self.program.dims, self._words.view(np.int32))
-        return stall.explain(self.program, table, waits) if waits else "it was stopped"
+        return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
         """As before the first launch. No grid may run."""
