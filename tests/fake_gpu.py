@@ -183,7 +183,7 @@ class FibreKernel:
     def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
         said = ctypes.create_string_buffer(16384)
         self._seed += 1
-        self._fibres.mk_protocol_run(pointer, ctypes.c_uint64(self._seed), 0, said, len(said))
+        self._fibres.mk_protocol_run(pointer, ctypes.c_uint64(self._seed), 0, -1, said, len(said))
         if said.value:
             self.wrong.append(said.value.decode())
 

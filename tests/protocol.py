@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, BY_NAME, DIM_FIELDS, Buffer, Dims, Space, StepTable
-from megakernel.isa.launch import MAP_BYTES, STRUCTURES
+from megakernel.isa.launch import MAP_BYTES, STRUCTURES, WARPS
 from megakernel.isa.record import opcode
 from megakernel.program import Program
+from megakernel.runtime.cuda import stall
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,8 @@ BUGS = (
     "old map",
     "never retired",
     "lost load",
+    "lost input",
+    "hanging",
 )
 TIMEOUT_NS = 20_000_000_000
 _FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
@@ -73,6 +76,7 @@ def build_fibres() -> ctypes.CDLL:
     library.mk_protocol_run.argtypes = [
         ctypes.c_void_p,
         ctypes.c_uint64,
+        ctypes.c_int32,
         ctypes.c_int32,
         ctypes.c_char_p,
         ctypes.c_int32,
@@ -173,9 +177,11 @@ class LaunchImage:
         return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
 
     @property
-    def diagnosis(self) -> Any:
-        """What the watchdog has left."""
-        return STRUCTURES["Diagnosis"].from_address(self.params.diagnosis)
+    def waits(self) -> list[stall.Wait]:
+        """What the watchdogs have noted."""
+        size = self._blocks * WARPS * stall.NOTE.itemsize
+        notes: Any = (ctypes.c_uint8 * size).from_address(self.params.diagnoses)
+        return stall.waits_of(self.program, np.frombuffer(notes, stall.NOTE), range(self.program.ranks))
 
     def restore(self) -> None:
         """As before the first launch. Pointers stay where they are."""
@@ -200,12 +206,12 @@ class LaunchImage:
             left[place : place + 8] = self.memory[place : place + 8]
         self.memory[:] = left
 
-    def run(self, seed: int, bug: str = "none") -> str:
-        """One launch on fibres; what went wrong, or nothing."""
+    def run(self, seed: int, bug: str = "none", block: int = -1) -> str:
+        """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), message, _MESSAGE)
+        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
@@ -240,14 +246,14 @@ class LaunchImage:
                     params.segments, params.first_rank = 1 << segment, rank
                     params.layer_begin, params.layer_end = layer, layer + 1
                     message = ctypes.create_string_buffer(_MESSAGE)
-                    build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, message, _MESSAGE)
+                    build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
                     if message.value:
                         raise AssertionError(message.value.decode())
         ctypes.memmove(ctypes.addressof(params), ctypes.addressof(saved), ctypes.sizeof(saved))
 
     def _add_params(self, table: StepTable) -> int:
         program, image, tp = self.program, self.image, self.program.ranks
-        blocks = tp * program.workers
+        self._blocks = blocks = tp * program.workers
         lists = [program.prologue, program.body, program.epilogue, program.queues]
         self._counters = [image.add(np.zeros(program.total_counters, np.int32)) for _ in range(tp)]
         queues = max(program.rank_queues, 1) * self.dims.layers
@@ -265,7 +271,7 @@ class LaunchImage:
             "maps": self._add_maps(),
             "step_words": image.add(table.words),
             "abort": image.add(np.zeros(1, np.int32)),
-            "diagnosis": image.add(np.zeros(ctypes.sizeof(STRUCTURES["Diagnosis"]), np.uint8)),
+            "diagnoses": image.add(np.zeros(blocks * WARPS, stall.NOTE)),
             "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.vocab), np.float32)),
         }
         struct = STRUCTURES["Params"]

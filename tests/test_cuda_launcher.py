@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +32,13 @@ from megakernel.isa import (
     record,
     slot_work,
 )
-from megakernel.isa.launch import MAP_BYTES, STRUCTURES
+from megakernel.isa.launch import MAP_BYTES, WARPS
 from megakernel.machine import MACHINES, Machine
 from megakernel.model.config import LlamaConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime.cuda.stall import NOTE
 from megakernel.scheduler import Options, compile_program
 
 WORKERS, PAGES = 3, 5
@@ -195,19 +197,9 @@ def in_process_failures() -> None:
 
     # A worker finds that its wait takes too long.
     def stuck(params: Any) -> bool:
-        diagnosis = STRUCTURES["Diagnosis"].from_address(params.diagnosis)
+        notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
         row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
-        for name, value in (
-            ("set", 1),
-            ("worker", 2),
-            ("warp", 3),
-            ("segment", 1),
-            ("layer", 2),
-            ("number", row),
-            ("counter", 7),
-        ):
-            setattr(diagnosis, name, value)
-        diagnosis.value, diagnosis.expected = 3, 4
+        notes[2, 3] = (1, 1, 2, row, 0, 7, 3, 4)
         view(params.abort, (1,), np.int32)[0] = 1
         a = Arguments(params)
         a.counters[0][:] += 1
@@ -219,7 +211,7 @@ def in_process_failures() -> None:
         backend.launch(program, table)
     said = str(caught.value)
     assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
-    assert "wait word 0: 7 of block 2 has value 3, expected 4" in said
+    assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
     kernel.before = None
     assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
 
@@ -258,6 +250,82 @@ def in_process_failures() -> None:
 
 def test_failed_launches_end_and_the_next_one_works(tmp_path_factory: pytest.TempPathFactory) -> None:
     run(tmp_path_factory, in_process_failures)
+
+
+def in_process_hang() -> None:
+    """A kernel that neither ends nor sees the abort word: all that comes after is an error, and waits for nothing."""
+    from megakernel.runtime.cuda import launch as module
+
+    module._STOP_S = 0.2
+    program = _program()
+    table = _table(program.dims)
+    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
+    backend.launch(program, table)
+    held = library().fake_allocations()
+
+    def hang(params: Any) -> bool:
+        notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
+        notes[1, 2] = (1, 1, 0, 0, 7, 0, 0, 1)  # the storer lacks a result of its instruction in slot 0
+        notes[1, 4:11] = (1, -1, 0, 0, 4, 1, 0, 0)  # for the next one all consumers wait but one
+        threading.Event().wait()
+        return False
+
+    kernel.before = hang
+    first = backend.start(program, table)
+    with pytest.raises(MegakernelError) as caught:
+        first.wait()
+    said = str(caught.value)
+    assert said.startswith(f"the GPU does not answer: launch 2 of program {program.hash} has not ended after 1 s"), said
+    assert "the storer of rank 0 worker 1 waits in body record 0" in said and "consumer 7 is still at work" in said
+    assert "end the process" in said
+    first.abort()
+    lost = pytest.raises(MegakernelError, match="GPU 0 has ceased to answer this process: end it")
+    with lost:
+        backend.launch(program, table)
+    with lost:
+        backend.execute(program.body.records[0], 0, table)
+    with lost:
+        backend.buffer(Buffer.HISTORY)
+    with lost:
+        backend.write_history(0, 0, np.array([1], np.int32))
+    with lost:
+        _backend(program.dims)
+    backend.close()
+    kernel.check()
+    assert library().fake_allocations() == held
+
+
+def in_process_hang_aborted() -> None:
+    from megakernel.runtime.cuda import launch as module
+
+    module._STOP_S = 0.2
+    program = _program()
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
+    kernel.before = lambda params: bool(threading.Event().wait())
+    backend.start(program, _table(program.dims))
+    with pytest.raises(MegakernelError, match=r"launch 1 of .* does not stop: end the process"):
+        backend.close()
+    backend.close()
+
+
+def in_process_overdue() -> None:
+    """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
+    program = _program()
+    table = _table(program.dims)
+    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
+    kernel.before = lambda params: not poll(params.abort)
+    with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp says"):
+        backend.launch(program, table)
+    kernel.before = None
+    backend.launch(program, table)
+    kernel.check()
+    backend.close()
+    assert library().fake_allocations() == 0
+
+
+@pytest.mark.parametrize("what", [in_process_hang, in_process_hang_aborted, in_process_overdue])
+def test_a_launch_that_never_ends(tmp_path_factory: pytest.TempPathFactory, what: Callable[[], None]) -> None:
+    run(tmp_path_factory, what)
 
 
 def in_process_refusals() -> None:

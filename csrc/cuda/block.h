@@ -22,7 +22,7 @@
 //   outputs  the consumer warps: all their stores have been issued, and fenced
 //   retired  both loaders, the storer and the consumer warps: the slot may be written again
 //
-// A wait for a barrier that lasts too long is remembered in `late`, and ends the launch.
+// A wait that lasts too long is noted in `late` (watchdog.h), and ends the launch.
 #pragma once
 #include "../common/record.h"
 #include "ops/call.h"
@@ -49,11 +49,10 @@ struct SlotMemory {
   Task task;
 };
 
-// A wait that was too long.
-template <class Barrier>
+// A wait that lasts too long.
 struct Late {
-  const Barrier* barrier;  // null: none was
-  uint32_t parity;
+  const void* what;  // a barrier of the block, or a counter; null: none does
+  uint32_t parity;   // of the barrier's phase
   Where where;
 };
 
@@ -64,7 +63,7 @@ struct alignas(1024) BlockMemory {
   SlotMemory<Barrier> slots[kSlots];
   Barrier parted;      // both loaders have come to their end
   uint32_t passed[2];  // pages that they have come by
-  Late<Barrier> late[kWarps];
+  Late late[kWarps];
   Sizes dims;
   StepView step;
   Scratch scratch;

@@ -12,7 +12,7 @@ class Controller {
 
   MK_FN void run() {
     walk();
-    publish(nullptr, {});
+    publish(nullptr, between());
   }
 
  private:
@@ -44,7 +44,7 @@ class Controller {
 
   // Claims late, so that work goes to who is free and what is claimed waits for little: with no more than the
   // current instruction under way, and that one's counters met and its loads asked for.
-  MK_FN bool drain(const Drain& op, Where where) {
+  MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
     const uint32_t length = params_.offsets[kQueues][stream + 1] - first;
@@ -52,28 +52,29 @@ class Controller {
     int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
     while (true) {
       if (p_.aborted()) return false;
-      if (!wait_for_room(kClaimSlots)) return false;
-      if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded)) return false;
+      if (!wait_for_room(kClaimSlots, where)) return false;
+      if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded, where)) return false;
       const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
       if (item < 0) return true;
-      where.number = body + first + item;
-      publish(params_.records[kQueues] + static_cast<int64_t>(first + item) * kWords, where);
+      Where claimed = where;
+      claimed.number = body + first + item;
+      publish(params_.records[kQueues] + static_cast<int64_t>(first + item) * kWords, claimed);
     }
   }
 
-  // Until fewer than n instructions are under way; false: they do not end.
-  MK_FN bool wait_for_room(uint32_t n) {
+  // Until fewer than n instructions are under way; false: they do not end. `where`: what comes next.
+  MK_FN bool wait_for_room(uint32_t n, const Where& where) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
-    return wait_for(published_ - n, &Slot<P>::retired);
+    return wait_for(published_ - n, &Slot<P>::retired, where);
   }
-  MK_FN bool wait_for(uint32_t j, typename P::Barrier Slot<P>::* what) {
-    return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j));
+  MK_FN bool wait_for(uint32_t j, typename P::Barrier Slot<P>::* what, const Where& where) {
+    return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j), where);
   }
 
   // No record: the end.
   MK_FN void publish(const int32_t* record, const Where& where) {
-    if (!wait_for_room(kSlots)) return;
+    if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
     Slot<P>& slot = block_.slots[slot_of(published_)];
     for (int i = p_.lane(); i < kWords; i += P::kLanes) slot.task.record[i] = record ? record[i] : 0;

@@ -8,11 +8,10 @@ namespace mk {
 
 MK_FN Scope scope_of(const Sizes& d, int32_t rank) { return rank == d.rank ? Scope::kGpu : Scope::kSystem; }
 
-MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t slot, int32_t counter) {
+MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
-          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter]),
-          slot, counter};
+          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
 // Who signals may sit on another device.
@@ -25,7 +24,7 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   if (!params.synchronise) return true;
   return p.wait_counters(kWaits, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t word = task.record[kWaitWord + i];
-    return word == 0 || (word & kIndexed) ? Need{} : need_of(params, d, task.where, i, word_counter(word));
+    return word == 0 || (word & kIndexed) ? Need{} : need_of(params, d, task.where, word_counter(word));
   });
 }
 
@@ -41,7 +40,7 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   const int32_t groups = (s.item_kv_head[item] + s.item_kv_heads[item] - 1) / op.group_heads - group + 1;
   const int32_t corner = word_counter(word) + s.item_wait_block[item] * op.groups + group;
   return p.wait_counters(s.item_wait_blocks[item] * groups, wait_scope(d), task.where, [&](int32_t i) {
-    return need_of(params, d, task.where, 0, corner + i / groups * op.groups + i % groups);
+    return need_of(params, d, task.where, corner + i / groups * op.groups + i % groups);
   });
 }
 
@@ -54,7 +53,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   return p.wait_counters(op.rows, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t row = s.logit_rows[op.row + i];
     if (row < 0 || !norms_logit_row(d, s, op.row + i)) return Need{};
-    return need_of(params, d, task.where, 0, word_counter(word) + row / d.row_block);
+    return need_of(params, d, task.where, word_counter(word) + row / d.row_block);
   });
 }
 

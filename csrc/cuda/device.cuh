@@ -75,29 +75,20 @@ class Device {
   }
 
   MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) {
-    uint32_t since = 0;
-    bool held = true;
-    while (!try_wait(b, parity)) {
-      const bool late = overdue(since, limit(b));
-      if (!aborted() && !late) continue;
-      if (late) give_up(b, parity, where);
-      held = false;
-      break;
+    bool held = try_wait(b, parity);
+    if (!held && !aborted()) {
+      block_.late[warp_] = {&b, parity, where};  // the same from whichever lanes are late
+      uint32_t since = 0;
+      while (!(held = try_wait(b, parity)) && !aborted()) check_time(since);
+      if (held) forget_late();
     }
     return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one, and must agree
   }
-  MK_DEVICE bool wait_always(Barrier& b, uint32_t parity) {
+  MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between()) {
+    if (wait(b, parity, where)) return true;
     uint32_t since = 0;
-    bool leaving = false, held = true;
-    while (!try_wait(b, parity)) {
-      if (!leaving && aborted()) leaving = true, since = 0;
-      if (!overdue(since, leaving ? kLeaveTicks : limit(b))) continue;
-      if (leaving) {
-        held = false;
-        break;
-      }
-      give_up(b, parity, between());
-    }
+    bool held = false;
+    while (!held && waited(since) <= kLeaveTicks) held = try_wait(b, parity);
     return __all_sync(0xFFFFFFFFu, held);
   }
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
@@ -283,49 +274,42 @@ class Device {
     return done != 0;
   }
 
-  // Of a wait for a barrier that has failed to end, in ticks. `since`: when it first did; 0: not yet.
-  MK_DEVICE static bool overdue(uint32_t& since, uint32_t limit) {
+  // Ticks of a wait that has failed to end. `since`: when it first did; 0: not yet.
+  MK_DEVICE static uint32_t waited(uint32_t& since) {
     const uint32_t time = static_cast<uint32_t>(wall_ns() >> kTick);
     if (since == 0) since = time;
-    return time - since > limit;
+    return time - since;
   }
-  MK_DEVICE uint32_t limit(const Barrier& b) const {
-    return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick))) *
-           patience(block_, b);
-  }
-  // Ends the launch; says why at its end.
-  MK_DEVICE void give_up(const Barrier& b, uint32_t parity, const Where& where) {
-    block_.late[warp_] = {&b, parity, where};  // the same from whichever lanes are late
-    abort();
+  MK_DEVICE uint32_t limit() const {
+    return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick)));
   }
 
-  // One lane's.
+  MK_DEVICE void check_time(uint32_t& since) {
+    if (waited(since) > limit()) abort();
+  }
+  // A wait that may have been noted has ended. Another lane's that goes on will be noted again.
+  MK_DEVICE void forget_late() {
+    if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
+  }
+
+  // One lane's. The warp's note is that of any lane that is late: they differ in one word.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
-    uint64_t begin = 0;
+    uint32_t since = 0;
     for (int polls = 1;; ++polls) {
       const int32_t value = load_relaxed(need.value, scope);
       if (static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0) break;
       if (polls > kSpins) __nanosleep(kBackOffNs);
       if (polls % kPollsPerCheck != 0) continue;
       if (aborted()) return false;
-      const uint64_t time = wall_ns();
-      if (begin == 0) begin = time;
-      if (time - begin > params_.timeout_ns) {
-        give_up(where, need, value);
-        return false;
-      }
+      const uint32_t ticks = waited(since);
+      if (ticks > 0) block_.late[warp_] = {need.value, 0, where};
+      if (ticks > limit()) abort();
     }
+    if (since != 0) forget_late();
     load_acquire(need.value, scope);
     return true;
   }
 
-  // Ends the launch; the first to do so says why.
-  MK_DEVICE void give_up(const Where& where, const Need& need, int32_t value) {
-    if (atomicAdd(&params_.diagnosis->set, 1) == 0)
-      diagnose(*params_.diagnosis, block_.rank, block_.worker, warp_, where, Awaited::kCounter, need.slot,
-               need.counter, value, static_cast<int32_t>(need.target));
-    abort();
-  }
   MK_DEVICE void abort() { atomicExch(params_.abort, 1); }
 
   const Params& params_;

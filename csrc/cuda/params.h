@@ -43,22 +43,18 @@ struct Delay {
 };
 static_assert(sizeof(Delay) == 16, "as the launcher fills it");
 
-// The first wait that took too long.
+// What a warp waits for too long.
 struct Diagnosis {
-  int32_t set;  // 0 until one is; who changes it first writes the rest
-  int32_t rank;
-  int32_t worker;
-  int32_t warp;  // of the block
+  int32_t set;  // 0: it waits for nothing
   int32_t segment;  // the instruction that the warp is at; -1: it is between two
   int32_t layer;  // of the body
   int32_t number;  // record, as in a trace
   int32_t awaited;  // an Awaited
-  int32_t slot;  // wait word of a counter; of a barrier the slot of its page or instruction
-  int32_t counter;  // index in its block; of a grid the member
+  int32_t index;  // of a counter in its block; of a barrier the slot of its page or instruction
   int32_t value;  // of a counter
   int32_t expected;  // of a counter; of a barrier the parity of the phase that has not completed
 };
-static_assert(sizeof(Diagnosis) == 48, "as the launcher fills it");
+static_assert(sizeof(Diagnosis) == 32, "as the launcher fills it");
 
 // Arguments of a launch.
 struct Params {
@@ -73,12 +69,12 @@ struct Params {
   const TensorMap* maps;  // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
   const int32_t* step_words;  // the step table
   int32_t* abort;  // not 0: leave
-  Diagnosis* diagnosis;
+  Diagnosis* diagnoses;  // [blocks][warps] what each waits for too long
   float* sample_scratch;  // [blocks][2][vocab]
   Interval* trace;  // [blocks][trace_capacity]
   int32_t* trace_counts;  // [blocks] intervals, those that did not fit included
   uint64_t* clocks;  // [blocks][kClockStamps]
-  uint64_t timeout_ns;  // a wait for a counter that lasts longer ends the launch
+  uint64_t timeout_ns;  // a wait that lasts longer ends the launch
   Delay delay;
   int32_t trace_capacity;
   uint32_t launch;  // this one's number since the counters were zero, from 1

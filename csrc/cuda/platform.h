@@ -18,7 +18,8 @@
 //                                            until the phase of that parity has completed, then acquires
 //                                            (block). A fresh barrier counts as past parity 1. False: the
 //                                            launch was aborted
-//   bool wait_always(Barrier&, parity)       the same, whether aborted or not; false: long after an abort it
+//   bool wait_always(Barrier&, parity, const Where& = between())
+//                                            the same, whether aborted or not; false: long after an abort it
 //                                            has not completed, and never will
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
 //   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
@@ -38,12 +39,12 @@
 //   void fence_async()                       this warp's generic accesses before later asynchronous ones
 //   void fence_pages()                       the same of shared memory alone
 //
-//                                            Both abort a launch that keeps them waiting for too long, and
-//                                            say so in the block's `late`
+//                                            Both note what they wait for when it takes a while, and abort a
+//                                            launch that keeps them waiting for too long (watchdog.h)
 //   bool wait_counters(int n, Scope, const Where&, F need)
 //                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes
 //                                            share them), then acquires once (scope). False: aborted, by
-//                                            itself too when it takes too long, with a Diagnosis
+//                                            itself too when it takes too long
 //   void signal(int32_t*, int count, Scope)  of one lane: adds, after all that its warp has seen (release)
 //   int claim(int32_t*, uint32_t base, int end)
 //                                            takes the next of [0, end), counted from `base`; -1: all are
@@ -89,8 +90,6 @@ MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // two instructions
 struct Need {
   const int32_t* value;  // null: nothing
   uint32_t target;       // holds once value - target >= 0
-  int32_t slot;          // wait word
-  int32_t counter;
 };
 
 }  // namespace mk

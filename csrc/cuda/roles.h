@@ -23,7 +23,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
       p.init(block.empty[i], kConsumerWarps);
     }
     p.init(block.parted, 2);
-    for (auto& late : block.late) late.barrier = nullptr;
+    for (Late& late : block.late) late.what = nullptr;
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);

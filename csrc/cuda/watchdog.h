@@ -1,10 +1,14 @@
-// Waits that last too long: a bug of the program or of the interpreter, which ends the launch with a
-// Diagnosis.
+// Waits that last too long: a bug of the program or of the interpreter.
 //
-// A wait for a counter (csrc/cuda/counters.h) writes it at once. One for a barrier sits in the middle of the
-// work, in many places: it only leaves a note in `late`, which its warp reports at its end.
+// Most who wait for ever wait for another who does, so nobody can say whose fault it is. A wait that has
+// lasted for a millisecond is noted, and the first to last for Params.timeout_ns aborts the launch. By then
+// everybody who is stuck has a note, and nothing that comes of the abort changes one: so whoever reads all of
+// them (megakernel/runtime/cuda/stall.py) finds the one that the others wait for.
+//
+// Waits sit in the middle of the work, in many places: a note is what is at hand there, in the block's
+// `late`, and its warp reports it at its end.
 #pragma once
-#include "block.h"
+#include "counters.h"
 
 namespace mk {
 
@@ -31,38 +35,30 @@ MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barr
   return {Awaited::kParted, 0};
 }
 
-// How often Params.timeout_ns a wait for a barrier may last. Most who wait too long wait for another who
-// does: whoever waits for a counter is to be the first to say so, then who waits for a page.
-template <class Barrier>
-MK_FN uint32_t patience(const BlockMemory<Barrier>& block, const Barrier& barrier) {
-  return &barrier < &block.slots[0].fetched ? 2 : 3;
-}
-
-// Fills in who waited too long, and for what; by who has found `set` to be 0 when he added to it.
-MK_FN void diagnose(Diagnosis& d, int32_t rank, int32_t worker, int32_t warp, const Where& where,
-                    Awaited awaited, int32_t slot, int32_t counter, int32_t value, int32_t expected) {
-  d.rank = rank;
-  d.worker = worker;
-  d.warp = warp;
-  d.segment = where.segment;
-  d.layer = where.layer;
-  d.number = where.number;
-  d.awaited = static_cast<int32_t>(awaited);
-  d.slot = slot;
-  d.counter = counter;
-  d.value = value;
-  d.expected = expected;
-}
-
 // By a warp at its end: what it waited for too long, where it did.
 template <class P>
 MK_FN void report(P& p, const Block<P>& block, const Params& params) {
   p.sync_warp();
-  const auto& late = block.late[p.warp()];
-  if (late.barrier == nullptr || p.arrive_acq_rel(&params.diagnosis->set) != 0 || p.lane() != 0) return;
-  const BarrierName name = name_of(block, *late.barrier);
-  diagnose(*params.diagnosis, block.rank, block.worker, p.warp(), late.where, name.what, name.slot, 0, 0,
-           static_cast<int32_t>(late.parity));
+  const Late& late = block.late[p.warp()];
+  if (late.what == nullptr || p.lane() != 0) return;
+  Diagnosis& d = params.diagnoses[block.index * kWarps + p.warp()];
+  d.set = 1;
+  d.segment = late.where.segment;
+  d.layer = late.where.layer;
+  d.number = late.where.number;
+  if (late.what >= &block && late.what < &block + 1) {
+    const BarrierName name = name_of(block, *static_cast<const typename P::Barrier*>(late.what));
+    d.awaited = static_cast<int32_t>(name.what);
+    d.index = name.slot;
+    d.expected = static_cast<int32_t>(late.parity);
+  } else {
+    const auto* counter = static_cast<const volatile int32_t*>(late.what);
+    const Need first = need_of(params, block.dims, late.where, 0);
+    d.awaited = static_cast<int32_t>(Awaited::kCounter);
+    d.index = static_cast<int32_t>(counter - first.value);
+    d.value = *counter;
+    d.expected = static_cast<int32_t>(need_of(params, block.dims, late.where, d.index).target);
+  }
 }
 
 }  // namespace mk

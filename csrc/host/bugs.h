@@ -17,6 +17,8 @@ enum class Bug : int32_t {
   kOldMap,          // a block uses a tensor map as the launch before it knew it
   kNeverRetired,    // a consumer warp forgets to say that it has done with an instruction
   kLostLoad,        // a load of weights never comes
+  kLostInput,       // a load of activations never comes
+  kHanging,         // a consumer warp does not come back from its arithmetic
 };
 
 template <class Base>
@@ -36,7 +38,8 @@ class Planted : public Base {
     return Base::wait(barrier, wrong ? parity ^ 1 : parity, where);
   }
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
-    const bool wrong = bug_ == Bug::kLostLoad && at(kWeightWarp, barrier, Awaited::kFull);
+    const bool wrong = (bug_ == Bug::kLostLoad && at(kWeightWarp, barrier, Awaited::kFull)) ||
+                       (bug_ == Bug::kLostInput && at(kInputWarp, barrier, Awaited::kFull));
     if (!wrong || ++times_ != 3) Base::load_tile(to, map, x, y, z, barrier);
   }
   void acquire_map(const TensorMap& map) {
@@ -55,6 +58,10 @@ class Planted : public Base {
     if (bug_ == Bug::kNoInputFence && this->warp() == kInputWarp) return;
     if (bug_ == Bug::kNoOutputFence && this->warp() >= kConsumerWarp) return;
     Base::fence_async();
+  }
+  void reads(const void* page, bool generic) {
+    if (bug_ == Bug::kHanging && this->warp() == kWarps - 1 && ++times_ == 3) Base::hang();
+    Base::reads(page, generic);
   }
   void signal(int32_t* counter, int count, Scope scope) {
     Base::signal(counter, count, scope, bug_ == Bug::kRelaxedSignal ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);

@@ -113,11 +113,11 @@ class FibreWarp {
     }
     return false;
   }
-  bool wait_always(Barrier& barrier, uint32_t parity) {
+  bool wait_always(Barrier& barrier, uint32_t parity, const Where& where = between()) {
     scheduler().pause();
     while (!passed(barrier, parity)) {
       if (world_.leaving) return false;
-      sleep(barrier, parity, between());
+      sleep(barrier, parity, where);
     }
     if (warp_ >= kConsumerWarp) unfenced_ = true;  // what a consumer warp does with a new instruction
     return true;
@@ -211,21 +211,18 @@ class FibreWarp {
   uint64_t now() const { return 0; }
   void trace(const Where&, Role, IntervalKind, uint64_t) {}
   void stall(uint64_t) {}
+  void hang() {
+    for (;;) scheduler().block(own_);
+  }
 
   // Where it stands; empty: at its end.
   std::string describe() const;
-  // How long it would wait, as its watchdog counts; 0: it does not wait.
-  uint32_t patience() const { return waits_for_ ? 1 : barrier_ ? mk::patience(memory(), *barrier_) : 0; }
-  // What its watchdog does in the end, but for the abort. Called where no fibre runs.
-  void give_up() {
-    BlockMemory<Barrier>& block = block_.memory;
-    if (barrier_) {
-      block.late[warp_] = {barrier_, parity_, where_};
-    } else if (world_.params.diagnosis->set++ == 0) {
-      diagnose(*world_.params.diagnosis, block.rank, block.worker, warp_, where_, Awaited::kCounter,
-               waits_for_->slot, waits_for_->counter, *waits_for_->value,
-               static_cast<int32_t>(waits_for_->target));
-    }
+  bool waits_for_counter() const { return waits_for_ != nullptr; }
+  // What its watchdog does, where it waits, but for the abort. Called where no fibre runs.
+  void note() {
+    Late& late = block_.memory.late[warp_];
+    if (barrier_) late = {barrier_, parity_, where_};
+    if (waits_for_) late = {waits_for_->value, 0, where_};
   }
 
  protected:
@@ -324,8 +321,8 @@ inline std::string FibreWarp::describe() const {
   if (waits_for_)
     return who + " waits in segment " + std::to_string(where_.segment) + " layer " +
            std::to_string(where_.layer) + " record " + std::to_string(where_.number) + " for counter " +
-           std::to_string(waits_for_->counter) + ": " + std::to_string(*waits_for_->value) + " of " +
-           std::to_string(waits_for_->target);
+           std::to_string(waits_for_->value - need_of(world_.params, memory().dims, where_, 0).value) + ": " +
+           std::to_string(*waits_for_->value) + " of " + std::to_string(waits_for_->target);
   return "";
 }
 

@@ -16,7 +16,8 @@ constexpr int kReportedWaits = 40;
 
 class Launch {
  public:
-  Launch(const Params& params, uint64_t seed, Bug bug)
+  // The bug is that of one block; -1: of all.
+  Launch(const Params& params, uint64_t seed, Bug bug, int32_t where)
       : seed_(seed), count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
     for (int32_t i = 0; i < count_; ++i) {
       Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
@@ -25,7 +26,7 @@ class Launch {
                                "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
                                    std::to_string(i % params.workers));
       for (int w = 0; w < kWarps; ++w) {
-        Warp& warp = warps_.emplace_back(bug, block, w);
+        Warp& warp = warps_.emplace_back(where < 0 || where == i ? bug : Bug::kNone, block, w);
         world_.scheduler.add([this, &warp, &memory, i] { run_warp(warp, memory, world_.params, i); });
       }
     }
@@ -38,8 +39,8 @@ class Launch {
   }
 
  private:
-  // Nobody can go on. The watchdog of whoever is least patient ends the launch; the message says of more of
-  // them what they wait for, counters first. Where that is not enough, those who are left leave.
+  // Nobody can go on. The watchdogs note it and end the launch; the message says of some of them what they
+  // wait for, counters first. Where that is not enough, those who are left leave.
   bool stuck() {
     if (world_.leaving) return false;
     if (*world_.params.abort) {
@@ -49,13 +50,12 @@ class Launch {
     }
     std::string counters, others;
     int left = kReportedWaits;
-    Warp* first = nullptr;
     for (Warp& warp : warps_) {
-      if (warp.patience() == 0) continue;
-      if (first == nullptr || warp.patience() < first->patience()) first = &warp;
-      if (left-- > 0) (warp.patience() == 1 ? counters : others) += "\n  " + warp.describe();
+      const std::string what = warp.describe();
+      if (what.empty()) continue;
+      warp.note();
+      if (left-- > 0) (warp.waits_for_counter() ? counters : others) += "\n  " + what;
     }
-    if (first != nullptr) first->give_up();
     world_.fail("deadlock:" + counters + others);
     return true;
   }
@@ -73,10 +73,11 @@ class Launch {
 
 extern "C" {
 
-// Runs a launch. Where it gives 0, `message` says what went wrong.
+// Runs a launch, with a bug in one block or (-1) in all. Where it gives 0, `message` says what went wrong.
 __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed,
-                                                               int32_t bug, char* message, int32_t size) {
-  mk::Launch launch(*params, seed, static_cast<mk::Bug>(bug));
+                                                               int32_t bug, int32_t block, char* message,
+                                                               int32_t size) {
+  mk::Launch launch(*params, seed, static_cast<mk::Bug>(bug), block);
   const std::string wrong = launch.run();
   strncpy(message, wrong.c_str(), size - 1);
   message[size - 1] = 0;

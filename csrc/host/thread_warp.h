@@ -66,11 +66,10 @@ class ThreadWarp {
   void sync_warp() {}
 
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
-    const auto late = [&] { memory_.late[warp_] = {&barrier, parity, where}; };
-    return spin([&] { return barrier.passed(parity); }, patience(memory_, barrier), late);
+    return spin([&] { return barrier.passed(parity); }, {&barrier, parity, where});
   }
-  bool wait_always(Barrier& barrier, uint32_t parity) {
-    if (wait(barrier, parity, between())) return true;
+  bool wait_always(Barrier& barrier, uint32_t parity, const Where& where = between()) {
+    if (wait(barrier, parity, where)) return true;
     const auto passed = [&] { return barrier.passed(parity); };
     for (const auto begin = Clock::now(); !passed(); sched_yield()) {
       if (Clock::now() - begin > kLeave) return false;
@@ -110,17 +109,11 @@ class ThreadWarp {
     for (int i = 0; i < n; ++i) {
       const Need wanted = need(i);
       if (wanted.value == nullptr) continue;
-      int32_t value;
       const auto holds = [&] {
-        value = __atomic_load_n(wanted.value, __ATOMIC_RELAXED);
+        const int32_t value = __atomic_load_n(wanted.value, __ATOMIC_RELAXED);
         return static_cast<int32_t>(static_cast<uint32_t>(value) - wanted.target) >= 0;
       };
-      const auto late = [&] {
-        if (arrive_acq_rel(&params_.diagnosis->set) == 0)
-          diagnose(*params_.diagnosis, memory_.rank, memory_.worker, warp_, where, Awaited::kCounter,
-                   wanted.slot, wanted.counter, value, static_cast<int32_t>(wanted.target));
-      };
-      if (!spin(holds, 1, late)) return false;
+      if (!spin(holds, {wanted.value, 0, where})) return false;
       __atomic_load_n(wanted.value, __ATOMIC_ACQUIRE);
     }
     return true;
@@ -149,6 +142,9 @@ class ThreadWarp {
   uint64_t now() const { return 0; }
   void trace(const Where&, Role, IntervalKind, uint64_t) {}
   void stall(uint64_t) {}
+  void hang() {
+    for (;;) sched_yield();
+  }
 
  protected:
   const BlockMemory<Barrier>& memory() const { return memory_; }
@@ -157,19 +153,19 @@ class ThreadWarp {
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::seconds kLeave{1};
 
-  // Polls politely; false once the launch is aborted, which a wait that lasts too long does after `late()`.
-  template <class Held, class TooLate>
-  bool spin(Held held, uint32_t patience, TooLate late) {
-    const auto limit = Clock::now() + patience * std::chrono::nanoseconds(params_.timeout_ns);
-    while (!held()) {
+  // Polls politely; false once the launch is aborted, which a wait that lasts too long does. `note` is that
+  // of the wait.
+  template <class Held>
+  bool spin(Held held, const Late& note) {
+    const auto begin = Clock::now();
+    const std::chrono::nanoseconds limit(params_.timeout_ns);
+    Late& late = memory_.late[warp_];
+    for (; !held(); sched_yield()) {
       if (aborted()) return false;
-      if (Clock::now() > limit) {
-        late();
-        __atomic_store_n(params_.abort, 1, __ATOMIC_RELAXED);
-        return false;
-      }
-      sched_yield();
+      late = note;
+      if (Clock::now() - begin > limit) __atomic_store_n(params_.abort, 1, __ATOMIC_RELAXED);
     }
+    if (late.what && !aborted()) late.what = nullptr;
     return true;
   }
   void meet(ThreadBarrier& barrier, uint32_t parity) {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 THREADS = 384  # of a block; one block per SM
+WARPS = THREADS // 32
 PAGES = 13  # of shared memory, in the ring that everything passes through
 PAGE_BYTES = 16384
 SLOTS = 4  # instructions of a block between set-up and the end of their store
@@ -23,10 +24,10 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
 # What a warp waits for: a counter, or a barrier of shared memory (csrc/cuda/block.h), of a page or of an instruction.
-# {} is its slot, and of a counter the wait word.
+# {} is its slot, and of a counter its index.
 COUNTER = "counter"
 AWAITED = {
-    COUNTER: "the counter of wait word {}",
+    COUNTER: "counter {}",
     "full": "page {} to be filled",
     "ready": "page {} to be written",
     "empty": "page {} to be released",
@@ -73,18 +74,14 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
         ),
     ),
     "Diagnosis": (
-        "The first wait that took too long.",
+        "What a warp waits for too long.",
         (
-            Field("set", "i4", "0 until one is; who changes it first writes the rest"),
-            Field("rank", "i4", ""),
-            Field("worker", "i4", ""),
-            Field("warp", "i4", "of the block"),
+            Field("set", "i4", "0: it waits for nothing"),
             Field("segment", "i4", "the instruction that the warp is at; -1: it is between two"),
             Field("layer", "i4", "of the body"),
             Field("number", "i4", "record, as in a trace"),
             Field("awaited", "i4", "an Awaited"),
-            Field("slot", "i4", "wait word of a counter; of a barrier the slot of its page or instruction"),
-            Field("counter", "i4", "index in its block; of a grid the member"),
+            Field("index", "i4", "of a counter in its block; of a barrier the slot of its page or instruction"),
             Field("value", "i4", "of a counter"),
             Field("expected", "i4", "of a counter; of a barrier the parity of the phase that has not completed"),
         ),
@@ -112,12 +109,12 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             ),
             Field("step_words", "const int32_t*", "the step table"),
             Field("abort", "int32_t*", "not 0: leave"),
-            Field("diagnosis", "Diagnosis*", ""),
+            Field("diagnoses", "Diagnosis*", "[blocks][warps] what each waits for too long"),
             Field("sample_scratch", "float*", "[blocks][2][vocab]"),
             Field("trace", "Interval*", "[blocks][trace_capacity]"),
             Field("trace_counts", "int32_t*", "[blocks] intervals, those that did not fit included"),
             Field("clocks", "uint64_t*", "[blocks][kClockStamps]"),
-            Field("timeout_ns", "u8", "a wait for a counter that lasts longer ends the launch"),
+            Field("timeout_ns", "u8", "a wait that lasts longer ends the launch"),
             Field("delay", "Delay", ""),
             Field("trace_capacity", "i4", ""),
             Field("launch", "u4", "this one's number since the counters were zero, from 1"),

@@ -55,7 +55,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """An instruction of an unrolled stream, or of a queue. `block` is its counter block, and its layer in the body."""
 
     rank: int
@@ -89,7 +89,7 @@ def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
     return [int(w) for w in words if w and bool(w & record.INDEXED) == indexed]
 
 
-def _stream(program: Program, rank: int, worker: int) -> Iterator[_Place]:
+def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
     layers = program.dims.layers
     runs = [(program.prologue, tracing.PROLOGUE, 0)]
     runs += [(program.body, layer, layer) for layer in range(layers)]
@@ -97,14 +97,14 @@ def _stream(program: Program, rank: int, worker: int) -> Iterator[_Place]:
     index = rank * program.workers + worker
     for segment, layer, block in runs:
         for i, words in enumerate(segment.stream(index)):
-            yield _Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words)
+            yield Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words)
 
 
 @dataclass(frozen=True)
 class Blocked:
     """A stream that cannot go on, and why."""
 
-    place: _Place
+    place: Place
     counter: int
     value: int
     expected: int
@@ -177,7 +177,7 @@ class Launch:
         for place in _stream(self._program, rank, worker):
             yield from self._run(place)
 
-    def _run(self, place: _Place) -> Iterator[Blocked | None]:
+    def _run(self, place: Place) -> Iterator[Blocked | None]:
         """Waits, work and signals of one instruction."""
         table = self._tables[place.rank]
         layer = min(place.block, self._program.dims.layers - 1)
@@ -186,7 +186,7 @@ class Launch:
             slot = place.operand("slot")
             for item in range(*table.slot_items[slot : slot + 2]):
                 yield from self._wait(place, place.waits(indexed=True), self._item_members(place, item))
-                if self._timed(place, partial(attend, self._context(table, layer), item)):
+                if self._attend(place, layer, item):
                     self._signal_rows(place, item)
                 yield None
         elif place.opcode == _DRAIN:
@@ -198,17 +198,28 @@ class Launch:
             self._signal(place, word)
         yield None
 
-    def _drain(self, place: _Place) -> Iterator[Blocked | None]:
-        """Claim and run the records of the queue until the first `end` of this layer's are claimed."""
-        queues = self._program.queues
-        queue = place.rank * self._program.rank_queues + place.operand("queue")
-        while self._claimed[queue, place.block] < place.operand("end"):
-            row = int(queues.offsets[queue] + self._claimed[queue, place.block])
-            self._claimed[queue, place.block] += 1
-            number = len(self._program.body.records) + row
-            yield from self._run(replace(place, row=number, words=queues.records[row]))
+    def _attend(self, place: Place, layer: int, item: int) -> bool:
+        """Do an attention item; whether its rows are final."""
+        return self._timed(place, partial(attend, self._context(self._tables[place.rank], layer), item))
 
-    def _item_members(self, place: _Place, item: int) -> list[int]:
+    def _drain(self, place: Place) -> Iterator[Blocked | None]:
+        """Claim and run the records of the queue until the first `end` of this layer's are claimed."""
+        while self._left(place):
+            yield from self._run(self._claim(place))
+
+    def _left(self, drain: Place) -> bool:
+        return bool(self._claimed[self._queue(drain), drain.block] < drain.operand("end"))
+
+    def _claim(self, drain: Place) -> Place:
+        queues, queue = self._program.queues, self._queue(drain)
+        row = int(queues.offsets[queue] + self._claimed[queue, drain.block])
+        self._claimed[queue, drain.block] += 1
+        return replace(drain, row=len(self._program.body.records) + row, words=queues.records[row])
+
+    def _queue(self, drain: Place) -> int:
+        return drain.rank * self._program.rank_queues + drain.operand("queue")
+
+    def _item_members(self, place: Place, item: int) -> list[int]:
         """The item's members of the grid [row block][group]: its row blocks, its KV heads' groups."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
@@ -217,7 +228,7 @@ class Launch:
         blocks = range(t.item_wait_block[item], t.item_wait_block[item] + t.item_wait_blocks[item])
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
-    def _logit_row_members(self, place: _Place) -> list[int]:
+    def _logit_row_members(self, place: Place) -> list[int]:
         """final_norm's members of the grid [row block]: the blocks of its logit rows that its rank owns."""
         if place.opcode != _FINAL_NORM:
             return []
@@ -225,31 +236,31 @@ class Launch:
         rows = t.logit_rows[row : row + place.operand("rows")].tolist()
         return [r // t.dims.row_block for r in rows if r >= 0 and place.rank in owners(t.dims, r)]
 
-    def _signal_rows(self, place: _Place, item: int) -> None:
+    def _signal_rows(self, place: Place, item: int) -> None:
         t = self._tables[place.rank]
         row, arrivals = int(t.item_row[item]), int(t.item_rows[item] * t.item_kv_heads[item])
         for word in place.signals(indexed=True):
             self._signal(place, word, row, arrivals)
 
-    def _signal(self, place: _Place, word: int, row: int = 0, arrivals: int = 1) -> None:
+    def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
         """Add to a word's counter, a grid's member of the row block of token row `row`, on the ranks that it names."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: owners(dims, row)}.get(rank, (rank,))
         self._counters.values[list(ranks), self._counter(place, word) + row // dims.row_block] += arrivals
 
-    def _counter(self, place: _Place, word: int) -> int:
+    def _counter(self, place: Place, word: int) -> int:
         block = place.block + bool(word & record.NEXT)
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
-    def _wait(self, place: _Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
+    def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
         """Wait for a member of each word's grid, on the place's own rank."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])
                 yield Blocked(place, counter, value, self._counters.expected(place.rank, counter))
 
-    def _timed(self, place: _Place, work: Callable[[], bool | None]) -> bool:
+    def _timed(self, place: Place, work: Callable[[], bool | None]) -> bool:
         begin = time.perf_counter_ns()
         result = work()
         end = time.perf_counter_ns()

@@ -60,8 +60,10 @@ class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
     `dims` gives the model, ranks, page size and limits; its bucket fields do not matter. A wait that lasts longer than
-    `timeout_s` seconds ends the launch with an error that names it. `by_phases`: a step runs as a graph of one launch
-    per phase, with the same bits; `pipelined` off: a block fetches an instruction when the one before has ended.
+    `timeout_s` seconds ends the launch with an error that names it. A launch that lasts several times as long, and does
+    not stop, loses its GPUs: whatever is asked of them is an error, until the process ends. `by_phases`: a step runs as
+    a graph of one launch per phase, with the same bits; `pipelined` off: a block fetches an instruction when the one
+    before has ended.
     """
 
     name = "cuda"
@@ -75,7 +77,7 @@ class CudaBackend:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
-        self._timeout_ns = round(timeout_s * 1e9)
+        self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None  # by its own word
@@ -128,7 +130,8 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            loaded.close()
+            if not self._closed:  # by itself, where the GPU is lost
+                loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
         """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
@@ -153,6 +156,7 @@ class CudaBackend:
     def _loaded(self, program: Program) -> Loaded:
         """The program on the GPUs; on first sight checked and copied, and activations grown to its bucket."""
         if self._closed:
+            self._node.gpus[0].check()
             raise MegakernelError("the backend is closed: make another one")
         loaded = self._programs.get(id(program))
         if loaded is None:
@@ -209,9 +213,11 @@ class CudaBackend:
             loaded.reset()
 
     def lose(self) -> None:
-        """The GPU answers no more, and what it holds goes with the process."""
+        """The GPUs answer no more, and what they hold goes with the process."""
         self.running = None
         self._closed = True
+        for gpu in self._node.gpus:
+            gpu.lose()
 
     def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
         """What the launch that has just ended leaves; `traced`: its table, where it was."""
@@ -221,7 +227,7 @@ class CudaBackend:
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
         """What a launch needs of the backend: the watchdog's limit and memory for sampling."""
-        params.timeout_ns = self._timeout_ns
+        params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
         if have < need:

@@ -6,6 +6,7 @@ Addresses are ints: device memory of all GPUs and pinned host memory share one a
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ...isa.launch import MAP_BYTES, SHARED_BYTES, THREADS
 from .compile import KERNEL
 
 _MAP_ALIGNMENT = 64
+_PEEK_BYTES = 1 << 16  # the diagnoses of 132 blocks
+_PEEK_S = 1.0
+_lost: set[int] = set()  # ordinals
 # CUresult
 _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
@@ -45,6 +49,7 @@ class Gpu:
 
         self.driver = driver
         self.ordinal = ordinal
+        self.check()
         check("starting CUDA", driver.cuInit(0))
         self._device = check("opening the GPU", driver.cuDeviceGet(ordinal))
         self.context = check("opening the GPU", driver.cuDevicePrimaryCtxRetain(self._device))
@@ -55,10 +60,21 @@ class Gpu:
         self._done = check("making an event", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._one = self.pinned(np.dtype(np.int32).itemsize)
         self._one.view(np.int32)[:] = 1
+        self._peeked = self.pinned(_PEEK_BYTES)
 
     def use(self) -> None:
-        """Make this the calling thread's GPU."""
+        """Make this the calling thread's GPU. Raises MegakernelError once it is lost."""
+        self.check()
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
+
+    def lose(self) -> None:
+        """Call it no more: what runs may never end, and most calls wait for that. It keeps what it holds."""
+        _lost.add(self.ordinal)
+
+    def check(self) -> None:
+        """Raise MegakernelError where it is lost."""
+        if self.ordinal in _lost:
+            raise MegakernelError(f"GPU {self.ordinal} has ceased to answer this process: end it, start another one")
 
     @property
     def sms(self) -> int:
@@ -155,6 +171,18 @@ class Gpu:
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
+    def peek(self, address: int, size: int) -> NDArray[np.uint8]:
+        """A copy of at most _PEEK_BYTES of device memory, whatever runs; zeros where it does not come in a second."""
+        self.use()
+        assert size <= _PEEK_BYTES
+        d, into = self.driver, self._peeked[:size]
+        into[:] = 0
+        check("copying from the GPU", d.cuMemcpyDtoHAsync(into.ctypes.data, address, size, self._side))
+        limit = time.perf_counter() + _PEEK_S
+        while not self._over(d.cuStreamQuery(self._side)) and time.perf_counter() < limit:
+            time.sleep(_PEEK_S / 1000)
+        return into.copy()
+
     # -- order
 
     def mark(self) -> None:
@@ -196,6 +224,7 @@ class Gpu:
         d = self.driver
         d.cuStreamSynchronize(self.stream)
         self.unpin(self._one)
+        self.unpin(self._peeked)
         d.cuEventDestroy(self._done)
         d.cuStreamDestroy(self._side)
         d.cuStreamDestroy(self.stream)

@@ -21,7 +21,7 @@ from .node import Node
 _ALIGNMENT = 256
 _BOX_ROWS, _BOX_BYTES = 32, 128
 
-STATUS_BYTES = 256  # of a grid: its abort word and its diagnosis
+STATUS_BYTES = 256  # of a grid: its abort word, on a line of its own
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 # Buffers that tiles are loaded from or stored to, and how many leading axes of theirs, the layers included, are the

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SPIN_S = 2e-3  # covers a step of decode; longer ones are polled with naps between
 _NAP_S = 50e-6
 _STOP_S = 5.0
+_PATIENCE = 4  # times the limit of the device's own waits, which do not know of what never completes without one
 
 
 class CudaLaunch:
@@ -34,9 +35,7 @@ class CudaLaunch:
     def wait(self) -> Output:
         """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
         try:
-            while not self._loaded.answered():
-                if time.perf_counter() - self._begin > _SPIN_S:
-                    time.sleep(_NAP_S)
+            ended = self._answered(_PATIENCE * self._backend.timeout_s)
             seconds = time.perf_counter() - self._begin
         except MegakernelError:
             self._backend.lose()  # the driver itself has failed, and answers nothing else from now on
@@ -44,6 +43,8 @@ class CudaLaunch:
         except BaseException:
             self.abort()
             raise
+        if not ended:
+            self._stop()
         failure = self._loaded.failure()
         self._backend.ended(self._loaded, failed=failure is not None)
         if failure is not None:
@@ -51,14 +52,44 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended.
+
+        Raises MegakernelError where it does not end: nothing of its GPUs can be used any more, or given back.
+        """
         if self._backend.running is not self:
             return
+        self._stop()
+        self._backend.ended(self._loaded, failed=True)
+
+    def _answered(self, limit_s: float) -> bool:
+        """Wait until it has ended; false: it has not."""
+        while not self._loaded.answered():
+            seconds = time.perf_counter() - self._begin
+            if seconds > limit_s:
+                return False
+            if seconds > _SPIN_S:
+                time.sleep(_NAP_S)
+        return True
+
+    def _stop(self) -> None:
         for grid in self._loaded.grids:
             grid.interrupt()
         limit = time.perf_counter() + _STOP_S
         while not self._loaded.idle():
             if time.perf_counter() > limit:
-                raise MegakernelError("a launch does not stop: end the process")
+                raise self._lost()
             time.sleep(_NAP_S)
-        self._backend.ended(self._loaded, failed=True)
+
+    def _lost(self) -> MegakernelError:
+        """What runs may still read and write all that it was given, so none of it is freed."""
+        seconds, loaded = time.perf_counter() - self._begin, self._loaded
+        try:
+            waiting = loaded.waiting()
+        except MegakernelError:
+            waiting = None  # the driver has failed as well
+        self._backend.lose()
+        return MegakernelError(
+            f"the GPU does not answer: launch {loaded.launches} of program {loaded.program.hash} has not ended after "
+            f"{seconds:.0f} s and does not stop{f' ({waiting})' if waiting else ''}: end the process, "
+            "nothing else frees the GPU's memory"
+        )

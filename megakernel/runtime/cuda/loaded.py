@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BY_OPCODE, Buffer, StepTable, record
-from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES
+from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program, Segment
 from ..native import CDims
+from . import stall
 from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256
-_ABORT = 128  # offset in the status; the diagnosis is at 0, on another line than what all waits poll
-_COUNTER_BYTES = 4
+_ABORT_BYTES = _COUNTER_BYTES = 4
 
-Diagnosis, Params = STRUCTURES["Diagnosis"], STRUCTURES["Params"]
+Params = STRUCTURES["Params"]
 
 
 class Tables:
@@ -71,6 +71,7 @@ class Grid:
                 "strides": heap.strides(),
                 "maps": heap.maps(program.dims),
                 "words": StepTable(program.dims).words,
+                "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
             },
         )
         t = self._tables
@@ -85,6 +86,7 @@ class Grid:
             layer_stride=t["strides"],
             maps=t["maps"],
             step_words=t["words"],
+            diagnoses=t["diagnoses"],
             first_rank=ranks.start,
             ranks=len(ranks),
             workers=program.workers,
@@ -104,8 +106,7 @@ class Grid:
         return len(self.ranks) * self._program.workers
 
     def _point(self) -> None:
-        status = self._heap.status(self.ranks.start)
-        self.params.diagnosis, self.params.abort = status, status + _ABORT
+        self.params.abort = self._heap.status(self.ranks.start)
 
     def refresh(self) -> None:
         """The heap has moved."""
@@ -124,6 +125,15 @@ class Grid:
         if prepared is None:
             prepared = self._prepared.setdefault(id(kernel), kernel.prepare(self.blocks, self.params))
         prepared.begin()
+
+    def waits(self) -> list[stall.Wait]:
+        """What its warps waited for when the last launch was given up; of one that runs, as far as they have left."""
+        notes = self.gpu.peek(self._tables["diagnoses"], self.blocks * WARPS * stall.NOTE.itemsize)
+        return stall.waits_of(self._program, notes.view(stall.NOTE), self.ranks)
+
+    def forget_waits(self) -> None:
+        self.gpu.use()
+        self.gpu.fill(self._tables["diagnoses"], 0, self.blocks * WARPS * stall.NOTE.itemsize)
 
     def interrupt(self) -> None:
         """End the launch that runs."""
@@ -220,11 +230,15 @@ class Loaded:
 
     def failure(self) -> str | None:
         """Why the last launch was given up; None where it was not."""
-        for answer in self._answers:
-            if answer[_ABORT : _ABORT + 4].any():
-                diagnosis = Diagnosis.from_buffer_copy(answer.tobytes())
-                return describe(self.program, diagnosis) if diagnosis.set else "it was stopped"
-        return None
+        if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
+            return None
+        return self.waiting() or "no warp says what it waits for"
+
+    def waiting(self) -> str | None:
+        """Who held up the last launch, where its watchdogs say so."""
+        waits = [wait for grid in self.grids for wait in grid.waits()]
+        table = StepTable(self.program.dims, self._words.view(np.int32))
+        return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
         """As before the first launch. No grid may run."""
@@ -236,6 +250,8 @@ class Loaded:
             gpu.use()
             gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
             gpu.fill(self._heap.status(rank), 0, STATUS_BYTES)
+        for grid in self.grids:
+            grid.forget_waits()
         for grid in self.grids:  # another GPU's next launch may signal here at once
             grid.gpu.synchronise()
         self.launches = 0
@@ -252,25 +268,6 @@ class Loaded:
 def segments(program: Program) -> list[Segment]:
     """Prologue, body, epilogue, queues: record lists as the interpreter numbers them."""
     return [*(getattr(program, name) for name in SEGMENTS), program.queues]
-
-
-def describe(program: Program, d: Any) -> str:
-    """Who waits for what, of a Diagnosis."""
-    role = SERVICE_WARPS[d.warp] if d.warp < len(SERVICE_WARPS) else f"consumer {d.warp - len(SERVICE_WARPS)}"
-    where = "between instructions"
-    if d.segment >= 0:
-        records, _ = program.numbered(d.segment)
-        name = BY_OPCODE[int(record.opcode(records[d.number]))].name if d.number < len(records) else "unknown"
-        layer = f", layer {d.layer}" if d.segment == BODY else ""
-        where = f"in {SEGMENTS[d.segment]} record {d.number} ({name}{layer})"
-    kind = list(AWAITED)[d.awaited]
-    what = AWAITED[kind].format(d.slot)
-    if kind == COUNTER:
-        block = (0, d.layer, program.dims.layers)[d.segment]
-        state = f"{d.counter} of block {block} has value {d.value}, expected {d.expected}"
-    else:
-        state = f"the barrier's phase of parity {d.expected} does not complete"
-    return f"the {role} of rank {d.rank} worker {d.worker} waits {where} for {what}: {state}"
 
 
 def _check_records(program: Program) -> None:

@@ -1,0 +1,214 @@
+"""Why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
+
+Most warps wait for others that wait. A block whose oldest unfinished instruction does not wait for a counter is at
+fault itself. Where each waits for one, a signal is missing: to the earliest, since all that come before it have ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import trace as tracing
+from ...isa import BY_OPCODE, StepTable, record
+from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
+from ...program import SEGMENTS, Program
+from ..reference_launch import Blocked, Counters, Launch, Place
+
+NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
+_STORER = SERVICE_WARPS.index("storer")
+_LATE = object()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A Diagnosis and whose it is."""
+
+    rank: int
+    worker: int
+    warp: int
+    segment: int
+    layer: int
+    number: int
+    kind: str  # a key of AWAITED
+    index: int
+    value: int
+    expected: int
+
+    @property
+    def consumer(self) -> int:
+        """Negative of a service warp."""
+        return self.warp - len(SERVICE_WARPS)
+
+
+def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
+    """Those of a grid's diagnoses that are set; `notes` [blocks * WARPS] of NOTE."""
+    found = []
+    for index in np.flatnonzero(notes["set"]):
+        block, warp = divmod(int(index), WARPS)
+        rank, worker = divmod(block, program.workers)
+        n = {name: int(notes[index][name]) for name in NOTE.names or () if name not in ("set", "awaited")}
+        found.append(Wait(ranks.start + rank, worker, warp, kind=list(AWAITED)[notes[index]["awaited"]], **n))
+    return found
+
+
+def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
+    """Who holds up a launch in which these wait, at least one: a clause. The program is right, or it may be any."""
+    order = _Rehearsal(program, table).run()
+
+    def age(wait: Wait) -> tuple[int, int, int]:
+        return wait.segment, wait.layer, order.get((wait.segment, wait.number), -1)
+
+    stuck = []
+    for block in sorted({(w.rank, w.worker) for w in waits}):
+        own = [w for w in waits if (w.rank, w.worker) == block]
+        oldest = min((age(w) for w in own if w.segment >= 0), default=(-1, 0, 0))
+        at_it = [w for w in own if age(w) == oldest]
+        starved = [w for w in at_it if w.kind == COUNTER]
+        stuck.append((bool(starved), oldest, starved[0] if starved else _inside(own, at_it), own))
+    _, _, wait, own = min(stuck, key=lambda s: s[:2])
+    said = _describe(program, wait)
+    if wait.kind == COUNTER:
+        return f"{said}: a signal of {' or '.join(_signallers(program, wait))} is missing"
+    silent = sorted(set(range(WARPS - len(SERVICE_WARPS))) - {w.consumer for w in own})
+    if wait.warp == _STORER and silent:
+        said += f", and consumer {', '.join(map(str, silent))} is still at work"
+    return said
+
+
+def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
+    """The wait of a block that its others wait for; `oldest`: those at its oldest instruction.
+
+    A consumer that wants a page that the loaders have come by lacks a load. A storer lacks a consumer that has passed,
+    or that waits for nothing. A loader lacks one that has not released a page, though it has it.
+    """
+    consumers = [w for w in waits if w.consumer >= 0]
+    to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
+    unloaded = [w for w in oldest if w.consumer >= 0 and w.kind == "full" and (w.index, w.expected) not in to_be_filled]
+    storer = [w for w in oldest if w.warp == _STORER]
+    behind = [w for w in oldest if w.consumer >= 0]
+    silent = len(consumers) < WARPS - len(SERVICE_WARPS)
+    unstored = storer if silent or not behind else []
+    unreleased = [w for w in waits if w.kind == "empty"]
+    others = sorted(waits, key=lambda w: (w.kind == "fetched", w.kind != "inputs", w.warp))
+    return [*unloaded, *unstored, *unreleased, *storer, *others][0]
+
+
+class _Rehearsal(Launch):
+    """A launch of one layer that does no work, to know the order of its instructions.
+
+    Nothing is claimed before it must be: so whatever a worker may have to do before it claims an instruction comes
+    before that one.
+    """
+
+    def __init__(self, program: Program, table: StepTable) -> None:
+        one = replace(program, dims=replace(program.dims, layers=1))
+        counters = Counters(one)
+        counters.launch = 1
+        nothing: Any = lambda *_: None  # noqa: E731
+        super().__init__(one, table, counters, nothing, nothing)
+        self._order: dict[tuple[int, int], int] = {}
+        self._arrived: Counter[tuple[int, int]] = Counter()
+        self._ready: deque[Iterator[Any]] = deque()
+        self._late: deque[Iterator[Any]] = deque()  # they would claim
+        self._blocked: dict[tuple[int, int], list[Iterator[Any]]] = defaultdict(list)
+        self._may_claim = False
+        self._clock = count()
+
+    def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
+        """When each (segment, number) comes, as far as it gets."""
+        ended = object()
+        for rank in range(self._program.ranks):
+            self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))
+        while self._ready or self._late:
+            self._may_claim = not self._ready
+            worker = (self._ready or self._late).popleft()
+            state = next(worker, ended)
+            if isinstance(state, Blocked):
+                self._blocked[state.place.rank, state.counter].append(worker)
+            elif state is not ended:
+                (self._late if state is _LATE else self._ready).append(worker)
+        return self._order
+
+    def _run(self, place: Place) -> Iterator[Any]:
+        yield from super()._run(place)
+        self._order.setdefault(_key(place), next(self._clock))
+
+    def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
+        super()._signal(place, word, row, arrivals)
+        member = self._counter(place, word) + row // self._program.dims.row_block
+        for rank in range(self._program.ranks):
+            self._ready.extend(self._blocked.pop((rank, member), ()))
+
+    def _timed(self, place: Place, work: Any) -> bool:
+        self._order[_key(place)] = next(self._clock)
+        return True
+
+    def _drain(self, place: Place) -> Iterator[Any]:
+        while self._left(place):
+            if not self._may_claim:
+                yield _LATE
+                continue
+            self._may_claim = False
+            claimed = self._claim(place)
+            if not self._left(place):
+                self._ready.extend(self._late)  # who goes on after the last claim comes before the next one
+                self._late.clear()
+            yield from self._run(claimed)
+
+    def _attend(self, place: Place, layer: int, item: int) -> bool:
+        self._timed(place, None)
+        table = self._tables[place.rank]
+        split = int(table.item_split[item])
+        self._arrived[place.rank, split] += 1
+        return split < 0 or self._arrived[place.rank, split] == table.item_splits[item]
+
+
+def _key(place: Place) -> tuple[int, int]:
+    return {tracing.PROLOGUE: PROLOGUE, tracing.EPILOGUE: EPILOGUE}.get(place.layer, BODY), place.row
+
+
+def _signallers(program: Program, wait: Wait) -> list[str]:
+    """Names of the instructions that signal a counter."""
+    layers, block = program.dims.layers, _block(program, wait)
+    ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
+    opcodes: set[int] = set()
+    for segment, (same, following) in ways.items():
+        records, _ = program.numbered(segment)
+        for word in (records[:, i] for i in range(record.SIGNAL_WORD, record.WORDS)):
+            first = (word & record.COUNTER_MASK) - 1
+            grid = (word & record.INDEXED) != 0
+            reached = (first == wait.index) | grid & (first <= wait.index)
+            goes = np.where((word & record.NEXT) != 0, following, same)
+            rank = record.word_rank(word)
+            hits = (word != 0) & reached & goes & (np.isin(rank, (wait.rank, record.ALL_RANKS, record.OWNER)))
+            opcodes |= set(record.opcode(records[hits]).tolist())
+    return [BY_OPCODE[opcode].name for opcode in sorted(opcodes)]
+
+
+def _block(program: Program, wait: Wait) -> int:
+    """Of counters, where a wait is."""
+    return (0, wait.layer, program.dims.layers)[wait.segment]
+
+
+def _describe(program: Program, w: Wait) -> str:
+    """Who waits for what."""
+    role = SERVICE_WARPS[w.warp] if w.consumer < 0 else f"consumer {w.consumer}"
+    where = "between instructions"
+    if w.segment >= 0:
+        records, _ = program.numbered(w.segment)
+        name = BY_OPCODE[int(record.opcode(records[w.number]))].name if w.number < len(records) else "unknown"
+        layer = f", layer {w.layer}" if w.segment == BODY else ""
+        where = f"{'before' if w.warp == 0 else 'in'} {SEGMENTS[w.segment]} record {w.number} ({name}{layer})"
+    what = AWAITED[w.kind].format(w.index)
+    if w.kind == COUNTER:
+        state = f"in block {_block(program, w)} it has value {w.value}, expected {w.expected}"
+    else:
+        state = f"the barrier's phase of parity {w.expected} does not complete"
+    return f"the {role} of rank {w.rank} worker {w.worker} waits {where} for {what}: {state}"
