@@ -140,6 +140,18 @@ def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
     assert figures["link_bytes"] == layers + logits + gathered + tokens
 
 
+def test_with_many_rows_a_layer_ends_with_the_next_ones_norm_beside_its_last_matmul() -> None:
+    model = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
+    options = Options(residual="dealt", queue="body")
+    few, many = (compiled(model, machine.load("h100"), n, 1, 8, options) for n in (1024, 4096))
+    assert (few.dims.norm_ahead, many.dims.norm_ahead) == (0, 1)
+    names = [BY_OPCODE[n].name for n in opcode(many.queues.records[: many.queues.offsets[1]]).tolist()]
+    assert "attn_norm" not in names
+    assert BY_NAME["first_norm"].opcode in opcode(many.prologue.records)
+    early = names[: len(names) - names[::-1].index("down_partial")].count("next_norm")
+    assert early >= names.count("next_norm") / 2
+
+
 def test_few_rows_take_one_hop_and_many_rows_have_owners() -> None:
     model = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
     found = [describe(compiled(model, machine.load("h100"), n, 1, 8))["lowering"]["residual"] for n in (1, 512)]
