@@ -283,7 +283,7 @@ def in_process_hang() -> None:
     with lost:
         backend.launch(program, table)
     with lost:
-        backend.execute(program.body.records[0], 0, table)
+        backend.execute(program, 0, program.phases(0)[0], 0, table)
     with lost:
         backend.buffer(Buffer.HISTORY)
     with lost:

@@ -7,11 +7,12 @@ import re
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from protocol import LaunchImage
 from test_protocol import make
 
-from megakernel.isa import BY_OPCODE
-from megakernel.isa.record import INDEXED, SIGNAL_WORD, SIGNALS, WORDS, opcode, signals, word_counter
+from megakernel.isa import BY_NAME, BY_OPCODE, StepTable
+from megakernel.isa.record import INDEXED, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WORDS, opcode, signals, word_counter
 from megakernel.runtime.cuda.stall import explain
 from megakernel.scheduler import Options
 
@@ -56,14 +57,25 @@ def test_names_the_block_that_keeps_the_others_waiting(bug: str, queue: str) -> 
     assert found >= 2
 
 
+def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
+    """Slots of attention with an item that is no part of a split."""
+    whole = np.flatnonzero(table.item_split[: table.slot_items[-1]] < 0)
+    return np.searchsorted(table.slot_items, whole, "right") - 1
+
+
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 def test_names_the_signal_that_is_missing(queue: str) -> None:
     """Of each kind of instruction one loses its signals: whoever waits for them is named, and no one behind it."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
     rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)
-    for code in np.unique(opcode(whole)[signals(whole).any(1)]):
-        row = int(rng.choice(np.flatnonzero((opcode(whole) == code) & signals(whole).any(1))))
+    loses = signals(whole).any(1)
+    # A slot of attention without items signals nothing, and of a split's slots the last to end signals.
+    signal = [_slots_that_signal(table.rank(rank)) for rank in range(2)]
+    attention = opcode(whole) == BY_NAME["attention"].opcode
+    loses[attention] &= np.isin(whole[attention, OPERAND_WORD], np.intersect1d(*signal))
+    for code in np.unique(opcode(whole)[loses]):
+        row = int(rng.choice(np.flatnonzero((opcode(whole) == code) & loses)))
         image.restore()
         streams = len(program.body.records)
         base, at = (image.params.records[1], row) if row < streams else (image.params.records[3], row - streams)
