@@ -162,6 +162,12 @@ def header() -> str:
     for i in INSTRUCTIONS:
         body = " ".join(f"int32_t {name};" for name in i.operands)
         out.append(f"struct {_camel(i.name)} {{ {body + ' ' if body else ''}}};")
+    layouts = list(dict.fromkeys(i.operands for i in INSTRUCTIONS))
+    out += ["", "// Equal of instructions whose operands are the same, in the same order.", "template <class Operands>"]
+    out += ["constexpr int32_t kLayout = -1;"]
+    out += [
+        f"template <> constexpr int32_t kLayout<{_camel(i.name)}> = {layouts.index(i.operands)};" for i in INSTRUCTIONS
+    ]
     out += ["", "struct Dims {"]
     out += [f"  {'float' if kind is float else 'int32_t'} {name};" for name, kind in DIM_FIELDS]
     out += [

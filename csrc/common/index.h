@@ -55,11 +55,20 @@ MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t
   return row < 0 ? d.rank == 0 : residual_ranks(d, row).begin == d.rank;
 }
 
-// Row of REDUCE, on a rank that keeps the residual of token row `row`, where `rank` stores its partial of it.
+// REDUCE, on a rank that keeps residual rows: a slot for each rank's partials, of so many rows,
+template <class D>
+MK_DIMS_FN inline int32_t reduce_slot(const D& d) {
+  return d.own_rows();
+}
+// in each of which token row `row` has this row:
+template <class D>
+MK_DIMS_FN inline int32_t reduce_place(const D& d, int32_t row) {
+  return d.one_hop ? row : row / d.row_block / d.tp * d.row_block + row % d.row_block;
+}
+// the row where `rank` stores its partial of it.
 template <class D>
 MK_DIMS_FN inline int64_t reduce_row(const D& d, int32_t rank, int32_t row) {
-  const int32_t place = d.one_hop ? row : row / d.row_block / d.tp * d.row_block + row % d.row_block;
-  return int64_t{rank} * d.own_rows() + place;
+  return int64_t{rank} * reduce_slot(d) + reduce_place(d, row);
 }
 
 }  // namespace mk

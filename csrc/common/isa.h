@@ -139,6 +139,28 @@ struct Sample { int32_t row; int32_t rows; };
 struct Join { };
 struct Drain { int32_t queue; int32_t end; };
 
+// Equal of instructions whose operands are the same, in the same order.
+template <class Operands>
+constexpr int32_t kLayout = -1;
+template <> constexpr int32_t kLayout<Embed> = 0;
+template <> constexpr int32_t kLayout<Rope> = 0;
+template <> constexpr int32_t kLayout<AttnNorm> = 0;
+template <> constexpr int32_t kLayout<QkvRope> = 1;
+template <> constexpr int32_t kLayout<Attention> = 2;
+template <> constexpr int32_t kLayout<OProj> = 1;
+template <> constexpr int32_t kLayout<OPartial> = 1;
+template <> constexpr int32_t kLayout<OReduce> = 1;
+template <> constexpr int32_t kLayout<MlpNorm> = 0;
+template <> constexpr int32_t kLayout<GateUpSilu> = 1;
+template <> constexpr int32_t kLayout<DownProj> = 1;
+template <> constexpr int32_t kLayout<DownPartial> = 1;
+template <> constexpr int32_t kLayout<DownReduce> = 1;
+template <> constexpr int32_t kLayout<FinalNorm> = 0;
+template <> constexpr int32_t kLayout<LmHead> = 1;
+template <> constexpr int32_t kLayout<Sample> = 0;
+template <> constexpr int32_t kLayout<Join> = 3;
+template <> constexpr int32_t kLayout<Drain> = 4;
+
 struct Dims {
   int32_t vocab;
   int32_t hidden;

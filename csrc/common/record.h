@@ -17,4 +17,11 @@ MK_DIMS_FN inline const Operands& operands(const int32_t* record) {
   return *reinterpret_cast<const Operands*>(record + kOperandWord);
 }
 
+// Of a record of any of these instructions, which have the same operands.
+template <class Operands, class... Others>
+MK_DIMS_FN inline const Operands& shared_operands(const int32_t* record) {
+  static_assert(((kLayout<Others> == kLayout<Operands>) && ...), "their operands must be the same");
+  return operands<Operands>(record);
+}
+
 }  // namespace mk

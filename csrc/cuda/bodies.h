@@ -26,10 +26,10 @@ struct Bodies {
       case Opcode::next_norm:
       case Opcode::mlp_norm:
       case Opcode::final_norm:
-        return norm(p, c, opcode, operands<FinalNorm>(record));
+        return norm(p, c, opcode, shared_operands<FinalNorm, AttnNorm, MlpNorm>(record));
       case Opcode::o_reduce:
       case Opcode::down_reduce:
-        return reduce(p, c, opcode, operands<OReduce>(record));
+        return reduce(p, c, opcode, shared_operands<OReduce, DownReduce>(record));
       case Opcode::sample:
         return sample(p, c, operands<Sample>(record));
       case Opcode::attention:

@@ -82,7 +82,8 @@ struct Matmul {
 
 // False where the record is no matmul.
 MK_FN bool matmul_of(const Sizes& d, const int32_t* record, Matmul& m) {
-  const QkvRope& op = operands<QkvRope>(record);  // as of all matmuls
+  const QkvRope& op =
+      shared_operands<QkvRope, OProj, OPartial, GateUpSilu, DownProj, DownPartial, LmHead>(record);
   switch (static_cast<Opcode>(record_opcode(record))) {
 #define MK_MATMUL(name, weights, inputs, inner, halves, output)                                            \
   case Opcode::name:                                                                                       \
@@ -113,8 +114,7 @@ MK_FN bool tensor_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& e
   const int32_t matrix = weight_layer(m, layer) * m.halves;
   const bool reduce = m.output == Buffer::REDUCE;
   const int32_t out_z = reduce ? d.rank : 0;
-  const int32_t out_y =
-      reduce ? static_cast<int32_t>(reduce_row(d, d.rank, m.row)) - d.rank * d.own_rows() : m.row;
+  const int32_t out_y = reduce ? reduce_place(d, m.row) : m.row;
   MK_LOOP for (int32_t done = 0; done < m.cols; done += chunk_cols(m)) {
     const int32_t col = m.col + done, cols = lower(m.cols - done, chunk_cols(m));
     const int32_t outputs = m.by_pages ? cols : 0;

@@ -12,7 +12,8 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
                  int slot) {
   const Sizes& d = block.dims;
   const bool partial = use.buffer == Buffer::REDUCE;
-  const Ranks ranks = partial ? residual_ranks(d, operands<OPartial>(task.record).row) : own_rank(d);
+  const Ranks ranks =
+      partial ? residual_ranks(d, shared_operands<OPartial, DownPartial>(task.record).row) : own_rank(d);
   MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
     const TensorMap& map = params.maps[rank * kBuffers + static_cast<int32_t>(use.buffer)];
     use.for_boxes([&](const Box& box) {

@@ -15,14 +15,14 @@ MK_FN void reduce(P& p, const Call& call, Opcode opcode, const OReduce& op) {
   const bool biased = heads ? d.attention_bias : d.mlp_bias;
   const float* bias = biased ? call.at<float>(heads ? Buffer::B_O : Buffer::B_DOWN) : nullptr;
   const uint16_t* partials = call.at<uint16_t>(Buffer::REDUCE);
-  const int64_t slot = int64_t{d.own_rows()} * d.hidden;  // of REDUCE, a rank's
+  const int64_t slot = int64_t{reduce_slot(d)} * d.hidden;
   const int groups = op.cols / 8;
   MK_LOOP for (int i = call.warp * P::kLanes + p.lane(); i < op.rows * groups;
                i += kConsumerWarps * P::kLanes) {
     const int r = op.row + i / groups, k = op.col + i % groups * 8;
     float* x = call.at<float>(Buffer::X) + int64_t{r} * d.hidden + k;
     const Eight before = load_eight(x);
-    const uint16_t* partial = partials + reduce_row(d, 0, r) * d.hidden + k;
+    const uint16_t* partial = partials + int64_t{reduce_place(d, r)} * d.hidden + k;
     Eight sum = load_eight(partial);
     MK_UNROLL_4 for (int rank = 1; rank < ranks; ++rank) {
       const Eight more = load_eight(partial + rank * slot);
