@@ -144,6 +144,7 @@ template <class Operands>
 constexpr int32_t kLayout = -1;
 template <> constexpr int32_t kLayout<Embed> = 0;
 template <> constexpr int32_t kLayout<Rope> = 0;
+template <> constexpr int32_t kLayout<FirstNorm> = 0;
 template <> constexpr int32_t kLayout<AttnNorm> = 0;
 template <> constexpr int32_t kLayout<QkvRope> = 1;
 template <> constexpr int32_t kLayout<Attention> = 2;
@@ -155,6 +156,7 @@ template <> constexpr int32_t kLayout<GateUpSilu> = 1;
 template <> constexpr int32_t kLayout<DownProj> = 1;
 template <> constexpr int32_t kLayout<DownPartial> = 1;
 template <> constexpr int32_t kLayout<DownReduce> = 1;
+template <> constexpr int32_t kLayout<NextNorm> = 0;
 template <> constexpr int32_t kLayout<FinalNorm> = 0;
 template <> constexpr int32_t kLayout<LmHead> = 1;
 template <> constexpr int32_t kLayout<Sample> = 0;

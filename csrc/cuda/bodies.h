@@ -26,7 +26,7 @@ struct Bodies {
       case Opcode::next_norm:
       case Opcode::mlp_norm:
       case Opcode::final_norm:
-        return norm(p, c, opcode, shared_operands<FinalNorm, AttnNorm, MlpNorm>(record));
+        return norm(p, c, opcode, shared_operands<FinalNorm, FirstNorm, AttnNorm, NextNorm, MlpNorm>(record));
       case Opcode::o_reduce:
       case Opcode::down_reduce:
         return reduce(p, c, opcode, shared_operands<OReduce, DownReduce>(record));
