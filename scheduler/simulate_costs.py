@@ -122,12 +122,12 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 
 # -- the host
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json. For another
-# host, run benchmarks/simulate_host.py there.
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json, and for attention
+# simulate-host-attention.json. For another host, run benchmarks/simulate_host.py there.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
         matmul_flops=((1.0, 52e9), (2.0, 90e9), (4.0, 110e9), (8.0, 125e9), (96.0, 124e9)),
-        attention_flops=((4.0, 19.5e9), (16.0, 46.7e9), (64.0, 69.3e9), (128.0, 69.9e9)),
+        attention_flops=((4.0, 33.3e9), (16.0, 49.6e9), (64.0, 68.8e9), (128.0, 68.3e9)),
         row_quantum=1,
         vector_flops=11.8e9,
         memory_bytes_per_s=min(23.1e9, 11.6e9 * machine.workers),
