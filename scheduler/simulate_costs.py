@@ -122,7 +122,7 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 
 # -- the host
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json, and for attention
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json, attention of
 # simulate-host-attention.json. For another host, run benchmarks/simulate_host.py there.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
