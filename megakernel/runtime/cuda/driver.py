@@ -18,7 +18,6 @@ from ...isa.launch import MAP_BYTES, SHARED_BYTES, THREADS
 from .compile import KERNEL
 
 _MAP_ALIGNMENT = 64
-_PEEK_BYTES = 1 << 16  # the diagnoses of 132 blocks
 _PEEK_S = 1.0
 _lost: set[int] = set()  # ordinals
 # CUresult
@@ -60,7 +59,6 @@ class Gpu:
         self._done = check("making an event", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._one = self.pinned(np.dtype(np.int32).itemsize)
         self._one.view(np.int32)[:] = 1
-        self._peeked = self.pinned(_PEEK_BYTES)
 
     def use(self) -> None:
         """Make this the calling thread's GPU. Raises MegakernelError once it is lost."""
@@ -171,17 +169,15 @@ class Gpu:
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
-    def peek(self, address: int, size: int) -> NDArray[np.uint8]:
-        """A copy of at most _PEEK_BYTES of device memory, whatever runs; zeros where it does not come in a second."""
+    def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
+        """Copy from the device, whatever runs; zeros where that does not come in a second."""
         self.use()
-        assert size <= _PEEK_BYTES
-        d, into = self.driver, self._peeked[:size]
-        into[:] = 0
-        check("copying from the GPU", d.cuMemcpyDtoHAsync(into.ctypes.data, address, size, self._side))
+        d = self.driver
+        pinned[:] = 0
+        check("copying from the GPU", d.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self._side))
         limit = time.perf_counter() + _PEEK_S
         while not self._over(d.cuStreamQuery(self._side)) and time.perf_counter() < limit:
             time.sleep(_PEEK_S / 1000)
-        return into.copy()
 
     # -- order
 
@@ -224,7 +220,6 @@ class Gpu:
         d = self.driver
         d.cuStreamSynchronize(self.stream)
         self.unpin(self._one)
-        self.unpin(self._peeked)
         d.cuEventDestroy(self._done)
         d.cuStreamDestroy(self._side)
         d.cuStreamDestroy(self.stream)

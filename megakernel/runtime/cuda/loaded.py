@@ -98,6 +98,7 @@ class Grid:
             layer_begin=0,
             layer_end=program.dims.layers,
         )
+        self._notes = gpu.pinned(self.blocks * WARPS * stall.NOTE.itemsize)
         self._prepared: dict[int, Prepared] = {}
         self._point()
 
@@ -128,18 +129,19 @@ class Grid:
 
     def waits(self) -> list[stall.Wait]:
         """What its warps waited for when the last launch was given up; of one that runs, as far as they have left."""
-        notes = self.gpu.peek(self._tables["diagnoses"], self.blocks * WARPS * stall.NOTE.itemsize)
-        return stall.waits_of(self._program, notes.view(stall.NOTE), self.ranks)
+        self.gpu.peek(self._notes, self._tables["diagnoses"])
+        return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
     def forget_waits(self) -> None:
         self.gpu.use()
-        self.gpu.fill(self._tables["diagnoses"], 0, self.blocks * WARPS * stall.NOTE.itemsize)
+        self.gpu.fill(self._tables["diagnoses"], 0, self._notes.nbytes)
 
     def interrupt(self) -> None:
         """End the launch that runs."""
         self.gpu.interrupt(self.params.abort)
 
     def close(self) -> None:
+        self.gpu.unpin(self._notes)
         self._tables.close()
 
 
