@@ -21,7 +21,8 @@ from record import write
 from megakernel import machine as machines
 from megakernel.isa import Dtype
 from megakernel.model import load_config
-from megakernel.scheduler import compile_program, verify
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.verify import verify
 
 TOKENS, LAYERS, RANKS = 8192, 80, 8
 SHAPES = [

@@ -23,12 +23,13 @@ from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.scheduler import compile_program, simulate
-from megakernel.scheduler.simulate_costs import costs_of
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from browser import Browser, browser
 

@@ -21,8 +21,9 @@ from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dims, Dtype, StepTable
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler import Options, compile_program, simulate
-from megakernel.scheduler.simulate_costs import costs_of
+from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline.overlap import compute_bound
 
 CONTEXT = 128

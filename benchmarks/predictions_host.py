@@ -26,7 +26,8 @@ from megakernel.model import load_config
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, create
-from megakernel.scheduler import Simulation, compile_program, simulate
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.simulate import Simulation, simulate
 
 PROMPT = 512
 MODELS = ("smollm2-135m", "random:llama-3.2-1b")

@@ -28,7 +28,7 @@ from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.runtime import Chunk, build_step, create
-from megakernel.runtime.native import probe_read
+from megakernel.runtime.cpu.native import probe_read
 from megakernel.scheduler import compile_program
 
 # A shape of no model that predictions are made for.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from atomic_steps import expected, make_table
 from ground_truth import Verdict, adversarial, explore
 from mutate import KINDS
@@ -26,7 +26,7 @@ from record import write
 from small_programs import large, small
 
 from megakernel.program import Program
-from megakernel.scheduler import verify
+from megakernel.scheduler.verify import verify
 
 STEPS, TABLES = 4, 2  # of each base program, and tried on a mutant
 STATES = 20_000

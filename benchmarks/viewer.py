@@ -24,7 +24,7 @@ from megakernel.program import Program
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import synthetic
 from browser import Browser, browser

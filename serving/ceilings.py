@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..machine import Machine
 from ..roofline import Ceilings, machine_ceilings, measure_ceilings
-from ..runtime.native import probe_fma, probe_read
+from ..runtime.cpu.native import probe_fma, probe_read
 
 
 def host_ceilings(threads: int) -> Ceilings:

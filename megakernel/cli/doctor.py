@@ -109,7 +109,7 @@ def _version(package: str) -> str | None:
 
 def _native_core(findings: list[str]) -> str | None:
     """The SIMD path that the native core uses, or a finding."""
-    from ..runtime import native
+    from ..runtime.cpu import native
 
     try:
         return native.simd()

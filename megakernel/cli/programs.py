@@ -163,7 +163,7 @@ def run_disasm(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..scheduler import verify
+    from ..scheduler.verify import verify
 
     with output.busy("verifying"):
         program = load(args)

@@ -63,8 +63,8 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..scheduler import simulate
-    from ..scheduler.simulate_costs import costs_of
+    from ..scheduler.simulate import simulate
+    from ..scheduler.simulate.costs import costs_of
     from ..timeline import write_html
     from ..timeline.overlap import compute_bound
 

@@ -12,8 +12,8 @@ from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import LlamaConfig
 from ..settings import SETTINGS
 from .backend import Backend, Launch, Output
+from .cpu.processes.torchrun import join as join_ranks
 from .step import Chunk, SampleRow, build_step, check_step
-from .torchrun import join as join_ranks
 
 BACKENDS = ("auto", "reference", "cpu", "cuda", "null")
 RANKS = ("threads", "processes")
@@ -93,7 +93,7 @@ def create(
         return ReferenceBackend(checkpoint, dims, pages, dtype=dtype)
     if name in ("cpu", "null"):
         if dims.tp > 1 and (ranks == "processes" or join_ranks(dims.tp)):
-            from .processes import ProcessBackend
+            from .cpu.processes import ProcessBackend
 
             audit = SETTINGS["audit"].value() == "1"
             return ProcessBackend(

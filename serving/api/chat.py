@@ -10,16 +10,7 @@ from fastapi.responses import Response
 from .answers import Answers, Delta
 from .logprobs import chat_logprobs, scores
 from .requests import ChatRequest
-from .responses import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatResponse,
-    Usage,
-)
+from .responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatResponse, Usage
 from .service import Service, new_id
 
 

@@ -19,7 +19,7 @@ from ...errors import MegakernelError
 from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
 from ...isa.launch import BODY
 from ...program import SEGMENTS, Program, Segment
-from ..reference import ReferenceBackend
+from ..reference.backend import ReferenceBackend
 from .backend import CudaBackend
 
 _SUMMED, _ROUNDED = 2e-4, 4e-3

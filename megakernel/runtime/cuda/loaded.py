@@ -13,7 +13,7 @@ from ...errors import MegakernelError
 from ...isa import BY_OPCODE, Buffer, StepTable, record
 from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program, Segment
-from ..native import CDims
+from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap

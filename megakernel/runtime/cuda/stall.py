@@ -19,7 +19,7 @@ from ... import trace as tracing
 from ...isa import BY_OPCODE, StepTable, record
 from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program
-from ..reference_launch import Blocked, Counters, Launch, Place
+from ..reference.launch import Blocked, Counters, Launch, Place
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
 _STORER = SERVICE_WARPS.index("storer")

@@ -1,0 +1,125 @@
+"""The native library: ctypes declarations of csrc/cpu/api.cpp, and the machine probes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+from ...errors import MegakernelError
+from ...isa import DIM_FIELDS, Dims
+from ...library import load
+
+_POINTER, _I32, _I64, _DOUBLE, _TEXT = (
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_int64,
+    ctypes.c_double,
+    ctypes.c_char_p,
+)
+
+
+class CDims(ctypes.Structure):
+    """`mk::Dims` of csrc/common/isa.h."""
+
+    _fields_ = tuple((name, ctypes.c_float if kind is float else _I32) for name, kind in DIM_FIELDS)
+
+    @classmethod
+    def of(cls, dims: Dims) -> CDims:
+        return cls(*(getattr(dims, name) for name, _ in DIM_FIELDS))
+
+
+class CProgram(ctypes.Structure):
+    """`mk::ProgramSource` of csrc/cpu/program.h."""
+
+    _fields_ = (
+        ("dims", ctypes.POINTER(CDims)),
+        ("ranks", _I32),
+        ("workers", _I32),
+        ("counters", _I32),
+        ("queues", _I32),
+        ("records", _POINTER * 4),
+        ("offsets", _POINTER * 4),
+        ("totals", _POINTER * 3),
+        ("values", ctypes.POINTER(_POINTER)),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "mk_error": (_TEXT, []),
+    "mk_simd": (_TEXT, [_TEXT]),
+    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
+    "mk_destroy": (None, [_POINTER]),
+    "mk_packed_bytes": (_I64, [ctypes.POINTER(CDims), _I32]),
+    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, _POINTER]),
+    "mk_tie": (None, [_POINTER, _I32]),
+    "mk_bind": (None, [_POINTER, _I32, _I32, _I32, _POINTER]),
+    "mk_bound": (_POINTER, [_POINTER, _I32, _I32, _I32]),
+    "mk_load_program": (_POINTER, [ctypes.POINTER(CProgram)]),
+    "mk_unload_program": (None, [_POINTER]),
+    "mk_launch_start": (_I32, [_POINTER, _POINTER, _POINTER, _I32]),
+    "mk_launch_wait": (_I32, [_POINTER, _I32]),
+    "mk_abort": (None, [_POINTER]),
+    "mk_reset": (None, [_POINTER, _POINTER]),
+    "mk_link_bytes": (_I64, [_POINTER, _I32]),
+    "mk_audit": (None, [_POINTER, _POINTER, _I64]),
+    "mk_watch": (_I32, [_POINTER, _POINTER, _I64]),
+    "mk_stores": (_I64, [_POINTER, _POINTER]),
+    "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _I32]),
+    "mk_fetch_ahead": (None, [_POINTER, _I32]),
+    "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),
+    "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),
+    "mk_clock_cost": (_DOUBLE, []),
+    "mk_probe_read": (_DOUBLE, [_TEXT, _I32, _I64, _DOUBLE]),
+    "mk_probe_fma": (_DOUBLE, [_TEXT, _I32, _DOUBLE]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library. Calls release the GIL."""
+    lib = load()
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def error() -> MegakernelError:
+    """The last failure on this thread."""
+    return MegakernelError(library().mk_error().decode())
+
+
+def requested_simd() -> bytes:
+    """MEGAKERNEL_SIMD (portable, avx2 or avx512); empty for the widest that the processor has."""
+    return os.environ.get("MEGAKERNEL_SIMD", "").encode()
+
+
+def simd() -> str:
+    """Name of the SIMD width in use."""
+    name = library().mk_simd(requested_simd())
+    if name is None:
+        raise error()
+    return str(name.decode())
+
+
+def clock_cost() -> float:
+    """Seconds that reading the clock of a trace takes."""
+    return float(library().mk_clock_cost())
+
+
+def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
+    """Bytes per second that `threads` read together from `size` bytes (take 8 x the last-level cache), best pass."""
+    return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
+
+
+def probe_fma(threads: int, seconds: float = 0.5) -> float:
+    """float32 FLOP per second of multiply-adds on `threads` threads, best pass."""
+    return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
+
+
+def _checked(rate: float) -> float:
+    if rate < 0:
+        raise error()
+    return rate

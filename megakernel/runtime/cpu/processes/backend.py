@@ -1,0 +1,379 @@
+"""The CPU backend with a process for each rank. This process drives and executes rank 0; the others serve it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import MegakernelError
+from ....isa import Buffer, Dims, Dtype, StepTable, slot_work
+from ....machine import cpu_count
+from ....model.checkpoint import Checkpoint
+from ....program import Program
+from ....trace import DTYPE, Trace, TraceHeader
+from ...backend import Output
+from ...buffers import check_program, check_table, write_history
+from .. import native
+from . import torchrun
+from .board import Board
+from .channel import Delay, Ended, Launch, Load, Measure, Message, Open, Place, Reset, Weight, ready
+from .peers import Peer, spawn
+from .rank_executor import RankExecutor
+from .shared_memory import LINE, Mapping, aligned, create
+
+_STOP_S = 5.0  # ranks leave an aborted launch within this, or are ended
+_CLOCK_ROUNDS = 200
+_DEADLOCK_S = 60.0
+
+
+class ProcessBackend:
+    """A CpuBackend whose ranks are processes; `threads` are shared among them. See CpuBackend for the arguments.
+
+    `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. A rank that
+    dies ends the launch with RankGone; the next one starts all ranks anew, with empty KV cache and history.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dims: Dims,
+        pages: int,
+        *,
+        dtype: Dtype,
+        threads: int | None = None,
+        null: bool = False,
+        deadlock_s: float = _DEADLOCK_S,
+        audit: bool = False,
+    ) -> None:
+        if dims.dtype != dtype:
+            raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
+        self.name = "null" if null else "cpu"
+        self.dims = dims
+        self.pages = pages
+        self.threads = threads or cpu_count()
+        self._checkpoint = checkpoint
+        self._session = Open(
+            rank=0,
+            model=checkpoint.name,
+            tied=checkpoint.config.tied,
+            dims=asdict(dims),
+            pages=pages,
+            threads=max(self.threads // dims.tp, 1),
+            null=null,
+            deadlock_s=deadlock_s,
+            audit=audit,
+        )
+        self.link_bytes = np.zeros(dims.tp, np.int64)  # that each rank stored at others since it was started
+        self._closed = False
+        self._ranks: _Ranks | None = _Ranks(checkpoint, self._session)
+        self._running: ProcessLaunch | None = None
+
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> ProcessLaunch:
+        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        if self._running is not None:
+            raise MegakernelError("the launch before has not ended: wait for it or abort it")
+        check_program(self.dims, program)
+        check_table(program, table, self.pages)
+        launch = ProcessLaunch(self, self._live(), program, table, trace)
+        self._running = launch
+        launch.begin()
+        return launch
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
+
+    def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
+        """Set HISTORY[slot, start : start + len(tokens)] of every rank; between launches."""
+        heaps = self._live().local.heaps
+        for rank in range(self.dims.tp):
+            with heaps.file(Buffer.HISTORY, rank).opened():
+                write_history(heaps.array(Buffer.HISTORY, rank), slot, start, tokens)
+
+    def close(self) -> None:
+        """Abort what runs, end the processes, release memory. Further launches are errors."""
+        if self._running is not None:
+            self._running.abort()
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks, self._closed = None, True
+
+    def _live(self) -> _Ranks:
+        """The ranks; new ones where a rank has died."""
+        if self._closed:
+            raise MegakernelError("the backend is closed: make another one")
+        if self._ranks is None:
+            self._ranks = _Ranks(self._checkpoint, self._session)
+        return self._ranks
+
+    # -- for tests
+
+    @property
+    def processes(self) -> list[int]:
+        """Ids of the processes of ranks 1 and up."""
+        return [peer.pid for peer in self._live().peers]
+
+    def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
+        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
+        ranks = self._live()
+        ranks.local.delay(Delay(segment, record, layer, seconds))
+        ranks.ask(Delay(segment, record, layer, seconds))
+
+
+class ProcessLaunch:
+    """A launch on all ranks."""
+
+    def __init__(self, backend: ProcessBackend, ranks: _Ranks, program: Program, table: StepTable, trace: bool) -> None:
+        self._backend, self._ranks, self._program, self._table, self._traced = backend, ranks, program, table, trace
+        self._begin = time.perf_counter()
+        self._ended: dict[int, tuple[Ended, list[int]]] = {}
+        self._loaded: _Loaded | None = None
+
+    def begin(self) -> None:
+        """Let every rank go."""
+        try:
+            self._loaded = self._ranks.load(self._program)
+            self._ranks.start(self._loaded, self._table, self._traced)
+        except BaseException:
+            self.abort()
+            raise
+
+    def wait(self) -> Output:
+        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+        ranks = self._ranks
+        try:
+            while not ranks.local.poll():
+                self._listen(0.0)
+            while any(peer.busy for peer in ranks.peers):
+                self._listen(1.0)
+        except BaseException:
+            self.abort()
+            raise
+        self._backend._running = None
+        ended = [self._ended[peer.rank][0].link_bytes for peer in ranks.peers]
+        self._backend.link_bytes[:] = [ranks.local.link_bytes, *ended]
+        seconds = time.perf_counter() - self._begin
+        rows, heaps = self._program.dims.logit_rows, ranks.local.heaps
+        return Output(
+            tokens=heaps.array(Buffer.TOKENS_OUT, 0)[:rows],
+            logprobs=heaps.array(Buffer.LOGPROBS_OUT, 0)[:rows],
+            logits=self._logits(),
+            seconds=seconds,
+            trace=self._trace() if self._traced else None,
+        )
+
+    def _logits(self) -> NDArray[np.float32]:
+        """Every row from the rank that sampled it."""
+        heaps, rows, own = self._ranks.local.heaps, self._program.dims.logit_rows, self._program.dims.own_logit_rows
+        logits: NDArray[np.float32] = heaps.array(Buffer.LOGITS, 0)[:rows]
+        for rank in range(1, self._program.ranks):
+            part = slice(rank * own, min((rank + 1) * own, rows))
+            with heaps.file(Buffer.LOGITS, rank).opened():
+                logits[part] = heaps.array(Buffer.LOGITS, rank)[part]
+        return logits
+
+    def _trace(self) -> Trace:
+        """Intervals of all ranks."""
+        intervals, dropped = self._ranks.local.intervals()
+        parts = [intervals]
+        for rank in sorted(self._ended):
+            ended, descriptors = self._ended[rank]
+            parts.append(Mapping(descriptors[0]).array(0, DTYPE, (ended.intervals,)))
+            dropped += ended.dropped
+        header = TraceHeader(
+            program=self._program.hash,
+            source="cpu",
+            tick_s=1e-9,
+            read_s=native.library().mk_clock_cost(),
+            clock_error_s=self._ranks.clock_error_s,
+            dropped=dropped,
+        )
+        return Trace(header, np.concatenate(parts), slot_work(self._table)[None])
+
+    def abort(self) -> None:
+        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        if self._backend._running is not self:
+            return
+        try:
+            usable = self._ranks.stop(self._loaded)
+        except BaseException:
+            usable = False
+            raise
+        finally:
+            self._backend._running = None
+            if not usable:
+                self._ranks.close()
+                self._backend._ranks = None
+
+    def _listen(self, seconds: float) -> None:
+        """Take in what ranks say within `seconds`: that they are done, or why not."""
+        for peer in self._ranks.saying(seconds):
+            answer, descriptors = peer.answer()
+            assert isinstance(answer, Ended)
+            self._ended[peer.rank] = answer, descriptors
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A program that all ranks have. `program` keeps the object alive whose id is its key."""
+
+    index: int
+    program: Program
+    words: NDArray[np.int32]  # the step table that all ranks read
+
+
+class _Ranks:
+    """All ranks of a model while they live: rank 0's executor and the other ranks' processes."""
+
+    def __init__(self, checkpoint: Checkpoint, session: Open) -> None:
+        self._programs: dict[int, _Loaded] = {}
+        tp = Dims(**session.dims).tp
+        board = Board.make(tp)
+        self.board = Board(tp, os.dup(board))
+        self._own = torchrun.job() is None  # whether the processes are ours to start and end
+        self.peers = [spawn(rank) for rank in range(1, tp)] if self._own else torchrun.gather()
+        try:
+            for peer in self.peers:
+                peer.last_words = partial(self.board.words, peer.rank)
+                peer.send(replace(session, rank=peer.rank), [board])
+            self.local = RankExecutor(session, _Broadcast(checkpoint, self.peers), self.board)
+            self._collect()
+            self._fit(Dims(**session.dims))
+            self.clock_error_s = max(self._measure(peer) for peer in self.peers)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(board)
+
+    def ask(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Tell all other ranks, and wait until they have done it."""
+        for peer in self.peers:
+            peer.send(message, descriptors)
+        self._collect()
+
+    def _collect(self) -> None:
+        for peer in self.peers:
+            while peer.busy:
+                peer.answer()
+
+    def _measure(self, peer: Peer) -> float:
+        peer.send(Measure(_CLOCK_ROUNDS))
+        error = self.board.measure_clock(_CLOCK_ROUNDS)
+        peer.answer()
+        return error
+
+    def load(self, program: Program) -> _Loaded:
+        """On first sight every rank gets the program, and buffers as large as it needs."""
+        if (known := self._programs.get(id(program))) is not None:
+            return known
+        self._fit(program.dims)
+        data = program.to_bytes()
+        words = len(StepTable(program.dims).words)
+        counters = aligned(4 * words)
+        start = counters + program.ranks * program.total_counters * LINE
+        memory = create("a program", start + len(data))
+        file = Mapping(os.dup(memory))
+        file.array(start, np.uint8, (len(data),))[:] = np.frombuffer(data, np.uint8)
+        index = len(self._programs)
+        self._share(Load(index, counters, start, len(data)), [memory])
+        loaded = _Loaded(index, program, file.array(0, np.int32, (words,)))
+        self._programs[id(program)] = loaded
+        return loaded
+
+    def _fit(self, dims: Dims) -> None:
+        """Make the heaps large enough for programs of `dims`."""
+        if (plan := self.local.heaps.plan(dims)) is not None:
+            place, size = plan
+            self._share(place, [create(f"rank {rank}'s heap", size) for rank in range(dims.tp)])
+
+    def _share(self, message: Place | Load, descriptors: list[int]) -> None:
+        """Give all ranks new shared memory."""
+        try:
+            self.ask(message, descriptors)
+            self.local.take(message, [os.dup(descriptor) for descriptor in descriptors])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def start(self, loaded: _Loaded, table: StepTable, trace: bool) -> None:
+        """Let every rank go."""
+        loaded.words[:] = table.words
+        self.board.clear()
+        for peer in self.peers:
+            peer.send(Launch(loaded.index, trace))
+        self.local.start(Launch(loaded.index, trace))
+
+    def saying(self, seconds: float) -> list[Peer]:
+        """Ranks that answer, or have died, now or within `seconds`."""
+        busy = [peer for peer in self.peers if peer.busy]
+        found = set(ready(busy, seconds))
+        return [peer for peer in busy if peer.fileno() in found]
+
+    def stop(self, loaded: _Loaded | None) -> bool:
+        """End a launch everywhere, of a program that may not have got so far; whether another can follow."""
+        self.board.abort()
+        deadline = time.monotonic() + _STOP_S
+        with suppress(MegakernelError):  # that it was stopped
+            while not self.local.poll():
+                pass
+        while any(peer.busy for peer in self.peers):
+            if time.monotonic() > deadline:
+                return False
+            for peer in self.saying(0.1):
+                with suppress(MegakernelError):  # that it was stopped, or has ended
+                    _, descriptors = peer.answer()
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+        if any(peer.gone for peer in self.peers):
+            return False
+        if loaded is not None:
+            self.ask(Reset(loaded.index))
+            self.local.reset(Reset(loaded.index))
+        return True
+
+    def close(self) -> None:
+        """End the processes, or let those of a job go back to waiting."""
+        if hasattr(self, "local"):
+            self.local.close()
+        for peer in self.peers:
+            if self._own:
+                peer.end()
+            else:
+                peer.dismiss()
+
+
+class _Broadcast:
+    """A Checkpoint that also sends every tensor that is loaded to the other ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, peers: list[Peer]) -> None:
+        self.name, self.config, self.dtype = checkpoint.name, checkpoint.config, checkpoint.dtype
+        self._checkpoint, self._peers = checkpoint, peers
+        self._staging: Mapping | None = None
+        self._sent = False
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+        """The tensor. Returns when it has been sent; other ranks pack their parts while this one does."""
+        tensor = np.ascontiguousarray(self._checkpoint.load(buffer, layer, dtype))
+        for peer in self._peers:
+            if self._sent:
+                peer.answer()  # the tensor before is packed
+        descriptors = []
+        if self._staging is None or self._staging.size < tensor.nbytes:
+            descriptors = [create("weights on their way to the ranks", tensor.nbytes)]
+            self._staging = Mapping(os.dup(descriptors[0]))
+        self._staging.array(0, tensor.dtype, tensor.shape)[:] = tensor
+        message = Weight(buffer, layer, tensor.dtype.str, list(tensor.shape))
+        for peer in self._peers:
+            peer.send(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._sent = True
+        return tensor

@@ -1,0 +1,80 @@
+"""What the processes of a model share besides buffers: abort words, last words, and a place to compare clocks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import MegakernelError
+from .shared_memory import LINE, Mapping, create
+
+_WORDS_BYTES = 256  # last words of a rank
+_PATIENCE_NS = 5_000_000_000
+
+
+class Board:
+    """Shared memory of `ranks` ranks, a line for each abort word and clock. Takes the descriptor that `make` gave."""
+
+    def __init__(self, ranks: int, descriptor: int) -> None:
+        self._memory = Mapping(descriptor)
+        lines = self._memory.array(0, np.int64, (ranks + 2, LINE // 8))
+        self._abort, self._clock = lines[:ranks, 0], lines[ranks:, 0]
+        self._words = self._memory.array(lines.nbytes, np.uint8, (ranks, _WORDS_BYTES))
+
+    @staticmethod
+    def make(ranks: int) -> int:
+        return create("the ranks' abort words", (ranks + 2) * LINE + ranks * _WORDS_BYTES)
+
+    def abort_word(self, rank: int) -> NDArray[np.int64]:
+        """What ends the rank's launch when it is not 0."""
+        return self._abort[rank : rank + 1]
+
+    def words_address(self, rank: int) -> tuple[int, int]:
+        """Address and size of the text that the rank leaves when it knows why it dies."""
+        return int(self._words[rank].ctypes.data), _WORDS_BYTES
+
+    def words(self, rank: int) -> str:
+        """That text; empty where there is none."""
+        return bytes(self._words[rank]).rstrip(b"\0").decode()
+
+    def abort(self) -> None:
+        """End the launch on every rank."""
+        self._abort[:] = 1
+
+    def clear(self) -> None:
+        """Before a launch; no rank may run."""
+        self._abort[:] = 0
+
+    def measure_clock(self, rounds: int) -> float:
+        """Ask a process that is in `answer_clock` for its time. Bound in seconds on how far its clock is from ours."""
+        ping, pong = range(2)
+        least, offset = _PATIENCE_NS, 0
+        for sequence in range(1, rounds + 1):
+            before = time.monotonic_ns()
+            self._clock[pong] = 0
+            self._clock[ping] = sequence
+            theirs = self._wait(pong, 0)
+            after = time.monotonic_ns()
+            if after - before < least:
+                least, offset = after - before, theirs - (before + after) // 2
+        self._clock[:] = 0
+        return (abs(offset) + least / 2) * 1e-9
+
+    def answer_clock(self, rounds: int) -> None:
+        """The other side of `measure_clock`."""
+        ping, pong = range(2)
+        for sequence in range(1, rounds + 1):
+            self._wait(ping, sequence - 1)
+            self._clock[pong] = time.monotonic_ns()
+
+    def _wait(self, word: int, old: int) -> int:
+        """The word's next value."""
+        deadline = time.monotonic_ns() + _PATIENCE_NS
+        while (value := int(self._clock[word])) == old:
+            if time.monotonic_ns() > deadline:
+                raise MegakernelError("a rank does not answer: its clock cannot be compared")
+            os.sched_yield()
+        return value

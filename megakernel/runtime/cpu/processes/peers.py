@@ -1,0 +1,114 @@
+"""The processes of the other ranks, as the driver (rank 0) has them: started here or by torchrun, watched, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ....errors import MegakernelError
+from . import channel
+from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
+
+_LAST_WORDS_S = 0.5  # a process whose channel has closed ends within this, or is made to
+
+
+class RankGone(MegakernelError):
+    """A rank's process has ended, and with it its part of the KV cache."""
+
+
+class Peer:
+    """One rank's process. `process` is None where another program started it."""
+
+    def __init__(self, rank: int, connection: Channel, process: subprocess.Popen[bytes] | None) -> None:
+        self.rank = rank
+        self.pid = process.pid if process else connection.pid
+        self._channel = connection
+        self._process = process
+        self._owed = 0  # answers to come
+        self.gone = False
+        self.last_words: Callable[[], str] = str  # why it died, where it knew
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return self._owed > 0
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Ask for something; `answer` gives what came of it. Raises RankGone."""
+        try:
+            self._channel.send(message, descriptors)
+        except Gone:
+            raise self._gone() from None
+        self._owed += 1
+
+    def answer(self) -> tuple[Done | Ended, list[int]]:
+        """The next answer and its descriptors. Raises RankGone, and MegakernelError where the rank could not obey."""
+        try:
+            message, descriptors = self._channel.receive()
+        except Gone:
+            raise self._gone() from None
+        self._owed -= 1
+        if isinstance(message, Failed):
+            raise MegakernelError(f"rank {self.rank}: {message.why}")
+        assert isinstance(message, Done | Ended)
+        return message, descriptors
+
+    def _gone(self) -> RankGone:
+        self._owed, self.gone = 0, True
+        words = self.last_words()
+        return RankGone(
+            f"rank {self.rank} (process {self.pid}) {self._fate()}{words and f' ({words})'}: "
+            + ("the next launch starts all ranks anew" if self._process else "start the job again")
+        )
+
+    def _fate(self) -> str:
+        if self._process is None:
+            return "has ended"
+        try:
+            status = self._process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if status >= 0:
+            return f"ended with status {status}"
+        return f"was killed by {signal.Signals(-status).name}"
+
+    def end(self) -> None:
+        """Close the connection, at which the process ends; one that was started here is gone on return."""
+        self._channel.close()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def dismiss(self) -> None:
+        """Let a process that stays release its model."""
+        with suppress(RankGone):
+            self.send(Close())
+            while self.busy:
+                with suppress(MegakernelError):  # what it could not do before matters no more
+                    self.answer()
+
+
+def spawn(rank: int) -> Peer:
+    """A new process for `rank`, with this one's environment and import path."""
+    ours, theirs = channel.pair()
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megakernel.runtime.cpu.processes.rank_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+    return Peer(rank, Channel(ours), process)

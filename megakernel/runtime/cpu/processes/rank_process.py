@@ -1,0 +1,195 @@
+"""A process that executes one rank of every launch, and otherwise waits for the driver to say what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import MegakernelError
+from ....isa import Buffer, Dims, Dtype
+from ....model.config import LlamaConfig
+from . import channel
+from .board import Board
+from .channel import (
+    Channel,
+    Close,
+    Delay,
+    Done,
+    Ended,
+    Failed,
+    Gone,
+    Launch,
+    Load,
+    Measure,
+    Message,
+    Open,
+    Place,
+    Reset,
+    Weight,
+)
+from .rank_executor import RankExecutor
+from .shared_memory import Mapping, create
+
+
+class _Closed(Exception):
+    """The driver gave up while the model was being opened."""
+
+
+class Incoming:
+    """A Checkpoint whose tensors the driver sends, in the order in which a backend asks for them."""
+
+    dtype: Dtype
+
+    def __init__(self, connection: Channel, message: Open) -> None:
+        d = Dims(**message.dims)
+        self.name = message.model
+        self.dtype = Dtype(d.dtype)
+        self.config = LlamaConfig(
+            d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context, tied=message.tied
+        )
+        self._channel = connection
+        self._staging: Mapping | None = None
+        self._owes = False  # the driver waits to reuse the staging memory
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+        """The tensor, as a view that holds until the next call."""
+        while True:
+            self.release()
+            message, descriptors = self._channel.receive()
+            if isinstance(message, Close):
+                raise _Closed
+            assert isinstance(message, Weight)
+            if descriptors:
+                self._staging = Mapping(descriptors[0])
+            assert self._staging is not None
+            self._owes = True
+            if (message.buffer, message.layer) == (buffer, layer):
+                return self._staging.array(0, message.dtype, tuple(message.shape))
+
+    def release(self) -> None:
+        """Let the driver overwrite the last tensor."""
+        if self._owes:
+            self._channel.send(Done())
+            self._owes = False
+
+
+class _Server:
+    """What this process has been told so far."""
+
+    def __init__(self, connection: Channel) -> None:
+        self._channel = connection
+        self._executor: RankExecutor | None = None
+        self._board: Board | None = None
+        try:
+            self._driver = [os.pidfd_open(connection.pid)]
+        except ProcessLookupError:
+            raise Gone from None
+        except OSError:
+            self._driver = []  # an old kernel: the end of the connection must do
+
+    @property
+    def idle(self) -> bool:
+        """No model is open."""
+        return self._executor is None
+
+    def run(self) -> NoReturn:
+        """Obey until the driver has ended, then raise Gone."""
+        while True:
+            self._heed(None)
+            message, descriptors = self._channel.receive()
+            try:
+                self._channel.send(*self._obey(message, descriptors))
+            except _Closed:
+                self._channel.send(Failed("the driver gave up"))  # the answer to Open
+                self._channel.send(Done())
+            except MegakernelError as e:
+                self._channel.send(Failed(str(e)))
+
+    def _heed(self, seconds: float | None) -> bool:
+        """Whether the driver says something within `seconds` (None: ever). Raises Gone where it has ended."""
+        found = channel.ready([self._channel, *self._driver], seconds)
+        if any(fd in found for fd in self._driver):
+            raise Gone
+        return bool(found)
+
+    def _obey(self, message: Message, descriptors: list[int]) -> tuple[Message, list[int]]:
+        """The answer."""
+        if isinstance(message, Open):
+            self._open(message, descriptors[0])
+            return Done(), []
+        if isinstance(message, Weight):
+            return Done(), []  # of a buffer of which this rank needs nothing
+        if isinstance(message, Close):
+            self.close()
+            return Done(), []
+        assert self._executor is not None and self._board is not None
+        match message:
+            case Place() | Load():
+                self._executor.take(message, descriptors)
+            case Launch():
+                return self._launch(self._executor, message)
+            case Reset():
+                self._executor.reset(message)
+            case Delay():
+                self._executor.delay(message)
+            case Measure():
+                self._board.answer_clock(message.rounds)
+        return Done(), []
+
+    def _open(self, message: Open, board: int) -> None:
+        self.close()
+        self._board = Board(Dims(**message.dims).tp, board)
+        weights = Incoming(self._channel, message)
+        self._executor = RankExecutor(message, weights, self._board)
+        weights.release()
+
+    def _launch(self, executor: RankExecutor, message: Launch) -> tuple[Message, list[int]]:
+        executor.start(message)
+        while not executor.poll():
+            if self._heed(0.0):
+                raise Gone  # nothing is said during a launch
+        if not message.trace:
+            return Ended(executor.link_bytes, 0, 0), []
+        intervals, dropped = executor.intervals()
+        memory = create("a trace", intervals.nbytes)
+        Mapping(os.dup(memory)).array(0, intervals.dtype, intervals.shape)[:] = intervals
+        return Ended(executor.link_bytes, len(intervals), dropped), [memory]
+
+    def close(self) -> None:
+        """Release the model."""
+        if self._executor is not None:
+            self._executor.close()
+        self._executor = self._board = None
+
+
+def serve(connection: Channel) -> bool:
+    """Obey the driver until it has ended; whether it had closed its model before."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    try:
+        server = _Server(connection)
+    except Gone:
+        return False
+    try:
+        server.run()
+    except Gone:
+        return server.idle
+    finally:
+        server.close()
+
+
+def main() -> int:
+    """Entry of a process that the driver has started with its end of a connection."""
+    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

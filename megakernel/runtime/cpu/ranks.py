@@ -1,0 +1,341 @@
+"""Ranks in the native library: their packed weights, NumPy-owned state, programs and launches."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
+from ...isa.record import Records
+from ...model.checkpoint import Checkpoint
+from ...model.shard import shard
+from ...program import SEGMENTS, Program
+from ...settings import SETTINGS
+from ...trace import DTYPE, Intervals
+from . import native
+from .audit import STORE
+
+COUNTER_BYTES = 64  # of one counter in memory
+_ALIGNMENT = 64
+_SLICE_MS = 50
+
+
+class CpuRanks:
+    """The ranks `ranks` of a model, executed by `threads` threads of this process.
+
+    All their buffers are made here but for those named in `bound`, which the caller binds: memory that other
+    processes write, and the copies of their ranks. `abort` is a word that ends a launch while it is not zero, and that
+    the caller clears; by default only `abort` ends one. A launch that still runs when nobody has this object any more,
+    or when Python ends, is aborted.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dims: Dims,
+        pages: int,
+        ranks: range,
+        *,
+        threads: int,
+        null: bool,
+        deadlock_s: float,
+        bound: Collection[Buffer] = (),
+        abort: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.dims, self.pages, self.ranks = dims, pages, ranks
+        self._lib = native.library()
+        self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+        self._bound = frozenset(bound)
+        self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
+        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle: its counters, where they are shared
+        if not null:
+            self._check_memory(checkpoint)
+        self._engine: int | None = self._lib.mk_create(
+            ctypes.byref(native.CDims.of(dims)),
+            ranks.start,
+            len(ranks),
+            threads,
+            native.requested_simd(),
+            null,
+            deadlock_s,
+            None if abort is None else abort.ctypes.data,
+        )
+        if self._engine is None:
+            raise native.error()
+        memory = (self._arrays, abort)
+        self._end = weakref.finalize(self, _end, self._lib, os.getpid(), self._engine, self._programs, memory)
+        self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
+        self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
+        if not null:
+            self._load_weights(checkpoint)
+
+    # -- weights
+
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
+        for buffer, spec in BUFFERS.items():
+            if spec.space is not Space.WEIGHT:
+                continue
+            if buffer is Buffer.LM_HEAD and checkpoint.config.tied:
+                for rank in self.ranks:
+                    self._lib.mk_tie(self._engine, rank)
+                continue
+            for layer in _layers(buffer, self.dims):
+                whole = self._read(checkpoint, buffer, layer)
+                for rank in self.ranks:
+                    self._put(rank, buffer, layer, whole)
+
+    def _read(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> NDArray[np.generic]:
+        """A whole tensor."""
+        array = checkpoint.load(buffer, layer, Dtype(self.dims.dtype))
+        shape, kind = self._whole(buffer), BUFFERS[buffer].resolve_dtype(self.dims).numpy
+        if array.shape != shape or array.dtype != kind:
+            raise MegakernelError(
+                f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
+                f"the program needs {shape} {kind}"
+            )
+        return array
+
+    def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
+        """Store and bind the rank's part of a tensor."""
+        home = self._home(rank, buffer)
+        if home != rank:
+            address = self._lib.mk_bound(self._engine, home, buffer, layer)
+            self._lib.mk_bind(self._engine, rank, buffer, layer, address)
+            return
+        part = np.ascontiguousarray(shard(whole, buffer, self._ranks[rank]))
+        if self._packed_bytes(rank, buffer):
+            if self._lib.mk_pack(self._engine, rank, buffer, layer, part.ctypes.data):
+                raise native.error()
+            return
+        if layer == 0:
+            self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *part.shape), part.dtype))
+        self._arrays[rank, buffer][layer] = part
+
+    def _home(self, rank: int, buffer: Buffer) -> int:
+        """The rank that holds this one's copy: itself, but for weights that both have all of, and for outputs.
+
+        A row of an output is only ever touched in one rank's copy, so one memory serves all and gathers the rows.
+        """
+        spec = BUFFERS[buffer]
+        if spec.space is Space.OUTPUT:
+            return self.ranks.start
+        if spec.space is Space.WEIGHT and self._shape(rank, buffer) == self._whole(buffer):
+            return next(r for r in self.ranks if self._shape(r, buffer) == self._whole(buffer))
+        return rank
+
+    def _shape(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
+        return BUFFERS[buffer].shape(self._ranks[rank], self.pages)
+
+    def _whole(self, buffer: Buffer) -> tuple[int, ...]:
+        return BUFFERS[buffer].shape(replace(self.dims, tp=1), self.pages)
+
+    def _packed_bytes(self, rank: int, buffer: Buffer) -> int:
+        return int(self._lib.mk_packed_bytes(ctypes.byref(native.CDims.of(self._ranks[rank])), buffer))
+
+    def _check_memory(self, checkpoint: Checkpoint) -> None:
+        need = 0
+        # Where other processes have the other ranks, all of them are about to take their part of the same memory.
+        ranks = range(self.dims.tp) if self._bound else self.ranks
+        for buffer, spec in BUFFERS.items():
+            if buffer is Buffer.LM_HEAD and checkpoint.config.tied:
+                continue
+            for rank in ranks:
+                if self._bound or self._home(rank, buffer) == rank:
+                    plain = (
+                        int(np.prod(self._shape(rank, buffer), dtype=np.int64)) * spec.resolve_dtype(self.dims).itemsize
+                    )
+                    need += len(_layers(buffer, self.dims)) * (self._packed_bytes(rank, buffer) or plain)
+        available = _available_memory()
+        if need > available:
+            raise MegakernelError(
+                f"{checkpoint.name} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
+                f"{need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available: "
+                "use bf16, a smaller model or a shorter context"
+            )
+
+    # -- buffers
+
+    def fit(self, dims: Dims) -> None:
+        """Make activations and outputs large enough for programs of `dims`; their contents may be lost."""
+        self._grow((Space.ACTIVATION, Space.OUTPUT), dims)
+
+    def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
+        for buffer, spec in BUFFERS.items():
+            if spec.space not in spaces or buffer in self._bound:
+                continue
+            for rank in self.ranks:
+                shape = (len(_layers(buffer, dims)), *spec.shape(replace(dims, rank=rank), self.pages))
+                have = self._arrays.get((rank, buffer))
+                if have is not None:
+                    shape = tuple(max(h, s) for h, s in zip(have.shape, shape, strict=True))
+                    if have.shape == shape:
+                        continue
+                home = self._home(rank, buffer)
+                own = home == rank
+                kind = spec.resolve_dtype(dims).numpy
+                self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[home, buffer])
+
+    def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
+        """Use `array`, layers first, as a rank's copy of a buffer. Takes any rank of the model."""
+        self._arrays[rank, buffer] = array
+        for layer in _layers(buffer, self.dims):
+            self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
+
+    def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
+        """View of a rank's copy of a buffer that is not a packed matrix, in its declared shape.
+
+        Rows may exceed the bucket's.
+        """
+        view: NDArray[Any] = self._arrays[rank, buffer][layer]
+        return view
+
+    # -- programs and launches
+
+    def load(self, program: Program, counters: NDArray[np.uint8] | None = None) -> int:
+        """Copy a program into the library: its handle.
+
+        `counters` are each rank's where processes share them: `program.total_counters` of COUNTER_BYTES each, zero.
+        """
+        lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
+        # Held until the call returns: the library copies.
+        arrays = [
+            [np.ascontiguousarray(a, dtype=np.int32) for a in group]
+            for group in (
+                [s.records for s in lists],
+                [s.offsets for s in lists],
+                [program.totals_first, program.totals_middle, program.totals_last],
+            )
+        ]
+        pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
+        source = native.CProgram(
+            ctypes.pointer(native.CDims.of(program.dims)),
+            program.ranks,
+            program.workers,
+            program.counters,
+            program.rank_queues,
+            *pointers,
+            (ctypes.c_void_p * program.ranks)(*(c.ctypes.data for c in counters)) if counters is not None else None,
+        )
+        handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
+        if handle is None:
+            raise MegakernelError(f"the program cannot be executed: {native.error()}")
+        self._programs[handle] = counters
+        return handle
+
+    def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
+        """Begin a launch; the step table's words are copied."""
+        if self._lib.mk_launch_start(self._engine, handle, words.ctypes.data, trace):
+            raise native.error()
+
+    def wait(self) -> bool:
+        """Whether the launch has ended within a slice of 50 ms.
+
+        Raises MegakernelError where it was aborted or made no progress, with what was waited for. Its program then
+        needs a `reset`.
+        """
+        status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
+        if status < 0:
+            raise native.error()
+        return bool(status == 0)
+
+    def abort(self) -> None:
+        """End the launch soon; `wait` says when."""
+        self._lib.mk_abort(self._engine)
+
+    def reset(self, handle: int) -> None:
+        """Counters as before the first launch. After a failed one, once no rank runs the program anywhere."""
+        self._lib.mk_reset(self._engine, handle)
+
+    def link_bytes(self, rank: int) -> int:
+        """Bytes that a rank has stored in other ranks' copies so far."""
+        return int(self._lib.mk_link_bytes(self._engine, rank))
+
+    def audit(self, words: tuple[int, int] | None) -> None:
+        """From now on watched memory may be touched by remote stores only, and `stores` lists those.
+
+        `words`: address and size of shared memory for the reason of this process's death; None: standard error.
+        """
+        self._lib.mk_audit(self._engine, *(words or (None, 0)))
+
+    def watch(self, address: int, size: int) -> None:
+        """Audit memory of another rank, mapped without access."""
+        if self._lib.mk_watch(self._engine, address, size):
+            raise native.error()
+
+    def stores(self) -> NDArray[Any]:
+        """Remote stores since the last call, as `STORE` of the audit."""
+        stores = np.zeros(self._lib.mk_stores(self._engine, None), STORE)
+        self._lib.mk_stores(self._engine, stores.ctypes.data)
+        return stores
+
+    def intervals(self) -> tuple[Intervals, int]:
+        """Of the last traced launch, by rank, worker and begin in nanoseconds; and how many did not fit."""
+        dropped = ctypes.c_int64()
+        count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
+        intervals = np.zeros(count, dtype=DTYPE)
+        self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped))
+        return intervals, dropped.value
+
+    def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int) -> None:
+        """Run one record's work for rank `dims.rank`, without its waits and signals."""
+        record = np.ascontiguousarray(instruction, dtype=np.int32)
+        self._lib.mk_execute(
+            self._engine, ctypes.byref(native.CDims.of(dims)), words.ctypes.data, record.ctypes.data, layer
+        )
+
+    def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
+        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
+        self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
+
+    def close(self) -> None:
+        """Abort what runs, release threads, programs and weights."""
+        self._end()
+        self._engine = None
+
+
+def _end(
+    lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
+) -> None:
+    """End an engine, and keep until then the `memory` that its threads use. A fork of `process` has no such threads."""
+    if os.getpid() != process:
+        return
+    lib.mk_destroy(engine)
+    for handle in programs:
+        lib.mk_unload_program(handle)
+    programs.clear()
+
+
+def _layers(buffer: Buffer, dims: Dims) -> range:
+    return range(dims.layers if BUFFERS[buffer].layered else 1)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+    """Zeros whose first byte is on a cache line."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _available_memory() -> int:
+    """Bytes that can be allocated without swapping, within a cgroup v2 limit where there is one."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        return min(available, limit)
+    except (OSError, ValueError):
+        return available

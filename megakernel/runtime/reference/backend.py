@@ -1,0 +1,168 @@
+"""The reference backend: executes a program as it is written, all ranks in one thread.
+
+Streams and counters are honoured for real, so a program whose waits are wrong computes nonsense or deadlocks here
+as it would anywhere: activations are NaN at the start of each launch, and the order in which ready workers run can
+be shuffled. Every rank has copies of its own of all buffers, and no instruction can read another rank's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, record
+from ...model.checkpoint import Checkpoint
+from ...model.shard import shard
+from ...program import Program
+from ..backend import Output
+from ..buffers import allocate, check_program, check_table, write_history
+from .instructions import EXECUTE, Context
+from .launch import Counters, Launch
+
+_PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
+
+
+class ReferenceBackend:
+    """Implements `Backend` in NumPy. `seed` shuffles the order in which ready workers run; None: in turn.
+
+    `dims` sizes the buffers that `execute` and `buffer` use until a program of another bucket is launched.
+    `link_bytes` counts for each rank what it has stored in other ranks' copies.
+    """
+
+    name = "reference"
+
+    def __init__(
+        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None
+    ) -> None:
+        if dtype != dims.dtype:
+            raise MegakernelError(f"dtype {dtype.name} differs from that of the dims, {Dtype(dims.dtype).name}")
+        self.pages = pages
+        self.link_bytes = np.zeros(dims.tp, np.int64)
+        self._order = None if seed is None else np.random.default_rng(seed)
+        self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.tp)]
+        self._set_dims(dims)
+        for buffer, spec in BUFFERS.items():
+            if spec.space is Space.WEIGHT:
+                self._load(checkpoint, buffer, dtype)
+            elif spec.space is Space.STATE:
+                self._allocate(buffer)
+        self._counters: dict[int, Counters] = {}  # by id of the program, which the value keeps alive
+        self._size_for(dims)
+
+    def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:
+        layered = BUFFERS[buffer].layered
+        whole = [checkpoint.load(buffer, layer, dtype) for layer in range(self.dims.layers if layered else 1)]
+        for dims, arrays in zip(self._ranks, self._arrays, strict=True):
+            parts = [shard(layer, buffer, dims) for layer in whole]
+            arrays[buffer] = parts if layered else parts[0]
+
+    def _allocate(self, buffer: Buffer) -> None:
+        for dims, arrays in zip(self._ranks, self._arrays, strict=True):
+            arrays[buffer] = allocate(buffer, dims, self.pages)
+
+    def _set_dims(self, dims: Dims) -> None:
+        self.dims = dims
+        self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+
+    def _size_for(self, dims: Dims) -> None:
+        self._set_dims(dims)
+        for buffer in _PER_LAUNCH:
+            self._allocate(buffer)
+
+    def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
+        """A view of a rank's copy of a buffer (of one layer where layered), shaped and typed as in BUFFERS."""
+        array = self._arrays[rank][buffer]
+        view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
+        return view
+
+    def execute(self, instruction: NDArray[np.int32], layer: int, table: StepTable, rank: int = 0) -> None:
+        """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
+        opcode = int(record.opcode(instruction))
+        operands = instruction[record.OPERAND_WORD :][: len(BY_OPCODE[opcode].operands)]
+        EXECUTE[opcode](self._context(table.rank(rank), layer), *(int(word) for word in operands))
+
+    def _context(self, table: StepTable, layer: int) -> Context:
+        rank = table.dims.rank
+
+        def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
+            target = self.buffer(buffer, layer, to)
+            target[index] = values
+            self.link_bytes[rank] += target[index].nbytes
+
+        def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
+            return self.buffer(buffer, min(layer + ahead, self.dims.layers - 1), rank)
+
+        return Context(self._ranks[rank], table, own, send)
+
+    def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
+        for rank in range(self.dims.tp):
+            write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._counters.clear()
+
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> DeferredLaunch:
+        return DeferredLaunch(partial(self.launch, program, table, trace=trace))
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        check_program(self.dims, program)
+        check_table(program, table, self.pages)
+        if program.dims != self.dims:
+            self._size_for(program.dims)
+        self._poison()
+        if id(program) not in self._counters:
+            self._counters[id(program)] = Counters(program)
+        counters = self._counters[id(program)]
+        launch = Launch(program, table, counters, self._context, self.execute)
+        begin = time.perf_counter()
+        try:
+            counters.launch += 1
+            launch.run(self._order)
+        except BaseException:
+            # An aborted launch left counters and arrivals half-way; the next one starts afresh.
+            counters.reset()
+            for rank in range(self.dims.tp):
+                self.buffer(Buffer.SPLITS, rank=rank).fill(0)
+            raise
+        return Output(
+            tokens=self.buffer(Buffer.TOKENS_OUT),
+            logprobs=self.buffer(Buffer.LOGPROBS_OUT),
+            logits=self._logits(),
+            seconds=time.perf_counter() - begin,
+            trace=launch.trace() if trace else None,
+        )
+
+    def _logits(self) -> NDArray[np.float32]:
+        """Every row from the rank that sampled it."""
+        own = self.dims.own_logit_rows
+        parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.tp)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _poison(self) -> None:
+        """Make reads of what this launch has not yet written visible."""
+        for rank in range(self.dims.tp):
+            for buffer in _PER_LAUNCH:
+                dtype = BUFFERS[buffer].resolve_dtype(self.dims)
+                if dtype is not Dtype.I32:
+                    self.buffer(buffer, rank=rank).fill(np.nan if dtype is Dtype.F32 else 0x7FC0)
+
+
+class DeferredLaunch:
+    """A launch that runs when it is waited for: the reference has no thread of its own."""
+
+    def __init__(self, run: Callable[[], Output]) -> None:
+        self._run = run
+
+    def wait(self) -> Output:
+        return self._run()
+
+    def abort(self) -> None:
+        pass

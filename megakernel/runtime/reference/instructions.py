@@ -1,0 +1,375 @@
+"""The meaning of the instruction set: one short NumPy function per instruction, slow and obviously right.
+
+All arithmetic is float32; a result is rounded once, where it is stored. Dot products are BLAS's, so unlike in the
+other backends the last bits of a row may depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import INSTRUCTIONS, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
+
+
+@dataclass(frozen=True)
+class Context:
+    """What one instruction sees: its rank's sizes and step, and its layer's part of buffers.
+
+    `buffer(buffer, ahead=0)` gives the rank's own copy, of the layer that is so many ahead, or of the last one. Another
+    rank's copy can only be stored to: `send(buffer, rank, index, values)` does that, with values already in the
+    buffer's own type.
+    """
+
+    dims: Dims
+    table: StepTable
+    buffer: Callable[..., NDArray[Any]]
+    send: Callable[[Buffer, int, Any, NDArray[Any]], None]
+
+    def read(self, buffer: Buffer, index: Any = ...) -> F32:
+        values: NDArray[Any] = self.buffer(buffer)[index]
+        return to_f32(values)
+
+    def write(self, buffer: Buffer, index: Any, values: Any) -> None:
+        """Store values in the buffer's own type: the only rounding there is."""
+        self.store(buffer, (self.dims.rank,), index, values)
+
+    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
+        """`write`, into the copies of `ranks`."""
+        own = self.buffer(buffer)
+        stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
+        for rank in ranks:
+            if rank == self.dims.rank:
+                own[index] = stored
+            else:
+                self.send(buffer, rank, index, stored)
+
+
+def owners(d: Dims, row: int) -> Iterable[int]:
+    """The ranks that keep the residual of a token row."""
+    return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
+
+
+def _peers(d: Dims) -> Iterable[int]:
+    """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
+    return (d.rank,) if d.one_hop else range(d.tp)
+
+
+def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x / scale * weight
+
+
+def embed(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    tokens, positions = c.table.token_ids[r], c.table.positions[r]
+    last = c.buffer(Buffer.HISTORY)
+    ids = [t if t >= 0 else last[-1 - t, p] for t, p in zip(tokens, positions, strict=True)]
+    c.write(Buffer.X, r, c.read(Buffer.EMBED, ids))
+
+
+def rope(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    positions = c.table.positions[r]
+    angle = positions.astype(np.float32)[:, None] * c.read(Buffer.INV_FREQ)
+    c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
+
+
+def first_norm(c: Context, row: int, rows: int) -> None:
+    attn_norm(c, row, rows)
+
+
+def attn_norm(c: Context, row: int, rows: int) -> None:
+    _norm(c, c.read(Buffer.ATTN_NORM), row, rows)
+
+
+def _norm(c: Context, weight: F32, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), weight, c.dims.rms_eps))
+
+
+def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    d = c.dims
+    r = slice(row, row + rows)
+    t = c.read(Buffer.H, r) @ c.read(Buffer.W_QKV, slice(col, col + cols)).T
+    if d.attention_bias:
+        t += c.read(Buffer.B_QKV, slice(col, col + cols))
+    column = np.arange(col, col + cols)
+    rotated = int(np.count_nonzero(column < d.q_cols + d.kv_cols))
+    even = column[:rotated:2] % d.head_dim
+    rope = c.read(Buffer.ROPE, r)
+    cos, sin = rope[:, even], rope[:, even + 1]
+    a, b = t[:, :rotated:2].copy(), t[:, 1:rotated:2].copy()
+    t[:, :rotated:2] = a * cos - b * sin
+    t[:, 1:rotated:2] = b * cos + a * sin
+
+    q = column < d.q_cols
+    c.write(Buffer.Q, (r, column[q]), t[:, q])
+    live = np.flatnonzero(c.table.row_seq[r] >= 0)
+    page, offset = _slots(c, c.table.row_seq[r][live], c.table.positions[r][live])
+    page, offset = page[:, None], offset[:, None]
+    for buffer, first in ((Buffer.K_CACHE, d.q_cols), (Buffer.V_CACHE, d.q_cols + d.kv_cols)):
+        mine = (column >= first) & (column < first + d.kv_cols)
+        head, element = np.divmod(column[mine] - first, d.head_dim)
+        index = (page, head, element, offset) if buffer is Buffer.K_CACHE else (page, head, offset, element)
+        c.write(buffer, index, t[np.ix_(live, mine)])
+
+
+def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """(page, offset) of token positions of a sequence, or of one sequence each."""
+    return c.table.block_tables[sequence, position // c.dims.page], position % c.dims.page
+
+
+def attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
+    for item in range(*c.table.slot_items[slot : slot + 2]):
+        attend(c, item)
+
+
+def attend(c: Context, item: int) -> bool:
+    """Run one work item; True when its rows of ATTN are final (a split's are so after its last item)."""
+    d, t = c.dims, c.table
+    rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
+    heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
+    if t.item_seq[item] < 0:
+        for head in heads:
+            _store_heads(c, slice(rows.start, rows.stop), head, np.zeros((), np.float32))
+        return True
+    found = {}
+    for head in heads:
+        for block in range(t.item_block[item], t.item_block[item] + t.item_blocks[item]):
+            keys, values = _keys_values(c, t.item_seq[item], head, block, t.positions[rows[-1]] + 1)
+            for row in rows:
+                n = t.positions[row] + 1 - block * d.kv_block
+                if n > 0:
+                    found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
+    if t.item_split[item] >= 0:
+        for (row, head, block), partial in found.items():
+            c.write(Buffer.PARTIALS, (_partial_index(t, item, row, head, block), slice(len(partial))), partial)
+        arrivals = c.buffer(Buffer.SPLITS)
+        arrivals[t.item_split[item]] += 1
+        if arrivals[t.item_split[item]] < t.item_splits[item]:
+            return False
+        arrivals[t.item_split[item]] = 0
+    for row in rows:
+        blocks = range(t.positions[row] // d.kv_block + 1)
+        for head in heads:
+            first, end = d.query_heads(head)
+            if t.item_split[item] >= 0:
+                lines = [_partial_index(t, item, row, head, b) for b in blocks]
+                partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
+            else:
+                partials = [found[row, head, b] for b in blocks]
+            _store_heads(c, slice(row, row + 1), head, _merge(partials).reshape(-1))
+    return True
+
+
+def _query_columns(d: Dims, head: int) -> slice:
+    """Columns of Q of the rank's query heads that share a KV head."""
+    first, end = d.query_heads(head)
+    return slice(first * d.head_dim, end * d.head_dim)
+
+
+def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
+    """Store the output of the query heads of a KV head, for rows of one row block."""
+    columns = _query_columns(c.dims, head)
+    index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
+    ranks = owners(c.dims, rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    c.store(Buffer.ATTN, ranks, index, values)
+
+
+def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
+    """K and V of a KV block's tokens before `end`, [tokens, head_dim] each."""
+    position = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
+    page, offset = _slots(c, sequence, position)
+    return c.read(Buffer.K_CACHE, (page, head, slice(None), offset)), c.read(Buffer.V_CACHE, (page, head, offset))
+
+
+def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
+    """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
+    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
+    scores = q @ keys.T * np.float32(c.dims.head_dim**-0.5)
+    m = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - m)
+    return np.concatenate([m, p.sum(axis=1, keepdims=True), p @ values], axis=1)
+
+
+def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
+    line = (row - t.item_row[item]) * t.item_kv_heads[item] + head - t.item_kv_head[item]
+    return int(t.item_partial[item] + line * t.item_span[item] + block)
+
+
+def _merge(partials: list[F32]) -> F32:
+    """Softmax-weighted values of all blocks, [heads, head_dim]: rescale to the common maximum, add, divide."""
+    total = partials[0]
+    for partial in partials[1:]:
+        m = np.maximum(total[:, :1], partial[:, :1])
+        rest = total[:, 1:] * np.exp(total[:, :1] - m) + partial[:, 1:] * np.exp(partial[:, :1] - m)
+        total = np.concatenate([m, rest], axis=1)
+    return total[:, 2:] / total[:, 1:2]
+
+
+def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_to_residual(c, Buffer.ATTN, Buffer.W_O, Buffer.B_O if c.dims.attention_bias else None, row, rows, col, cols)
+
+
+def mlp_norm(c: Context, row: int, rows: int) -> None:
+    _norm(c, c.read(Buffer.MLP_NORM), row, rows)
+
+
+def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    h = c.read(Buffer.H, r)
+    gate, up = (h @ c.read(Buffer.W_GATE_UP, (i, columns)).T for i in (0, 1))
+    if c.dims.mlp_bias:
+        gate, up = (t + c.read(Buffer.B_GATE_UP, (i, columns)) for i, t in enumerate((gate, up)))
+    with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
+        c.write(Buffer.ACT, (r, columns), gate / (1 + np.exp(-gate)) * up)
+
+
+def down_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_to_residual(c, Buffer.ACT, Buffer.W_DOWN, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
+
+
+def _add_to_residual(
+    c: Context, source: Buffer, weight: Buffer, bias: Buffer | None, row: int, rows: int, col: int, cols: int
+) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    t = c.read(source, r) @ c.read(weight, columns).T
+    if bias is not None:
+        t += c.read(bias, columns)
+    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
+
+
+def o_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ATTN, Buffer.W_O, row, rows, col, cols)
+
+
+def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _store_partial(c, Buffer.ACT, Buffer.W_DOWN, row, rows, col, cols)
+
+
+def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
+    columns = slice(col, col + cols)
+    t = c.read(source, slice(row, row + rows)) @ c.read(weight, columns).T
+    c.store(Buffer.REDUCE, owners(c.dims, row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
+
+
+def _slot(d: Dims, rank: int, row: int, rows: int) -> slice:
+    """Rows of REDUCE that hold a rank's partials of token rows of one row block, at their owner."""
+    block, offset = divmod(row, d.row_block)
+    start = rank * d.own_rows + (row if d.one_hop else block // d.tp * d.row_block + offset)
+    return slice(start, start + rows)
+
+
+def o_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    bias = Buffer.B_O if c.dims.attention_bias else None
+    _add_partials(c, c.dims.head_ranks, bias, row, rows, col, cols)
+
+
+def down_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    _add_partials(c, c.dims.ffn_ranks, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
+
+
+def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: int, col: int, cols: int) -> None:
+    r, columns = slice(row, row + rows), slice(col, col + cols)
+    total = c.read(Buffer.REDUCE, (_slot(c.dims, 0, row, rows), columns))
+    for rank in range(1, ranks):
+        total = total + c.read(Buffer.REDUCE, (_slot(c.dims, rank, row, rows), columns))
+    if bias is not None:
+        total = total + c.read(bias, columns)
+    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + total)
+
+
+def next_norm(c: Context, row: int, rows: int) -> None:
+    _norm(c, to_f32(c.buffer(Buffer.ATTN_NORM, ahead=1)), row, rows)
+
+
+def final_norm(c: Context, row: int, rows: int) -> None:
+    for i in range(row, row + rows):
+        source = c.table.logit_rows[i]
+        if c.dims.rank not in owners(c.dims, max(source, 0)):
+            continue
+        x = c.read(Buffer.X, source) if source >= 0 else np.zeros(c.dims.hidden, np.float32)
+        c.store(Buffer.Y, _peers(c.dims), i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
+
+
+def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    logits = c.read(Buffer.Y, slice(row, row + rows)) @ c.read(Buffer.LM_HEAD, slice(col, col + cols)).T
+    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + cols)
+    for i, line in enumerate(logits, row):
+        c.store(Buffer.LOGITS, (i // c.dims.own_logit_rows,), (i, columns), line)
+
+
+def sample(c: Context, row: int, rows: int) -> None:
+    t = c.table
+    for i in range(row, row + rows):
+        token, logprob = 0, np.float32(0.0)
+        if t.logit_rows[i] >= 0:
+            z = c.read(Buffer.LOGITS, i)
+            token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
+            logprob = z[token] - log_sum_exp(z)
+        c.store(Buffer.TOKENS_OUT, (0,), i, token)
+        c.store(Buffer.LOGPROBS_OUT, (0,), i, logprob)
+        if t.sample_slot[i] >= 0:
+            c.store(Buffer.HISTORY, range(c.dims.tp), (t.sample_slot[i], t.sample_position[i]), token)
+
+
+def _choose(c: Context, i: int, z: F32) -> int:
+    """Sample logit row i: penalties, bias, temperature, min-p, top-k, top-p, one draw."""
+    t = c.table
+    if t.sample_slot[i] >= 0:
+        seen = c.buffer(Buffer.HISTORY)[t.sample_slot[i], : t.sample_position[i]]
+        penalties = {"repetition": t.repetition_penalty, "presence": t.presence_penalty}
+        penalties["frequency"] = t.frequency_penalty
+        values = {name: float(column[i]) for name, column in penalties.items()}
+        z = penalised(z, seen, seen[t.prompt_length[i] :], **values)
+    bias = slice(t.bias_begin[i], t.bias_end[i])
+    z = z.copy()
+    np.add.at(z, t.bias_ids[bias], t.bias_values[bias])
+    if t.temperature[i] == 0 or z.max() == -np.inf:
+        return int(z.argmax())
+    z = z / t.temperature[i]
+    ids = kept(z, min_p=float(t.min_p[i]), top_k=int(t.top_k[i]), top_p=float(t.top_p[i]))
+    return draw(z, ids, uniform(int(t.seed_low[i]), int(t.seed_high[i]), int(t.sample_position[i]), int(t.choice[i])))
+
+
+def join(c: Context) -> None:
+    pass
+
+
+def drain(c: Context, queue: int, end: int) -> None:
+    pass
+
+
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    embed,
+    rope,
+    first_norm,
+    attn_norm,
+    qkv_rope,
+    attention,
+    o_proj,
+    o_partial,
+    o_reduce,
+    mlp_norm,
+    gate_up_silu,
+    down_proj,
+    down_partial,
+    down_reduce,
+    next_norm,
+    final_norm,
+    lm_head,
+    sample,
+    join,
+    drain,
+)
+EXECUTE: dict[int, Callable[..., None]] = {
+    i.opcode: f for i in INSTRUCTIONS for f in _FUNCTIONS if f.__name__ == i.name
+}
+if len(EXECUTE) != len(INSTRUCTIONS):
+    raise AssertionError(f"no function for {[i.name for i in INSTRUCTIONS if i.opcode not in EXECUTE]}")

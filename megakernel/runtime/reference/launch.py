@@ -1,0 +1,268 @@
+"""One launch of a program, in one thread: streams that advance when their waits hold, and the counters between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import trace as tracing
+from ...errors import MegakernelError
+from ...isa import BY_NAME, BY_OPCODE, StepTable, record, slot_work
+from ...program import Program
+from ...trace import Trace, TraceHeader
+from .instructions import Context, attend, owners
+
+_ATTENTION = BY_NAME["attention"].opcode
+_FINAL_NORM = BY_NAME["final_norm"].opcode
+_DRAIN = BY_NAME["drain"].opcode
+
+
+class Counters:
+    """A program's counters, [ranks, blocks x counters]. Launch k waits for value - k * total >= 0, modulo 2^32."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.totals = program.totals().swapaxes(0, 1).reshape(program.ranks, -1).astype(np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        self.values = np.zeros_like(self.totals)
+        self.launch = 0
+
+    def expected(self, rank: int, counter: int) -> int:
+        return self.launch * int(self.totals[rank, counter])
+
+    def met(self, rank: int, counter: int) -> bool:
+        return (int(self.values[rank, counter]) - self.expected(rank, counter)) % 2**32 < 2**31
+
+    def check_totals(self) -> None:
+        """Raise MegakernelError unless every counter got exactly its total in every launch so far."""
+        wrong = np.argwhere(self.values != self.launch * self.totals)
+        if len(wrong):
+            rank, n = wrong[0]
+            total = int(self.totals[rank, n])
+            got = int(self.values[rank, n]) - (self.launch - 1) * total
+            raise MegakernelError(
+                f"program {self.program.hash} is wrong: counter {n} of rank {rank} got {got} arrivals, "
+                f"its total is {total}"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """An instruction of an unrolled stream, or of a queue. `block` is its counter block, and its layer in the body."""
+
+    rank: int
+    worker: int
+    layer: int  # as in a trace: PROLOGUE or EPILOGUE outside the body
+    block: int
+    row: int
+    words: NDArray[np.int32]
+
+    @property
+    def opcode(self) -> int:
+        return int(record.opcode(self.words))
+
+    def operand(self, name: str) -> int:
+        return int(self.words[record.OPERAND_WORD + BY_OPCODE[self.opcode].operands.index(name)])
+
+    def waits(self, *, indexed: bool) -> list[int]:
+        return _chosen(record.waits(self.words), indexed)
+
+    def signals(self, *, indexed: bool) -> list[int]:
+        return _chosen(record.signals(self.words), indexed)
+
+    def __str__(self) -> str:
+        names = {tracing.PROLOGUE: "the prologue", tracing.EPILOGUE: "the epilogue"}
+        where = names.get(self.layer, f"layer {self.layer}")
+        name = BY_OPCODE[self.opcode].name
+        return f"worker {self.worker} of rank {self.rank} at {name} (record {self.row} of {where})"
+
+
+def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
+    return [int(w) for w in words if w and bool(w & record.INDEXED) == indexed]
+
+
+def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
+    layers = program.dims.layers
+    runs = [(program.prologue, tracing.PROLOGUE, 0)]
+    runs += [(program.body, layer, layer) for layer in range(layers)]
+    runs += [(program.epilogue, tracing.EPILOGUE, layers)]
+    index = rank * program.workers + worker
+    for segment, layer, block in runs:
+        for i, words in enumerate(segment.stream(index)):
+            yield Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A stream that cannot go on, and why."""
+
+    place: Place
+    counter: int
+    value: int
+    expected: int
+
+    def __str__(self) -> str:
+        return f"{self.place} waits for counter {self.counter}: {self.value} of {self.expected}"
+
+
+class Execute(Protocol):
+    """Does an instruction's work."""
+
+    def __call__(self, instruction: NDArray[np.int32], layer: int, table: StepTable, rank: int) -> None: ...
+
+
+class Launch:
+    """Runs one step of `program`. `context` gives what an instruction of a rank's table and of a layer sees."""
+
+    def __init__(
+        self,
+        program: Program,
+        table: StepTable,
+        counters: Counters,
+        context: Callable[[StepTable, int], Context],
+        execute: Execute,
+    ) -> None:
+        self._program, self._counters = program, counters
+        self._tables = [table.rank(rank) for rank in range(program.ranks)]
+        self._execute, self._context = execute, context
+        self._claimed = np.zeros((len(program.queues.offsets) - 1, program.dims.layers), np.int64)
+        self._intervals: list[tuple[int, ...]] = []
+
+    def run(self, order: np.random.Generator | None) -> None:
+        """Advance all streams to their ends, in turn or in random order, or say where they are stuck."""
+        ranks, per_rank = range(self._program.ranks), range(self._program.workers)
+        workers = [self._worker(rank, worker) for rank in ranks for worker in per_rank]
+        done = object()
+        while workers:
+            turn = range(len(workers)) if order is None else order.permutation(len(workers))
+            states: dict[int, object] = {int(i): next(workers[i], done) for i in turn}
+            blocked = [state for state in states.values() if isinstance(state, Blocked)]
+            if len(blocked) == len(workers):
+                raise MegakernelError("deadlock: " + "; ".join(str(b) for b in blocked))
+            workers = [w for i, w in enumerate(workers) if states[i] is not done]
+        self._check_claims()
+        self._counters.check_totals()
+
+    def _check_claims(self) -> None:
+        for queue, end in enumerate(np.diff(self._program.queues.offsets)):
+            if (self._claimed[queue] != end).any():
+                rank, number = divmod(queue, self._program.rank_queues)
+                raise MegakernelError(
+                    f"program {self._program.hash} is wrong: drains claimed {self._claimed[queue].min()} of the {end} "
+                    f"records of queue {number} of rank {rank}"
+                )
+
+    def trace(self) -> Trace:
+        """What ran when: one COMPUTE interval for each instruction but drains, or for each attention item."""
+        columns = np.array(self._intervals, np.int64).reshape(-1, 6).T
+        intervals = np.zeros(len(self._intervals), tracing.DTYPE)
+        for name, column in zip(("begin", "end", "instruction", "rank", "worker", "layer"), columns, strict=True):
+            intervals[name] = column
+        intervals["launch"] = 1
+        intervals["kind"] = tracing.IntervalKind.COMPUTE
+        intervals.sort(order=("rank", "worker", "begin"))
+        header = TraceHeader(self._program.hash, "reference", 1e-9, 0.0, 0.0, 0)
+        return Trace(header, intervals, slot_work(self._tables[0])[None])
+
+    def _worker(self, rank: int, worker: int) -> Iterator[Blocked | None]:
+        """A worker's stream. Yields None after each piece of work, and what it waits for where it cannot go on."""
+        for place in _stream(self._program, rank, worker):
+            yield from self._run(place)
+
+    def _run(self, place: Place) -> Iterator[Blocked | None]:
+        """Waits, work and signals of one instruction."""
+        table = self._tables[place.rank]
+        layer = min(place.block, self._program.dims.layers - 1)
+        yield from self._wait(place, place.waits(indexed=False))
+        if place.opcode == _ATTENTION:
+            slot = place.operand("slot")
+            for item in range(*table.slot_items[slot : slot + 2]):
+                yield from self._wait(place, place.waits(indexed=True), self._item_members(place, item))
+                if self._attend(place, layer, item):
+                    self._signal_rows(place, item)
+                yield None
+        elif place.opcode == _DRAIN:
+            yield from self._drain(place)
+        else:
+            yield from self._wait(place, place.waits(indexed=True), self._logit_row_members(place))
+            self._timed(place, partial(self._execute, place.words, layer, table, place.rank))
+        for word in place.signals(indexed=False):
+            self._signal(place, word)
+        yield None
+
+    def _attend(self, place: Place, layer: int, item: int) -> bool:
+        """Do an attention item; whether its rows are final."""
+        return self._timed(place, partial(attend, self._context(self._tables[place.rank], layer), item))
+
+    def _drain(self, place: Place) -> Iterator[Blocked | None]:
+        """Claim and run the records of the queue until the first `end` of this layer's are claimed."""
+        while self._left(place):
+            yield from self._run(self._claim(place))
+
+    def _left(self, drain: Place) -> bool:
+        return bool(self._claimed[self._queue(drain), drain.block] < drain.operand("end"))
+
+    def _claim(self, drain: Place) -> Place:
+        queues, queue = self._program.queues, self._queue(drain)
+        row = int(queues.offsets[queue] + self._claimed[queue, drain.block])
+        self._claimed[queue, drain.block] += 1
+        return replace(drain, row=len(self._program.body.records) + row, words=queues.records[row])
+
+    def _queue(self, drain: Place) -> int:
+        return drain.rank * self._program.rank_queues + drain.operand("queue")
+
+    def _item_members(self, place: Place, item: int) -> list[int]:
+        """The item's members of the grid [row block][group]: its row blocks, its KV heads' groups."""
+        t = self._tables[place.rank]
+        first = int(t.item_kv_head[item])
+        last = first + int(t.item_kv_heads[item]) - 1
+        groups = range(first // place.operand("group_heads"), last // place.operand("group_heads") + 1)
+        blocks = range(t.item_wait_block[item], t.item_wait_block[item] + t.item_wait_blocks[item])
+        return [block * place.operand("groups") + group for block in blocks for group in groups]
+
+    def _logit_row_members(self, place: Place) -> list[int]:
+        """final_norm's members of the grid [row block]: the blocks of its logit rows that its rank owns."""
+        if place.opcode != _FINAL_NORM:
+            return []
+        t, row = self._tables[place.rank], place.operand("row")
+        rows = t.logit_rows[row : row + place.operand("rows")].tolist()
+        return [r // t.dims.row_block for r in rows if r >= 0 and place.rank in owners(t.dims, r)]
+
+    def _signal_rows(self, place: Place, item: int) -> None:
+        t = self._tables[place.rank]
+        row, arrivals = int(t.item_row[item]), int(t.item_rows[item] * t.item_kv_heads[item])
+        for word in place.signals(indexed=True):
+            self._signal(place, word, row, arrivals)
+
+    def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
+        """Add to a word's counter, a grid's member of the row block of token row `row`, on the ranks that it names."""
+        dims = self._tables[place.rank].dims
+        rank = word >> record.RANK_SHIFT & record.RANK_MASK
+        ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: owners(dims, row)}.get(rank, (rank,))
+        self._counters.values[list(ranks), self._counter(place, word) + row // dims.row_block] += arrivals
+
+    def _counter(self, place: Place, word: int) -> int:
+        block = place.block + bool(word & record.NEXT)
+        return block * self._program.counters + (word & record.COUNTER_MASK) - 1
+
+    def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
+        """Wait for a member of each word's grid, on the place's own rank."""
+        for counter in [self._counter(place, word) + member for word in words for member in members]:
+            while not self._counters.met(place.rank, counter):
+                value = int(self._counters.values[place.rank, counter])
+                yield Blocked(place, counter, value, self._counters.expected(place.rank, counter))
+
+    def _timed(self, place: Place, work: Callable[[], bool | None]) -> bool:
+        begin = time.perf_counter_ns()
+        result = work()
+        end = time.perf_counter_ns()
+        self._intervals.append((begin, end, place.row, place.rank, place.worker, place.layer))
+        return bool(result)

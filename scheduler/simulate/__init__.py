@@ -1,0 +1,5 @@
+"""What would a program take on a machine that is not here?"""
+
+from .run import Simulation, Stall, simulate
+
+__all__ = ["Simulation", "Stall", "simulate"]

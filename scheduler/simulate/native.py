@@ -1,0 +1,152 @@
+"""The native part of the simulator: ctypes declarations of csrc/simulate."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...library import load
+from ...trace import DTYPE, Intervals
+from .costs import Costs
+
+_I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # mk::simulate::Wait
+RECORD = np.dtype([(name, np.int32) for name in (
+    "number", "opcode", "first_task", "end_task", "queue", "claims_end",
+)])  # mk::simulate::Record  # fmt: skip
+TASK = np.dtype([
+    *((name, np.float64) for name in (
+        "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "compute_s", "tail_s",
+    )),
+    *((name, np.int32) for name in (
+        "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
+        "unused",
+    )),
+])  # mk::simulate::Task  # fmt: skip
+SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
+EVERY_RANK = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """mk::simulate::Program. Records of streams and queues in one list, each with its tasks."""
+
+    ranks: int
+    workers: int
+    layers: int
+    counters: int
+    queues: int
+    splits: int
+    keys: int
+    layered_keys: int
+    prologue: Int32s  # offsets
+    body: Int32s
+    epilogue: Int32s
+    queue_records: Int32s
+    totals_first: Int32s
+    totals_middle: Int32s
+    totals_last: Int32s
+    records: NDArray[np.void]
+    tasks: NDArray[np.void]
+    stores: Floats  # [tasks, ranks]
+    waits: NDArray[np.void]
+    signals: NDArray[np.void]
+    key_bytes: Floats  # [ranks, keys]
+    compute_bound: NDArray[np.uint8]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = tuple((f.name, _I32 if f.type == "int" else _POINTER) for f in fields(Work))
+
+
+_COSTS = (
+    "memory_bytes_per_s", "cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "egress_bytes_per_s",
+    "switch_bytes_per_s", "latency_s", "store_s", "dispatch_s", "claim_s", "signal_s", "remote_signal_s", "launch_s",
+    "ring_bytes",
+)  # fmt: skip
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = (
+        *((name, _F64) for name in _COSTS),
+        *((name, _I32) for name in ("in_flight", "claim_in_flight", "roles")),
+    )
+
+
+class _Stall(ctypes.Structure):
+    _fields_ = (("segment", _I32), ("number", _I32), ("layer", _I32), ("seconds", _F64))
+
+
+class Result(ctypes.Structure):
+    """mk::simulate::Result."""
+
+    _fields_ = (
+        *(
+            (name, _F64)
+            for name in (
+                "step_s", "compute_s", "wait_s", "remote_wait_s", "memory_bytes", "cache_bytes", "link_bytes",
+            )
+        ),
+        *((name, _F64 * 2) for name in ("inside_worker", "across_workers", "across_ranks", "phases")),
+        ("events", _I64),
+        ("intervals", _I64),
+        *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
+    )  # fmt: skip
+    step_s: float
+    compute_s: float
+    wait_s: float
+    remote_wait_s: float
+    memory_bytes: float
+    cache_bytes: float
+    link_bytes: float
+    inside_worker: ctypes.Array[ctypes.c_double]
+    across_workers: ctypes.Array[ctypes.c_double]
+    across_ranks: ctypes.Array[ctypes.c_double]
+    phases: ctypes.Array[ctypes.c_double]
+    events: int
+    intervals: int
+    stuck_stream: int
+    stuck_record: int
+    stuck_layer: int
+    crowded_counter: int
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = load()
+    lib.mk_simulate.restype = _I32
+    lib.mk_simulate.argtypes = [
+        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _POINTER, _I64,
+        ctypes.POINTER(Result),
+    ]  # fmt: skip
+    return lib
+
+
+def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
+    """Simulate; with room for `most` trace records, which are the intervals in the order in which they ended."""
+    values = {f.name: getattr(work, f.name) for f in fields(Work)}
+    program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()})
+    native = _Costs(
+        *(getattr(costs, name) for name in _COSTS), costs.in_flight, costs.claim_in_flight, int(costs.roles)
+    )
+    intervals = np.empty(most, dtype=DTYPE)
+    result = Result()
+    status = _library().mk_simulate(
+        ctypes.byref(program),
+        ctypes.byref(native),
+        ctypes.byref(_Stall(*stall)),
+        intervals.ctypes.data if most else None,
+        most,
+        ctypes.byref(result),
+    )
+    if status:
+        raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more")
+    return result, intervals[: min(most, result.intervals)]

@@ -1,0 +1,178 @@
+"""A program in virtual time: what a step would take on a machine, and why.
+
+Each worker has a controller, a loader, consumers and a storer that take its instructions in order; what workers share
+(memory, the last shared cache, links and their switch) is divided evenly among whoever uses it at a moment. A wait
+holds until the signals that the program names have come. docs/simulator.md has the rules and what they leave out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import MegakernelError
+from ...isa import BY_OPCODE, StepTable, slot_work
+from ...isa import record as rec
+from ...machine import Machine
+from ...program import SEGMENTS, Program
+from ...trace import Trace, TraceHeader
+from .costs import Costs, costs_of
+from .native import Result, Work, run
+from .work import make_work
+
+_TICK_S = 1e-9
+_INTERVALS_PER_TASK = 8  # fetch, two page waits, two loads, counter wait, compute, store
+_MOST_IN_FLIGHT = 7
+
+
+@dataclass(frozen=True)
+class Stall:
+    """One instruction that takes `seconds` longer: its segment (an index of SEGMENTS), number as in a trace, layer."""
+
+    segment: int
+    number: int
+    layer: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated step came to.
+
+    `step_s`: from the launch to the last event. `busy`: of the whole step and all ranks, `workers` the part of their
+    time in which they compute, `matrix` FLOPs done / what the datasheet's rate does in that time, `memory`, `cache` and
+    `link` bytes / what the rates that are reached carry in that time (None without links). `overlap`: as
+    megakernel.timeline has it. `wait`: part of the workers' time in which they have nothing to compute until a signal
+    comes; `exposed_communication`: the part of it in which that signal comes from another rank. `events`: of the
+    simulation.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    busy: dict[str, float | None]
+    overlap: dict[str, float | None]
+    wait: float
+    exposed_communication: float
+    memory_bytes: float
+    link_bytes: float
+    matrix_flops: float
+    events: int
+    trace: Trace | None
+
+
+def simulate(
+    program: Program,
+    machine: Machine,
+    table: StepTable,
+    *,
+    costs: Costs | None = None,
+    trace: bool = False,
+    stall: Stall | None = None,
+    compute_bound: Collection[int] = (),
+) -> Simulation:
+    """Run one step, `table`, of `program` on `machine`.
+
+    `costs`: the table's for the machine by default. `compute_bound`: opcodes, for the overlap across workers. `trace`:
+    keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends, or more
+    signals arrive than a counter counts.
+    """
+    if program.workers != machine.workers:
+        raise MegakernelError(
+            f"the program has {program.workers} workers a rank and {machine.name} {machine.workers}: compile it again"
+        )
+    costs = costs or costs_of(machine)
+    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
+        raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
+    work = make_work(program, table, costs, compute_bound)
+    runs = _launched(program, work)
+    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
+    result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
+    _check(program, work, result)
+    lanes = program.ranks * program.workers
+    flops = _matrix_flops(program, table)
+    step = result.step_s
+
+    def part(amount: float, rate: float) -> float:
+        return amount / (rate * step * program.ranks)
+
+    kept = None
+    if trace:
+        order = np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))
+        header = TraceHeader(program.hash, "simulator", _TICK_S, read_s=0.0, clock_error_s=0.0, dropped=0)
+        kept = Trace(header, intervals[order], slot_work(table)[None])
+    rows = int((table.row_seq >= 0).sum())
+    many = program.ranks > 1
+    return Simulation(
+        step_s=step,
+        tokens_per_s=rows / step,
+        busy={
+            "workers": result.compute_s / (lanes * step),
+            "matrix": part(flops, machine.matrix_flops),
+            "memory": part(result.memory_bytes, costs.memory_bytes_per_s),
+            "cache": part(result.cache_bytes, costs.cache_bytes_per_s),
+            "link": part(result.link_bytes, costs.egress_bytes_per_s) if many else None,
+        },
+        overlap={
+            "inside_worker": _ratio(result.inside_worker),
+            "across_workers": _ratio(result.across_workers),
+            "across_ranks": _ratio(result.across_ranks) if many else None,
+            "phases": _ratio(result.phases),
+        },
+        wait=result.wait_s / (lanes * step),
+        exposed_communication=result.remote_wait_s / (lanes * step),
+        memory_bytes=result.memory_bytes,
+        link_bytes=result.link_bytes,
+        matrix_flops=flops,
+        events=result.events,
+        trace=kept,
+    )
+
+
+def _ratio(pair: ctypes.Array[ctypes.c_double]) -> float | None:
+    return float(pair[0] / pair[1]) if pair[1] else None
+
+
+def _launched(program: Program, work: Work) -> int:
+    """Tasks of one launch."""
+    per_record = work.records["end_task"] - work.records["first_task"]
+    counts = [
+        int(per_record[offsets[0] : offsets[-1]].sum())
+        for offsets in (work.prologue, work.body, work.epilogue, work.queue_records)
+    ]
+    layers = program.dims.layers
+    return counts[0] + layers * (counts[1] + counts[3]) + counts[2]
+
+
+def _check(program: Program, work: Work, result: Result) -> None:
+    if result.crowded_counter >= 0:
+        raise MegakernelError(
+            f"counter {result.crowded_counter} gets more arrivals than its total: the program is wrong, verify it"
+        )
+    if result.stuck_stream < 0:
+        return
+    rank, worker = divmod(result.stuck_stream, program.workers)
+    record = work.records[result.stuck_record]
+    name = BY_OPCODE[int(record["opcode"])].name
+    raise MegakernelError(
+        f"the program never ends: rank {rank} worker {worker} waits at record"
+        f" {record['number']} ({name}, layer {result.stuck_layer}); verify it"
+    )
+
+
+def _matrix_flops(program: Program, table: StepTable) -> float:
+    """FLOPs of all ranks' matmuls and attention, padding rows included."""
+    total = 0.0
+    for segment in range(len(SEGMENTS)):
+        records, ranks = program.numbered(segment)
+        opcodes = rec.opcode(records)
+        runs = program.dims.layers if SEGMENTS[segment] == "body" else 1
+        for rank in range(program.ranks):
+            for opcode in np.unique(opcodes[ranks == rank]).tolist():
+                chosen = records[(opcodes == opcode) & (ranks == rank)]
+                instruction = BY_OPCODE[opcode]
+                cost = instruction.cost(instruction.columns(chosen), program.rank_dims(rank))
+                total += runs * float(cost.matrix_flops.sum())
+    return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())

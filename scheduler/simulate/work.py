@@ -1,0 +1,426 @@
+"""What the simulator runs: of each task of a program its waits and signals, what it loads, computes and stores.
+
+A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one.
+All of it follows from the instruction table: loads and stores from the declared accesses, arithmetic from the declared
+costs, attention's from the step table. What a rank's last shared cache may hold is named in pieces: a weight tile or a
+sequence's KV head of one layer, and a row block of an activation buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import (
+    BUFFERS,
+    BY_NAME,
+    BY_OPCODE,
+    EVERY,
+    OWN,
+    Buffer,
+    Dims,
+    Family,
+    Index,
+    Instruction,
+    Kind,
+    Matmul,
+    StepTable,
+    attention_pages,
+    item_work,
+    itemsize,
+    matmul_pages,
+    tile_work,
+)
+from ...isa import record as rec
+from ...isa.access import Columns
+from ...isa.launch import PAGE_BYTES
+from ...isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
+from ...isa.record import Records
+from ...program import SEGMENTS, Program
+from .costs import Costs
+from .native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
+
+Ints = NDArray[np.int64]
+_ATTENTION, _DRAIN, _FINAL_NORM = BY_NAME["attention"], BY_NAME["drain"], BY_NAME["final_norm"]
+_LISTS = (*SEGMENTS, "queues")
+
+
+class _Tasks:
+    """All tasks, filled group by group. `waits` and `signals` collect rows that begin with the task."""
+
+    def __init__(self, count: int, ranks: int) -> None:
+        self.waits: list[Ints] = []  # [n, 3]: task, counter, slot
+        self.signals: list[Ints] = []  # [n, 5]: task, rank, counter, next, arrivals
+        self.table = np.zeros(count, dtype=TASK)
+        for name in ("weight_key", "read_key", "write_key", "split"):
+            self.table[name] = -1
+        self.stores = np.zeros((count, ranks))
+
+    def set(self, tasks: Ints, **columns: NDArray[np.number[Any]] | float) -> None:
+        for name, values in columns.items():
+            self.table[name][tasks] = values
+
+    def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+        """The rows in the order of their tasks, which then know theirs."""
+        names = dtype.names or ()
+        table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        ends = np.cumsum(np.bincount(table[:, 0], minlength=len(self.table)))
+        self.table[f"end_{what}"], self.table[f"first_{what}"] = ends, np.append(0, ends[:-1])
+        out = np.zeros(len(table), dtype=dtype)
+        for i, name in enumerate(names):
+            out[name] = table[:, i + 1]
+        return out
+
+
+def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: Collection[int]) -> Work:
+    """One step of `program` as the simulator runs it. `table` is of its sizes, seen by any rank."""
+    records, ranks, number, offsets = _records(program)
+    opcodes = rec.opcode(records)
+    views = [table.rank(rank) for rank in range(program.ranks)]
+    per_record = np.ones(len(records), dtype=np.int64)
+    slot = records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("slot")]
+    for rank, view in enumerate(views):
+        here = (opcodes == _ATTENTION.opcode) & (ranks == rank)
+        started = np.concatenate([[0], np.cumsum(_starts_task(view))])
+        per_record[here] = np.maximum(1, np.diff(started[view.slot_items])[slot[here]])
+    first_task = np.concatenate([[0], np.cumsum(per_record)])
+    tasks = _Tasks(int(first_task[-1]), program.ranks)
+    keys = _Keys(program, views, records, opcodes)
+    for rank, view in enumerate(views):
+        dims = view.dims
+        for opcode in np.unique(opcodes[ranks == rank]).tolist():
+            chosen = np.flatnonzero((opcodes == opcode) & (ranks == rank))
+            instruction = BY_OPCODE[opcode]
+            if opcode == _ATTENTION.opcode:
+                _attention(tasks, keys, records[chosen], first_task[chosen], view, costs)
+            elif instruction.family is not Family.CONTROL:
+                _plain(tasks, keys, instruction, records[chosen], first_task[chosen], dims, costs)
+    _words(tasks, program, records, opcodes, ranks, first_task, views)
+    drain = opcodes == _DRAIN.opcode
+    table_of_records = np.zeros(len(records), dtype=RECORD)
+    table_of_records["number"], table_of_records["opcode"] = number, opcodes
+    table_of_records["first_task"], table_of_records["end_task"] = first_task[:-1], first_task[1:]
+    for name, operand in (("queue", "queue"), ("claims_end", "end")):
+        table_of_records[name] = np.where(drain, records[:, rec.OPERAND_WORD + _DRAIN.operands.index(operand)], -1)
+    waits = tasks.words(tasks.waits, "wait", WAIT)
+    signals = tasks.words(tasks.signals, "signal", SIGNAL)
+    bound = np.full(max(BY_OPCODE) + 1, 2, dtype=np.uint8)  # 2: neither
+    for opcode, instruction in BY_OPCODE.items():
+        if instruction.family is not Family.CONTROL:
+            bound[opcode] = opcode in compute_bound
+    return Work(
+        ranks=program.ranks,
+        workers=program.workers,
+        layers=program.dims.layers,
+        counters=program.counters,
+        queues=program.rank_queues,
+        splits=program.dims.items,
+        keys=keys.count,
+        layered_keys=keys.layered,
+        prologue=offsets[0],
+        body=offsets[1],
+        epilogue=offsets[2],
+        queue_records=offsets[3],
+        totals_first=np.ascontiguousarray(program.totals_first, np.int32),
+        totals_middle=np.ascontiguousarray(program.totals_middle, np.int32),
+        totals_last=np.ascontiguousarray(program.totals_last, np.int32),
+        records=table_of_records,
+        tasks=tasks.table,
+        stores=tasks.stores,
+        waits=waits,
+        signals=signals,
+        key_bytes=keys.bytes,
+        compute_bound=bound,
+    )
+
+
+def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
+    """Records of all lists, the rank and the trace's number of each, and the lists' offsets into them."""
+    every, ranks, number, offsets = [], [], [], []
+    start = 0
+    for name in _LISTS:
+        segment = getattr(program, name)
+        streams = program.workers if name != "queues" else max(program.rank_queues, 1)
+        every.append(segment.records)
+        ranks.append(np.repeat(np.arange(len(segment.offsets) - 1) // streams, np.diff(segment.offsets)))
+        number.append(np.arange(len(segment.records)) + (len(program.body.records) if name == "queues" else 0))
+        offsets.append((segment.offsets + start).astype(np.int32))
+        start += len(segment.records)
+    return np.concatenate(every), np.concatenate(ranks), np.concatenate(number).astype(np.int32), offsets
+
+
+class _Keys:
+    """Numbers of cache pieces, the same on every rank, and their sizes, [ranks, keys]."""
+
+    def __init__(self, program: Program, views: list[StepTable], records: Records, opcodes: Int32s) -> None:
+        dims = program.dims
+        matmuls = [i for i in BY_OPCODE.values() if i.family is Family.MATMUL]
+        self._weights: dict[int, Int32s] = {}
+        self._first: dict[int, int] = {}
+        count = 0
+        for instruction in matmuls:
+            cols = np.unique(instruction.columns(records[opcodes == instruction.opcode])["col"])
+            self._weights[instruction.opcode], self._first[instruction.opcode] = cols, count
+            count += len(cols)
+        self._kv, self._heads = count, max(view.dims.rank_kv_heads for view in views)
+        count += dims.max_seqs * self._heads
+        self.layered = self._blocks = count
+        self._row_block, self._row_blocks = dims.row_block, max(dims.row_blocks, -(-dims.logit_rows // dims.row_block))
+        self.count = count + len(BUFFERS) * self._row_blocks
+        self.bytes = np.zeros((program.ranks, self.count))
+
+    def weight(self, opcode: int, col: Int32s) -> Ints:
+        return self._first[opcode] + np.searchsorted(self._weights[opcode], col)
+
+    def kv(self, sequence: Ints, head: Ints) -> Ints:
+        return self._kv + sequence * self._heads + head
+
+    def rows(self, buffer: Buffer, row: Int32s) -> Ints:
+        return self._blocks + int(buffer) * self._row_blocks + row.astype(np.int64) // self._row_block
+
+    def at_least(self, rank: int, key: Ints, size: NDArray[np.floating]) -> None:
+        np.maximum.at(self.bytes[rank], key, size)
+
+
+def _plain(
+    tasks: _Tasks, keys: _Keys, instruction: Instruction, records: Records, task: Ints, dims: Dims, costs: Costs
+) -> None:
+    """Everything but attention and control."""
+    columns = instruction.columns(records)
+    rows, first_row = columns["rows"].astype(np.float64), columns["row"]
+    cost = instruction.cost(columns, dims)
+    weights, weight_key = cost.memory_bytes, np.full(len(task), -1)
+    if instruction.matmul:
+        # 2 x rows x columns x k FLOPs: columns x k weights.
+        weights = cost.matrix_flops / (2 * rows) * itemsize(dims)
+        weight_key = keys.weight(instruction.opcode, columns["col"])
+        keys.at_least(dims.rank, weight_key, weights)
+    read, read_key, write_key = np.zeros(len(task)), None, None
+    for access in instruction.accesses(columns, dims):
+        wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
+        wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
+        high = np.maximum(access.row_end - access.row, 0) if access.index is not Index.LOGIT_ROW else rows
+        size = wide * high
+        if access.kind is not Kind.WRITE:
+            read += size
+            if read_key is None:
+                read_key = keys.rows(access.buffer, first_row)
+        if access.kind is not Kind.READ:
+            write_key = keys.rows(access.buffer, first_row) if write_key is None else write_key
+            for to, part in _targets(access.rank, size, dims):
+                tasks.stores[task, to] += part
+    block = np.minimum(dims.row_block / np.maximum(rows, 1), 1e9)
+    if read_key is not None:
+        keys.at_least(dims.rank, read_key, read * np.maximum(block, 1))
+        tasks.set(task, read_key=read_key)
+    if write_key is not None:
+        for to in range(dims.tp):
+            keys.at_least(to, write_key, tasks.stores[task, to])
+        tasks.set(task, write_key=write_key)
+    matrix_s, vector_s = costs.matmul_s(cost.matrix_flops, rows), cost.vector_flops / costs.vector_flops
+    if instruction.matmul and dims.pages:
+        read, matrix_s = _paged(tasks, task, instruction.matmul, columns, dims, costs)
+    elif dims.pages:
+        weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
+    else:
+        tasks.set(task, ring_bytes=weights)
+    compute_s = np.maximum(matrix_s, vector_s)
+    tail_s = compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(weights + read, 1))
+    tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
+
+
+def _paged(
+    tasks: _Tasks, task: Ints, matmul: Matmul, columns: Columns, dims: Dims, costs: Costs
+) -> tuple[Floats, Floats]:
+    """Matmuls through the ring: what they take of it. Bytes loaded beside weights, and seconds of arithmetic."""
+    taken = matmul_pages(matmul, columns["rows"], columns["cols"], dims)
+    rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
+    weights = matmul.length(dims) * matmul.width * cols
+    if dims.dots:
+        # The rows come in every lap, and stay to its end.
+        held = dot_input_pages(matmul, rows, dims)
+        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
+        read = taken.inputs // held * rows * (matmul.length(dims) * itemsize(dims))
+        return read.astype(np.float64), (2 * rows * weights).astype(np.float64) / costs.vector_flops
+    # The next instruction comes after the results of the last columns.
+    last = np.minimum(taken.output, chunk_output_pages(matmul, dims))
+    tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
+    flops, loads = tile_work(matmul, rows, cols, dims)
+    whole = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS  # as these FLOPs are counted
+    read = loads - weights * itemsize(dims)
+    return read.astype(np.float64), costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
+
+
+def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
+    """(rank, bytes of each task stored there) of an access."""
+    for to in range(dims.tp):
+        if isinstance(rank, np.ndarray):
+            yield to, np.where(rank == to, size, 0.0)
+        elif rank in (EVERY, to) or (rank == OWN and to == dims.rank):
+            yield to, size
+
+
+def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: StepTable, costs: Costs) -> None:
+    """One rank's attention. K and V of earlier steps come from memory, once for a sequence
+    whose rows several items share."""
+    dims = view.dims
+    task, item, _ = _items(records, first, view)
+    if not len(item):
+        return
+    items_of = np.bincount(task - task[0])[task - task[0]]
+    row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
+    heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
+    live = sequence >= 0
+    flops, kv_bytes = (amount[item] for amount in item_work(view))
+    compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
+    # Of q, and of the output.
+    size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
+    whole = live & (view.item_split[item] < 0)
+    shared = whole & (items_of == 1)
+    key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
+    keys.at_least(dims.rank, key[shared], kv_bytes[shared])
+    access = next(a for a in _ATTENTION.accesses(_ATTENTION.columns(records[:1]), dims) if a.kind is Kind.WRITE)
+    owner = access.rank if access.rank is not None else (row // dims.row_block % dims.tp).astype(np.int32)
+    out_key = keys.rows(access.buffer, view.item_row[item])
+    for to, part in _targets(owner, size, dims):
+        np.add.at(tasks.stores[:, to], task, part)
+        keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
+    ring = np.zeros(len(item))
+    if dims.pages:
+        ring += PAGE_BYTES * attention_pages(
+            view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims
+        )
+    for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
+        np.add.at(tasks.table[name], task, part)
+    tasks.set(
+        task,
+        read_key=key,
+        write_key=out_key,
+        split=view.item_split[item],
+        parts=np.maximum(view.item_splits[item], 1),
+        tail_s=tasks.table["compute_s"][task]
+        * np.minimum(1.0, costs.stage_bytes / np.maximum(tasks.table["read_bytes"][task], 1)),
+    )
+
+
+def _items(records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
+    """(task, item, record) of the items of attention records whose first tasks are `first`."""
+    slot = _ATTENTION.columns(records)["slot"]
+    begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
+    record = np.repeat(np.arange(len(records)), count)
+    item = begin[record] + np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
+    started = np.cumsum(_starts_task(view))
+    return first[record] + started[item] - started[begin[record]], item, record
+
+
+def _starts_task(view: StepTable) -> NDArray[np.bool_]:
+    """Of each item, whether it is a task, or joins the one before it in its slot: single rows, whole, of one row block,
+    that wait for the same."""
+    single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
+    same = single[1:] & single[:-1]
+    own = view.item_row // view.dims.row_block
+    for column in (own, view.item_kv_head, view.item_kv_heads, view.item_wait_block, view.item_wait_blocks):
+        same &= column[1:] == column[:-1]
+    starts = np.concatenate([[True], ~same])
+    starts[view.slot_items[:-1][view.slot_items[:-1] < len(starts)]] = True
+    return starts
+
+
+def _words(
+    tasks: _Tasks,
+    program: Program,
+    records: Records,
+    opcodes: Int32s,
+    ranks: Ints,
+    first_task: Ints,
+    views: list[StepTable],
+) -> None:
+    """Waits and signals. Plain words of attention: every item waits, the last one signals."""
+    waits = records[:, rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS]
+    record, slot = np.nonzero(waits)
+    word = waits[record, slot]
+    plain = word & rec.INDEXED == 0
+    count = np.diff(first_task)[record[plain]]
+    of = np.repeat(np.arange(len(count)), count)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    task = first_task[record[plain]][of] + nth
+    tasks.waits.append(np.stack([task, rec.word_counter(word[plain])[of], slot[plain][of]], axis=1))
+
+    signals = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
+    record, slot = np.nonzero(signals)
+    word = signals[record, slot]
+    plain = word & rec.INDEXED == 0
+    record, word = record[plain], word[plain]
+    to = rec.word_rank(word)
+    one = np.ones(len(word), dtype=np.int64)
+    columns = [
+        first_task[record + 1] - 1,
+        np.where(to == rec.ALL_RANKS, EVERY_RANK, to),
+        rec.word_counter(word),
+        (word & rec.NEXT != 0).astype(np.int64),
+        one,
+    ]
+    tasks.signals.append(np.stack(columns, axis=1))
+    for rank, view in enumerate(views):
+        chosen = np.flatnonzero((opcodes == _ATTENTION.opcode) & (ranks == rank))
+        if len(chosen):
+            _item_words(tasks, records[chosen], first_task[chosen], view)
+        chosen = np.flatnonzero((opcodes == _FINAL_NORM.opcode) & (ranks == rank))
+        if len(chosen):
+            _logit_waits(tasks, records[chosen], first_task[chosen], view)
+
+
+def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:
+    """The grids that attention's first wait and signal word name."""
+    dims = view.dims
+    task, item, record = _items(records, first, view)
+    if not len(item):
+        return
+    columns = _ATTENTION.columns(records)
+    wait, signal = records[record, rec.WAIT_WORD], records[record, rec.SIGNAL_WORD]
+    groups, group_heads = columns["groups"][record], columns["group_heads"][record]
+    head, heads = view.item_kv_head[item], view.item_kv_heads[item]
+    group = head // group_heads
+    wide = (head + heads - 1) // group_heads - group + 1
+    members = view.item_wait_blocks[item] * wide
+    of = np.repeat(np.arange(len(item)), members)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(members) - members, members)
+    block = view.item_wait_block[item][of] + nth // wide[of]
+    counter = rec.word_counter(wait)[of] + block * groups[of] + group[of] + nth % wide[of]
+    indexed = (wait & rec.INDEXED != 0)[of]
+    leads = np.append(True, task[1:] != task[:-1])
+    tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed & leads[of]])
+
+    own = view.item_row[item] // dims.row_block
+    to = rec.word_rank(signal)
+    owner = np.full_like(own, EVERY_RANK) if dims.one_hop else own % dims.tp
+    to = np.where(to == rec.OWNER, owner, np.where(to == rec.ALL_RANKS, EVERY_RANK, to))
+    rows = [
+        task,
+        to,
+        rec.word_counter(signal) + own,
+        (signal & rec.NEXT != 0).astype(np.int64),
+        np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]],
+    ]
+    tasks.signals.append(np.stack(rows, axis=1)[(signal & rec.INDEXED != 0) & leads])
+
+
+def _logit_waits(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:
+    """final_norm waits for the row block of each logit row that this rank normalises."""
+    dims = view.dims
+    columns = _FINAL_NORM.columns(records)
+    slots = rec.WAIT_WORD + np.arange(rec.WAITS)
+    for i, words in enumerate(records[:, slots]):
+        row = view.logit_rows[columns["row"][i] : columns["row"][i] + columns["rows"][i]]
+        block = np.unique(row[row >= 0] // dims.row_block)
+        if not dims.one_hop:
+            block = block[block % dims.tp == dims.rank]
+        for slot in np.flatnonzero(words & rec.INDEXED):
+            counter = rec.word_counter(words[slot]) + block
+            tasks.waits.append(
+                np.stack([np.full_like(counter, first[i]), counter, np.full_like(counter, slot)], axis=1)
+            )

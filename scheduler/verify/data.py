@@ -1,0 +1,277 @@
+"""Third stage of the verifier: does each access come after those that it must come after?
+
+What must come first follows from the instruction table alone. Its order (embed, a layer's phases, final_norm ..
+sample) times the layers is the sequential meaning of a step; a phase is all instructions of one opcode in one run,
+on all ranks. Copies of a buffer on two ranks are two places. Box by box: no phase writes an element twice; what a
+phase reads, the last phase before it that writes the buffer has written there; a read comes after that write, and
+a write after the earlier write and after all reads since. To come after is to begin after the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import (
+    BUFFERS,
+    BY_OPCODE,
+    EVERY,
+    INSTRUCTIONS,
+    OWN,
+    Access,
+    Buffer,
+    Column,
+    Dims,
+    Family,
+    Index,
+    Instruction,
+    Kind,
+    Space,
+    item_columns,
+)
+from ...program import SEGMENTS, Program
+from . import native as native
+from .form import Ints, Part, all_dims, home
+from .order import Events, Unrolled, row_blocks
+
+_PHASES = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
+_HOST = len(_PHASES)  # the phase in which the host reads the outputs of rank 0
+_SEGMENT = np.array([SEGMENTS.index(home(i) or "") for i in _PHASES] + [2], dtype=np.int32)
+_LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
+_CONTROL = [i.opcode for i in INSTRUCTIONS if i.family is Family.CONTROL]
+
+
+def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
+    """Rows and columns of a rank's copy of a buffer as `Access` counts them."""
+    if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+        return dims.tokens, dims.kv_cols
+    rows, *cols = BUFFERS[buffer].shape(dims, 0)
+    return rows, cols[0] if cols else 1
+
+
+@dataclass(frozen=True)
+class Use:
+    """What all instructions of one kind on one rank touch."""
+
+    part: Part
+    instruction: Instruction
+    dims: Dims
+    rows: Ints
+    accesses: list[Access]
+
+
+def uses(parts: list[Part]) -> list[Use]:
+    """Segment by segment, in table order."""
+    out = []
+    program = parts[0].program
+    dims = all_dims(program.dims)
+    for part in parts:
+        key = part.opcode.astype(np.int64) * program.ranks + part.rank
+        order = np.argsort(key, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+            if not len(rows) or part.opcode[rows[0]] in _CONTROL:
+                continue
+            instruction, d = BY_OPCODE[int(part.opcode[rows[0]])], dims[part.rank[rows[0]]]
+            out.append(
+                Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d))
+            )
+    return out
+
+
+def check_boxes(found: list[Use]) -> Iterator[str]:
+    """Boxes lie inside their buffers, and rows of the residual where they belong."""
+    every = [(use, access) for use in found for access in use.accesses]
+    if not every:
+        return
+    length = [len(use.rows) for use, _ in every]
+    row, row_end, col, col_end = (
+        np.concatenate([getattr(a, name) for _, a in every]) for name in ("row", "row_end", "col", "col_end")
+    )
+    height, width = np.repeat(np.array([extent(a.buffer, use.dims) for use, a in every]), length, axis=0).T
+    bad = (row < 0) | (row_end > height) | (col < 0) | (col_end > width)
+    bad &= (row != row_end) & (col != col_end)
+    bad |= (row_end < row) | (col_end < col)
+    for i in np.nonzero(bad)[0]:
+        which = int(np.searchsorted(np.cumsum(length), i, side="right"))
+        use, access = every[which]
+        label = use.part.label(int(use.rows[i - sum(length[:which])]))
+        yield f"{label}: its box lies outside {access.buffer.name} [{height[i]}, {width[i]}]"
+    for use in found:
+        if use.dims.tp > 1 and not use.dims.one_hop:
+            yield from _check_owners(use)
+
+
+def _check_owners(use: Use) -> Iterator[str]:
+    """A rank has the residual of its own row blocks only. Partials are laid out by row block."""
+    d = use.dims
+    residual = any(a.buffer is Buffer.X and a.index is Index.NONE for a in use.accesses)
+    if not residual and all(a.buffer is not Buffer.REDUCE for a in use.accesses):
+        return
+    columns = use.instruction.columns(use.part.records[use.rows])
+    first, last = columns["row"] // d.row_block, (columns["row"] + columns["rows"] - 1) // d.row_block
+    for row in use.rows[first != last]:
+        yield f"{use.part.label(int(row))}: its rows lie in more than one row block"
+    if residual:
+        for row in use.rows[first % d.tp != d.rank]:
+            yield f"{use.part.label(int(row))}: another rank has these rows of the residual"
+
+
+class _Touches:
+    """Touches as columns: phase, place, kind, event, row, row_end, col, col_end."""
+
+    def __init__(self, program: Program) -> None:
+        self.ranks = program.ranks
+        self.kinds: list[tuple[int, int]] = []
+        self.places: list[int | Column | Ints] = []
+        self.pieces: list[tuple[Column | Ints, ...]] = []  # events and boxes
+
+    def add(
+        self, phase: int, buffer: Buffer, rank: Ints | Column | int, kind: int, event: Ints, *box: Ints | Column
+    ) -> None:
+        self.kinds.append((phase, kind))
+        self.places.append(buffer * self.ranks + rank)
+        self.pieces.append((event, *box))
+
+    def columns(self) -> NDArray[np.int32]:
+        lengths = np.array([len(piece[0]) for piece in self.pieces])
+        out = np.empty((8, lengths.sum()), dtype=np.int32)
+        for column, values in zip((0, 2), zip(*self.kinds, strict=True), strict=True):
+            out[column] = np.repeat(values, lengths)
+        for column, pieces in zip((3, 4, 5, 6, 7), zip(*self.pieces, strict=True), strict=True):
+            np.concatenate(pieces, out=out[column])
+        at = np.cumsum(lengths) - lengths
+        for first, length, place in zip(at.tolist(), lengths.tolist(), self.places, strict=True):
+            out[1, first : first + length] = place
+        return out
+
+
+def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArray[np.int32]:
+    out = _Touches(program)
+    by_name = {e.part.name: e for e in events}
+    dealt = {a.buffer for use in found for a in use.accesses if a.index is Index.LOGIT_OWNER}
+    for use in found:
+        segment, phase = by_name[use.part.name], _PHASES.index(use.instruction)
+        for access in use.accesses:
+            for kind in _kinds(access):
+                if access.index is Index.ITEM:
+                    _items(out, segment, phase, kind, use.dims, access)
+                elif access.index is Index.LOGIT_ROW:
+                    _logit_rows(out, segment, phase, kind, use, access)
+                else:
+                    col, col_end = access.col, access.col_end
+                    if access.buffer in dealt:
+                        # Every rank writes its share of the rows, whichever these are: a column for each rank.
+                        mine = access.index is Index.LOGIT_OWNER
+                        col = np.full_like(col, use.dims.rank if mine else 0)
+                        col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
+                    for rank in _copies(access, use.dims):
+                        out.add(phase, access.buffer, rank, kind, use.rows, access.row, access.row_end, col, col_end)
+    for buffer, rank in _declared(program.dims)[1]:
+        height, width = extent(buffer, program.dims)
+        out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
+    return out.columns()
+
+
+def _kinds(access: Access) -> tuple[int, ...]:
+    if access.kind is Kind.UPDATE:
+        return native.READ, native.WRITE
+    return (native.READ if access.kind is Kind.READ else native.WRITE,)
+
+
+def _copies(access: Access, dims: Dims) -> list[Column | int]:
+    if isinstance(access.rank, np.ndarray):
+        return [access.rank]
+    if access.rank == EVERY:
+        return list(range(dims.tp))
+    assert access.rank is not None
+    return [dims.rank if access.rank == OWN else access.rank]
+
+
+def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
+    row = blocks * dims.row_block
+    return row, np.minimum(row + dims.row_block, dims.tokens)
+
+
+def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
+    """Boxes of the attention items. An item also reads K and V of other row blocks, which it waits for in the
+    same way: their (row block, group) event stands for that read. K and V have a copy per layer, so nothing
+    overwrites them and no write has to wait for such a read."""
+    grid = events.items[dims.rank]
+    blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
+    row, row_end = _block_rows(dims, blocks)
+    edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.rank_kv_heads).tolist()
+    columns = [item_columns(access.buffer, dims, first, end) for first, end in pairwise(edges)]
+    col, col_end = np.array(columns)[groups].T
+    copies = [blocks % dims.tp] if access.rank is None else _copies(access, dims)
+    for rank in copies:
+        out.add(phase, access.buffer, rank, kind, grid.event.ravel(), row, row_end, col, col_end)
+
+
+def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
+    """A logit row is read after its row block's counter; without an indexed wait, after the instruction's waits."""
+    d = use.dims
+    blocks = row_blocks(d, d.rank)
+    row, row_end = _block_rows(d, blocks)
+    box = (row, row_end, np.zeros_like(row), np.full_like(row, d.hidden))
+    plain = use.rows
+    for reads in (r for r in events.reads if r.rank == d.rank):
+        out.add(phase, access.buffer, d.rank, kind, reads.event, *box)
+        plain = np.setdiff1d(plain, reads.records)
+    for record in plain:
+        out.add(phase, access.buffer, d.rank, kind, np.full(len(blocks), record), *box)
+
+
+@lru_cache(maxsize=64)
+def _declared(dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
+    """[phases, buffers]: which phases of these sizes write a buffer, on whichever rank. And the outputs that are
+    gathered on one rank, with that rank: what the host reads after a launch."""
+    writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
+    outputs: list[tuple[Buffer, int]] = []
+    probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
+    for phase, instruction in enumerate(_PHASES):
+        for access in instruction.accesses(probe, dims) if instruction.present(dims) else ():
+            writes[phase, access.buffer] |= access.kind is not Kind.READ
+            if BUFFERS[access.buffer].space is Space.OUTPUT and access.buffer is not Buffer.LOGITS:
+                assert isinstance(access.rank, int)
+                outputs.append((access.buffer, access.rank))
+    return writes, outputs
+
+
+def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
+    """Up to `most` violations: of what is written, or else of what must be ordered."""
+    program = unrolled.program
+    events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
+    writes, _ = _declared(program.dims)
+    step = native.Step(program.ranks, _SEGMENT, writes, _LAYERED, _touches(program, events, found))
+    nothing = np.zeros(0, dtype=np.int32)
+    ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)
+    for violation in native.unordered(unrolled.graph, order, step, ends, lasts, most):
+        yield _describe(unrolled, violation)
+
+
+def _describe(unrolled: Unrolled, v: np.void) -> str:
+    ranks = unrolled.program.ranks
+    earlier = "nothing" if v["earlier"] < 0 else unrolled.label(int(v["earlier"]))
+    later = "the host" if v["later"] < 0 else unrolled.label(int(v["later"]))
+    if v["what"] == native.OVERTAKES:
+        return f"{later} may end its worker's launch before {earlier}: the next launch could overtake this one"
+    buffer = Buffer(v["place"] // ranks).name
+    copy = f" of rank {v['place'] % ranks}" if ranks > 1 else ""
+    box = f"rows {v['row']}..{v['row_end']}, columns {v['col']}..{v['col_end']}{copy}"
+    if v["what"] == native.TWICE:
+        return f"{later} and {earlier} both write {buffer} {box}"
+    if v["what"] == native.MISSING:
+        should = f"no {_PHASES[v['phase']].name}" if v["phase"] >= 0 else "nothing before it"
+        return f"{later} reads {buffer} {box}, which {should} wrote; last written by {earlier}"
+    if v["what"] == native.NOT_ONWARD:
+        return f"{later} reads {buffer} {box}, which only the prologue wrote, and nothing orders it after {earlier}"
+    does, did = {0: ("overwrites", "wrote"), 1: ("reads", "wrote"), 2: ("overwrites", "reads")}[int(v["reads"])]
+    orders = "nothing"
+    if unrolled.stream(int(v["earlier"])) == unrolled.stream(int(v["later"])) is not None:
+        orders = "only their stream, in which the second may begin before the first ends,"
+    return f"{later} {does} what {earlier} {did} in {buffer}, {box}, and {orders} orders them"

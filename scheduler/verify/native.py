@@ -1,0 +1,125 @@
+"""The native part of the verifier: ctypes declarations of csrc/verify."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...library import load
+
+_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+Int32s = NDArray[np.int32]
+
+READ, WRITE, HOST = range(3)  # mk::verify::Kind
+TWICE, MISSING, UNORDERED, NOT_ONWARD, OVERTAKES = range(5)  # mk::verify::What
+FOUND = np.dtype([(name, np.int32) for name in (
+    "what", "earlier", "later", "phase", "place", "row", "row_end", "col", "col_end", "reads",
+)])  # mk::verify::Found  # fmt: skip
+
+
+class _Graph(ctypes.Structure):
+    _fields_ = (
+        ("rows", _I32),
+        ("runs", _I32),
+        ("first", _POINTER),
+        ("edges", _I64),
+        ("source", _POINTER),
+        ("target", _POINTER),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("phases", _I32),
+        ("buffers", _I32),
+        ("ranks", _I32),
+        ("segment", _POINTER),
+        ("declares", _POINTER),
+        ("layered", _POINTER),
+        ("touches", _I64),
+        *((name, _POINTER) for name in ("phase", "place", "kind", "event", "row", "row_end", "col", "col_end")),
+    )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Rows and edges of an unrolled program; `first` is the first row of each run, and of the counters."""
+
+    rows: int
+    first: Int32s
+    source: Int32s
+    target: Int32s
+
+    def native(self) -> _Graph:
+        source, target = self.source.ctypes.data, self.target.ctypes.data
+        return _Graph(self.rows, len(self.first) - 1, self.first.ctypes.data, len(self.source), source, target)
+
+
+@dataclass(frozen=True)
+class Step:
+    """mk::verify::Step. `declares` is [phases, buffers]; `touches` is [8, n]: phase, place, kind, event, box."""
+
+    ranks: int
+    segment: Int32s
+    declares: NDArray[np.uint8]
+    layered: NDArray[np.uint8]
+    touches: Int32s
+
+    def native(self) -> _Step:
+        begin, size = self.touches.ctypes.data, self.touches.strides[0]
+        return _Step(
+            *self.declares.shape,
+            self.ranks,
+            self.segment.ctypes.data,
+            self.declares.ctypes.data,
+            self.layered.ctypes.data,
+            self.touches.shape[1],
+            *(begin + i * size for i in range(8)),
+        )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = load()
+    lib.mk_verify_order.restype, lib.mk_verify_data.restype = _I32, _I64
+    lib.mk_verify_order.argtypes = [ctypes.POINTER(_Graph), _POINTER, _POINTER]
+    lib.mk_verify_data.argtypes = [
+        ctypes.POINTER(_Graph), _POINTER, ctypes.POINTER(_Step), _I64, _POINTER, _I64, _POINTER, _I64, _POINTER,
+    ]  # fmt: skip
+    return lib
+
+
+def _checked(count: int) -> int:
+    if count < 0:
+        raise MegakernelError("out of memory while verifying a program: verify it on a machine with more")
+    return count
+
+
+def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
+    """The rows that have an order, in it, and how many edges each row still misses. A row may be taken once
+    `missing` of the edges that lead to it have been."""
+    order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
+    count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
+    return order[: _checked(count)], left
+
+
+def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
+    """Up to `most` violations, as records of FOUND. Each of the rows `lasts` must come after each of `ends`."""
+    found = np.zeros(most, dtype=FOUND)
+    count = _library().mk_verify_data(
+        ctypes.byref(graph.native()),
+        order.ctypes.data,
+        ctypes.byref(step.native()),
+        len(ends),
+        ends.ctypes.data,
+        len(lasts),
+        lasts.ctypes.data,
+        most,
+        found.ctypes.data,
+    )
+    return found[: _checked(count)]

@@ -1,0 +1,297 @@
+"""Second stage of the verifier: events, what each waits for, and what is therefore known to have happened.
+
+An event is one run of an instruction, or a virtual event. It begins when the counters that it waits for have their
+totals, and signals when it ends. A stream's events begin in order and end in order, no more: the next one may begin
+before the last one ends. Two kinds stand for what the step table decides:
+
+item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot
+        has it. It is known to come after the counters that its indexed wait names and after nothing else; its
+        arrival at the row block's counter proves only itself. A split's last arriver stands for the whole split.
+read    (final_norm's grid, rank, row block): the read of one logit row, after that row block's counter.
+
+A third says how a queue is claimed, and counts only against freedom from deadlock:
+
+begin   a worker arrives at a drain. The drain's own event is that it moves on, after all records before its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import BY_NAME, Dims
+from ...isa import record as bits
+from ...program import Program
+from .form import Ints, Mask, Part, all_dims
+from .native import Graph, topological_order
+
+Edges = tuple[Ints, Ints]  # earlier, later
+
+
+def row_blocks(dims: Dims, rank: int) -> Ints:
+    """The row blocks whose residual `rank` has."""
+    step = 1 if dims.one_hop else dims.tp
+    return np.arange(rank % step, dims.row_blocks, step)
+
+
+def _ended_before(key: Ints, end: Ints) -> Ints:
+    """The largest `end` among the earlier elements with the same key; 0 where there is none."""
+    order = np.argsort(key, kind="stable")
+    key, end = key[order], end[order]
+    step = int(end.max()) + 1
+    largest = np.maximum.accumulate(key * step + end) - key * step
+    out: Ints = np.zeros_like(end)
+    out[order[1:]] = np.where(key[1:] == key[:-1], largest[:-1], 0)
+    return out
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Attention items of one rank: `event` of [row block, head group], `group_heads` KV heads in a group."""
+
+    event: Ints
+    group_heads: int
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The `records` of one rank that wait for one grid, and the event of each of the rank's row blocks."""
+
+    records: Ints
+    rank: int
+    event: Ints
+
+
+class Events:
+    """Events of one segment: its records, then virtual ones. Counters are flat: rank * counters + counter.
+
+    `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). `may_wait` and `after`,
+    (event, event) pairs, hold for some step tables and for some ways to claim a queue only: they count against
+    freedom from deadlock and prove nothing about data. `chain` is every stream's events in program order, stream
+    by stream, and `stream` says whose they are.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.count = part, len(part.records)
+        self.items: dict[int, Grid] = {}
+        self.reads: list[Reads] = []
+        self.begins: Edges = (np.zeros(0, np.int64),) * 2  # drain, its begin
+        counters, waits, signals = part.program.counters, part.waits, part.signals
+        self._wait = part.rank[waits.row] * counters + waits.counter
+        fixed = ~waits.indexed
+        self.waits: list[Edges] = [(self._wait[fixed], waits.row[fixed])]
+        self.may_wait: list[Edges] = []
+        self.after: list[Edges] = []
+        self.signals: list[tuple[Ints, Ints, Mask, Ints]] = []
+        one = ~signals.indexed & (signals.rank != bits.ALL_RANKS)
+        self._signal(signals.row[one], signals.rank[one] * counters + signals.counter[one], signals.next[one], 1)
+        every = ~signals.indexed & (signals.rank == bits.ALL_RANKS)
+        for rank in range(part.program.ranks if every.any() else 0):
+            self._signal(signals.row[every], rank * counters + signals.counter[every], signals.next[every], 1)
+        self.chain, self.stream = np.arange(part.static), part.stream
+        if part.name == "body":
+            self._add_items()
+            self._add_queues()
+        elif part.name == "epilogue":
+            self._add_reads()
+
+    def _signal(self, event: Ints, counter: Ints, is_next: Mask | bool, arrivals: Ints | int) -> None:
+        shape = event.shape
+        self.signals.append((event, counter, np.broadcast_to(is_next, shape), np.broadcast_to(arrivals, shape)))
+
+    def _new(self, *shape: int) -> Ints:
+        first = self.count
+        self.count += int(np.prod(shape))
+        return np.arange(first, self.count).reshape(shape)
+
+    def _add_items(self) -> None:
+        part, program, dims = self.part, self.part.program, self.part.program.dims
+        instruction = BY_NAME["attention"]
+        every = part.rows(instruction.opcode)
+        blocks = np.arange(dims.row_blocks)
+        block_rows = np.minimum(dims.tokens - blocks * dims.row_block, dims.row_block)
+        for rank in range(dims.head_ranks):
+            slots = every[part.rank[every] == rank]
+            columns = instruction.columns(part.records[slots[:1]])
+            groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
+            event = self._new(dims.row_blocks, groups)
+            self.items[rank] = Grid(event, group_heads)
+            heads = np.minimum(all_dims(dims)[rank].rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
+            grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
+            self.waits.append((grid, items))
+            # Any slot may wait for any member before it is through, and be the last to arrive at any member.
+            begin, end = self._new(2)
+            self.may_wait.append((grid, np.full(items.size, begin)))
+            self.after.append((np.full(len(slots), begin), slots))
+            self.after.append((slots, np.full(len(slots), end)))
+            self.after.append((np.full(items.size, end), items))
+            signals = part.signals
+            word = np.nonzero(signals.indexed & (signals.row == slots[0]))[0][0]
+            target = signals.rank[word]
+            targets = range(program.ranks) if target == bits.ALL_RANKS else [target]
+            if target == bits.OWNER:
+                targets = [blocks % program.ranks]
+            for to in targets:
+                counter = to * program.counters + signals.counter[word] + blocks
+                self._signal(items, np.repeat(counter, groups), signals.next[word], arrivals)
+
+    def _add_queues(self) -> None:
+        part, program = self.part, self.part.program
+        instruction = BY_NAME["drain"]
+        drains = part.rows(instruction.opcode)
+        if not len(drains):
+            return
+        columns = instruction.columns(part.records[drains])
+        end = columns["end"].astype(np.int64)
+        queue = part.rank[drains] * program.rank_queues + columns["queue"]
+        begin = self._new(len(drains))
+        self.begins = drains, begin
+        self.chain = np.insert(self.chain, np.searchsorted(self.chain, drains), begin)
+        self.stream = np.insert(self.stream, drains, part.stream[drains])
+        words = part.opcode[part.waits.row] == instruction.opcode
+        self.may_wait.append((self._wait[words], begin[np.searchsorted(drains, part.waits.row[words])]))
+        self.after.append((begin, drains))
+
+        first = part.static + program.queues.offsets[:-1].astype(np.int64)  # record of each queue
+        records = np.arange(part.static, len(part.records))
+        same = part.queue[records[1:]] == part.queue[records[:-1]]
+        self.after.append((records[:-1][same], records[1:][same]))
+        # A worker may have claimed a record before what it has begun has ended, so a record follows the begins of
+        # all drains that may claim it. A stream's next drain of a queue claims from where the one before ended.
+        done = _ended_before(part.stream[drains] * program.rank_queues + queue, end)
+        busy = done < end
+        self.after.append((begin[busy], (first[queue] + done)[busy]))
+        self.after.append(((first[queue] + end - 1)[busy], drains[busy]))
+
+    def _add_reads(self) -> None:
+        part, waits = self.part, self.part.waits
+        for first in np.unique(self._wait[waits.indexed]):
+            rows = waits.row[waits.indexed & (self._wait == first)]
+            rank = int(part.rank[rows[0]])
+            blocks = row_blocks(part.program.dims, rank)
+            grid, event = first + blocks, self._new(len(blocks))
+            self.waits.append((grid, event))
+            self.may_wait.append((np.tile(grid, len(rows)), np.repeat(rows, len(grid))))
+            self.reads.append(Reads(rows, rank, event))
+
+    def arrivals(self, next_block: bool) -> Ints:
+        """Arrivals per counter that one run brings to its own or to the next block."""
+        program = self.part.program
+        out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
+        for _, counter, is_next, count in self.signals:
+            mine = is_next == next_block
+            out += np.bincount(counter[mine], weights=count[mine], minlength=len(out)).astype(np.int64)
+        return out
+
+    def label(self, event: int) -> str:
+        if event < len(self.part.records):
+            return self.part.label(event)
+        for rank, grid in self.items.items():
+            where = np.argwhere(grid.event == event)
+            if len(where):
+                return f"attention item of row block {where[0, 0]}, head group {where[0, 1]} [body, rank {rank}]"
+        for reads in self.reads:
+            if event in reads.event:
+                block = row_blocks(self.part.program.dims, reads.rank)[event - reads.event[0]]
+                return f"{self.part.label(int(reads.records[0]))}, logit row in row block {block}"
+        drains, begins = self.begins
+        if event in begins:
+            return f"{self.part.label(int(drains[np.searchsorted(begins, event)]))} begins"
+        return "attention, any slot [body]"
+
+
+class Unrolled:
+    """The runs of a program, its events and counters as rows of one graph.
+
+    Run 0 is the prologue, runs 1..layers the body, the last one the epilogue.
+    """
+
+    def __init__(self, program: Program, events: list[Events], layers: int) -> None:
+        prologue, body, epilogue = events
+        self.program, self.layers = program, layers
+        self.runs = [prologue, *[body] * layers, epilogue]
+        self.first = np.cumsum([0] + [e.count for e in self.runs]).astype(np.int32)
+        self.block = program.ranks * program.counters
+        self.rows = int(self.first[-1]) + (layers + 1) * self.block
+        runs = list(zip(self.runs, self.first[:-1].astype(np.int64), strict=True))
+        self._chain = np.concatenate([first + e.chain for e, first in runs])
+        stream = np.concatenate([e.stream for e, _ in runs])
+        order = np.argsort(stream, kind="stable")
+        self._chain, self._stream = self._chain[order], stream[order]
+        same = self._stream[1:] == self._stream[:-1]
+        proven: list[Edges] = [(self._chain[:-1][same], self._chain[1:][same])]
+        perhaps: list[Edges] = []
+        for t, (e, first) in enumerate(runs):
+            block = int(self.first[-1]) + min(max(t - 1, 0), layers) * self.block
+            proven += [(block + counter, first + event) for counter, event in e.waits]
+            proven += [
+                (first + event, block + is_next * self.block + counter) for event, counter, is_next, _ in e.signals
+            ]
+            perhaps += [(block + counter, first + event) for counter, event in e.may_wait]
+            perhaps += [(first + earlier, first + later) for earlier, later in e.after]
+        self.graph = self._graph(proven)
+        self._any_order = self._graph(proven + perhaps)
+
+    def _graph(self, edges: list[Edges]) -> Graph:
+        source, target = (np.concatenate(side).astype(np.int32) for side in zip(*edges, strict=True))
+        return Graph(self.rows, self.first, source, target)
+
+    def order(self) -> tuple[NDArray[np.int32], list[int]]:
+        """A topological order of all rows under every edge that may hold, and the rows of a cycle if there is one."""
+        graph = self._any_order
+        missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
+        order, left = topological_order(graph, missing)
+        return order, [] if len(order) == self.rows else self._cycle(left > 0)
+
+    def _cycle(self, stuck: Mask) -> list[int]:
+        """Every stuck row has a stuck predecessor: walk back until a row repeats."""
+        graph = self._any_order
+        inside = stuck[graph.source] & stuck[graph.target]
+        predecessor = np.full(self.rows, -1)
+        predecessor[graph.target[inside]] = graph.source[inside]
+        path: list[int] = []
+        seen: dict[int, int] = {}
+        row = int(np.nonzero(stuck)[0][0])
+        while row not in seen:
+            seen[row] = len(path)
+            path.append(row)
+            row = int(predecessor[row])
+        return path[seen[row] :]
+
+    def ends(self) -> Edges:
+        """Of every stream, its last row that does work or is waited for, and its last row.
+
+        They differ where a stream ends in a join that signals nothing: it only waits, so it may be as late as it
+        will, and what it waits for stays true.
+        """
+        last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
+        lasts = self._chain[last]
+        run = np.searchsorted(self.first, lasts, side="right") - 1
+        work = last.copy()
+        for t in np.unique(run):
+            here, part = run == t, self.runs[t].part
+            event = lasts[here] - self.first[t]
+            idle = (part.opcode[event] == BY_NAME["join"].opcode) & ~np.isin(event, part.signals.row)
+            work[here] -= idle
+        alone = work >= 0
+        alone[1:] &= work[1:] > last[:-1]  # a stream of one join does no work
+        return self._chain[work[alone]], lasts
+
+    def stream(self, row: int) -> int | None:
+        """Whose record a row is; None for virtual events and what a queue holds."""
+        run = int(np.searchsorted(self.first, row, side="right")) - 1
+        event, part = row - int(self.first[run]), self.runs[run].part
+        return int(part.stream[event]) if event < part.static else None
+
+    def label(self, row: int) -> str:
+        """What a violation calls a row of the graph."""
+        if row >= self.first[-1]:
+            block, rest = divmod(row - int(self.first[-1]), self.block)
+            rank, counter = divmod(rest, self.program.counters)
+            return f"counter {counter} (block {block}, rank {rank})"
+        run = int(np.searchsorted(self.first, row, side="right")) - 1
+        label = self.runs[run].label(row - int(self.first[run]))
+        return f"layer {run - 1} {label}" if 0 < run <= self.layers else label

@@ -1,0 +1,330 @@
+"""`megakernel roofline`: steps, plans, fleets and the figure, as a person gets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from commands import fails, run, run_json
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype, Family
+from megakernel.machine import hardware
+from megakernel.model import load_config
+from megakernel.model.checkpoint import weight_dims
+from megakernel.roofline import (
+    SHAPES,
+    Ceilings,
+    Layout,
+    Mark,
+    Point,
+    best,
+    decode_step,
+    fleet,
+    largest_batch,
+    plan,
+    render_plot,
+    serve,
+    shape_of,
+    step_work,
+)
+
+MODEL_70B, MODEL_1B = "random:llama-3.1-70b", "random:llama-3.2-1b"
+LLAMA_70B = shape_of("llama-3.1-70b", load_config(MODEL_70B))
+H100, NVL72 = hardware("h100"), hardware("gb200-nvl72")
+W = 450e9
+
+
+def costs(figures: dict) -> dict[str, dict]:
+    return {c["instruction"]: c for c in figures["instructions"]}
+
+
+# -- a step
+
+
+def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--tokens", "7", "--context", "1000"]
+    figures = run_json(capsys, *flags)
+    work = step_work(weight_dims(load_config(MODEL_1B), Dtype.BF16), [1] * 7, [1000] * 7, 7, tied=True)
+    assert figures["flops"] == pytest.approx(work.flops, rel=1e-9)
+    assert figures["memory_bytes"] == pytest.approx(work.bytes, rel=1e-3)
+    assert figures["bound"] == "memory" and figures["t_comms_s"] == 0 and figures["lowering"] is None
+    assert figures["t_memory_s"] == figures["memory_bytes"] / 3.35e12 == figures["step_s"]
+    assert figures["t_math_s"] == figures["flops"] / 9.9e14
+    total = sum(figures[key] for key in ("t_math_s", "t_vector_s", "t_memory_s", "t_comms_s"))
+    assert figures["step_without_overlap_s"] == pytest.approx(total)
+    assert figures["tokens_per_s"] == pytest.approx(7 / figures["step_s"])
+    assert figures["memory"]["kv_bytes"] == 7 * 1000 * 2 * 16 * 8 * 64 * 2
+    assert figures["memory"]["fits"]
+
+
+@pytest.mark.parametrize("o, residual", [("sharded", "dealt"), ("replicated", "dealt"), ("sharded", "replicated")])
+def test_bytes_between_ranks_follow_the_lowering(capsys: pytest.CaptureFixture[str], o: str, residual: str) -> None:
+    n, layers, hidden, ranks = 512, 80, 8192, 8
+    flags = ["--o-lowering", o, "--residual", residual, "--tp", "8", "--tokens", str(n), "--context", "10"]
+    figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
+    assert figures["lowering"] == {"o": o, "residual": residual}
+    sent = {name: c["sent_bytes"] / layers for name, c in costs(figures).items() if name not in ("lm_head", "sample")}
+    block = 2.0 * n * hidden * (ranks - 1) / ranks
+    expected = dict.fromkeys(("attn_norm", "mlp_norm", "o_partial", "down_partial"), block)
+    if o == "replicated":
+        del expected["o_partial"]
+        expected["attention"] = block / ranks
+    if residual == "replicated":
+        expected = dict.fromkeys(("o_partial", "down_partial"), block * ranks)
+    assert {name: b for name, b in sent.items() if b and name != "final_norm"} == pytest.approx(expected)
+    hops = sum(c["hops"] for c in figures["instructions"])
+    assert figures["t_latency_s"] == pytest.approx(hops * 2.45e-6)
+    assert figures["t_comms_s"] == pytest.approx(figures["t_latency_s"] + figures["sent_bytes"] / W)
+    extra = costs(figures).get("o_proj", costs(figures).get("o_partial"))["memory_bytes"]
+    assert extra == 2.0 * layers * hidden * hidden / (1 if o == "replicated" else ranks)
+
+
+def test_paper_and_program_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """The closed formulas of a layout and the sums over instructions, for even shards."""
+    flags = ["--tp", "8", "--tokens", "1024", "--context", "2000", "--o-lowering", "sharded", "--residual", "dealt"]
+    figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
+    paper = decode_step(LLAMA_70B, H100, Layout(tp=8), 1024, 2000)
+    assert figures["t_math_s"] == pytest.approx(paper.math_s, rel=1e-3)
+    assert figures["t_memory_s"] == pytest.approx(paper.memory_s, rel=1e-3)
+    ends = sum(costs(figures)[name]["comms_s"] for name in ("final_norm", "lm_head", "sample"))
+    assert figures["t_comms_s"] - ends == pytest.approx(paper.comms_s["node"])
+    needed = figures["memory"]["weight_bytes"] + figures["memory"]["kv_bytes"]
+    table = LLAMA_70B.embedding_parameters * 2 * 7 / 8  # on paper sharded too; here every rank has all of it
+    assert needed - table == pytest.approx(paper.bytes_per_gpu, rel=2e-3)
+    norm = costs(figures)["mlp_norm"]
+    assert norm["message_bytes"] == 2 * 1024 * 8192 * 7 / 8
+    curve = H100.curve("all_reduce", 8)
+    assert curve and norm["comms_measured_s"] == pytest.approx(norm["sent_bytes"] / curve.at(2 * 1024 * 8192))
+    total = sum(c["comms_measured_s"] for c in figures["instructions"])
+    assert figures["t_comms_measured_s"] == pytest.approx(total) and total > figures["t_comms_s"]
+    elsewhere = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "b200", *flags)
+    assert elsewhere["t_comms_measured_s"] is None
+
+
+def test_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--context", "1"]
+    assert run_json(capsys, *flags, "--tokens", "250")["bound"] == "memory"
+    assert run_json(capsys, *flags, "--tokens", "350")["bound"] == "math"
+    assert run_json(capsys, *flags, "--tokens", "64", "--tp", "8")["bound"] == "comms"
+    assert run_json(capsys, *flags, "--dtype", "f32", "--tokens", "250")["bound"] == "math"
+
+
+def test_text_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", "--tokens", "4")
+    assert status == 0
+    assert "bound by memory" in out and "does not fit" in out and re.search(r"gate_up_silu +matmul", out)
+
+
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megakernel.serving import ceilings
+
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e9, 1e12, threads, "made up"))
+    figures = run_json(capsys, "roofline", "--model", MODEL_1B)
+    assert figures["machine"] == "host" and figures["t_memory_s"] == pytest.approx(figures["memory_bytes"] / 1e9)
+    assert "one device" not in fails(capsys, "roofline", "--model", MODEL_1B, "--tp", "2")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--machine", "h900"], "unknown machine 'h900'"),
+        (["--machine", "tpu-v5p"], "known for comparison only"),
+        (["--machine", "v100", "--tp", "16"], "v100 has 8 devices in a node: lower --tp"),
+        (["--machine", "h100", "--context", "200000"], "context 200000 is more than the 131072"),
+        (["--machine", "h100", "--gpus", "8"], "--gpus needs --plan or --fleet"),
+        (["--machine", "h100", "--training"], "--training needs --plan"),
+        (["--machine", "h100", "--token-ms", "5"], "--token-ms needs --fleet"),
+        (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
+        (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot needs neither --plan nor --fleet"),
+        (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
+        (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs are no whole nodes of 8"),
+        (["--machine", "a100", "--plan", "--gpus", "16"], "8 GPUs at most"),
+        (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert message in fails(capsys, "roofline", "--model", MODEL_1B, *flags)
+
+
+def test_models_on_paper_are_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "known on paper only" in fails(capsys, "roofline", "--model", "deepseek-v3", "--machine", "h100")
+
+
+# -- plans
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--plan", "--gpus", "16", "--tokens", "256", "--context", "2000"]
+    figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", *flags)
+    steps = [t["step_s"] for t in figures["ranked"]]
+    assert steps == sorted(steps) and all(t["fits"] and t["why"] for t in figures["ranked"])
+    assert all(t["bytes_per_gpu"] <= 80e9 for t in figures["ranked"])
+    refused = {r["name"]: r for r in figures["refused"]}
+    assert "needs" in refused["DP 16"]["why"] and refused["DP 16"]["bytes_per_gpu"] > 80e9
+    first = figures["ranked"][0]
+    again = decode_step(LLAMA_70B, H100, Layout(**first["layout"]), 256, 2000)
+    assert again.step_s == first["step_s"] and first["tokens_per_s"] == pytest.approx(256 / first["step_s"])
+
+
+def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--plan", "--training", "--gpus", "64", "--tokens", "1000000"]
+    status, out, _ = run(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", *flags)
+    assert status == 0 and "tokens of training" in out
+    assert re.search(r"refused: .*DP 64: needs \d+\.\d GB of 80 GB per GPU", out)
+
+
+def test_every_factorisation_is_considered() -> None:
+    found = plan(LLAMA_70B, H100, 16, 10_000, 128)
+    considered = [t.layout for t in found.ranked] + [r.layout for r in found.refused]
+    cuts = {(t, p, 16 // t // p) for t in (1, 2, 4, 8, 16) for p in (1, 2, 4, 8, 16) if t * p <= 16}
+    assert {(x.tp, x.pp, x.dp) for x in considered} == cuts and len(considered) == len(cuts)
+    experts = plan(SHAPES["gpt-oss-120b"], H100, 16, 10_000, 128)
+    assert any(t.layout.ep == 8 for t in experts.ranked)
+    thirds = plan(SHAPES["gpt-oss-120b"], H100, 24, 10_000, 128)
+    assert {t.layout.ep for t in thirds.ranked} <= {1, 2, 4, 8}  # three do not share 128 experts
+
+
+def test_no_layout_is_possible() -> None:
+    with pytest.raises(MegakernelError, match=r"on 1 h100 .* needs 1\d\d\.\d GB of 80 GB per GPU: take more GPUs"):
+        plan(LLAMA_70B, H100, 1, 1, 128)
+    with pytest.raises(MegakernelError, match="take more GPUs"):
+        plan(LLAMA_70B, H100, 8, 100_000, 4000)
+
+
+def test_replicas_need_sequences() -> None:
+    found = plan(shape_of("1b", load_config(MODEL_1B)), H100, 8, 4, 128)
+    assert all(t.layout.dp <= 4 for t in found.ranked)
+    assert any(r.layout.dp == 8 and "8 shares of 4 tokens" in r.why for r in found.refused)
+
+
+# -- fleets
+
+
+def test_memory_sets_the_largest_batch() -> None:
+    most = largest_batch(LLAMA_70B, H100, 8, 4000)
+    assert serve(LLAMA_70B, H100, 8, 8, most, 4000).bytes_per_gpu <= 80e9
+    assert serve(LLAMA_70B, H100, 8, 8, most + 1, 4000).bytes_per_gpu > 80e9
+    assert largest_batch(LLAMA_70B, H100, 1, 4000) == 0
+
+
+def test_cost_is_price_times_time() -> None:
+    one = serve(LLAMA_70B, H100, 1024, 8, 256, 2000)
+    assert one.replicas == 128 and one.tokens_per_s == pytest.approx(128 * 256 / one.step_s)
+    hours = 1e6 / one.tokens_per_s / 3600
+    assert one.usd_per_million_tokens(2.5) == pytest.approx(2.5 * 1024 * hours)
+    assert one.tokens_per_joule(700) == pytest.approx(one.tokens_per_s / (1024 * 700))
+
+
+def test_the_best_fleet_within_a_latency() -> None:
+    free, tight = best(LLAMA_70B, H100, 64, 2000), best(LLAMA_70B, H100, 64, 2000, 0.008)
+    assert free.tokens_per_s == pytest.approx(max(s.tokens_per_s for s in fleet(LLAMA_70B, H100, 64, 2000)))
+    short = best(LLAMA_70B, H100, 64, 500)  # bound by arithmetic: the smallest batch and most ranks that make as much
+    assert (short.tp, short.bound) == (8, "math") and short.batch < largest_batch(LLAMA_70B, H100, 8, 500)
+    fewer = serve(LLAMA_70B, H100, 64, 8, short.batch - 1, 500)
+    assert fewer.tokens_per_s < short.tokens_per_s * (1 - 1e-6)
+    assert tight.step_s <= 0.008 < serve(LLAMA_70B, H100, 64, tight.tp, tight.batch + 1, 2000).step_s
+    rates = [serve(LLAMA_70B, H100, 64, 8, batch, 2000).tokens_per_s for batch in range(1, 700, 7)]
+    assert rates == sorted(rates)
+    with pytest.raises(MegakernelError, match=r"no group makes a token in 0.001 ms: the fastest takes 5\.\d+ ms"):
+        best(LLAMA_70B, H100, 64, 2000, 1e-6)
+    with pytest.raises(MegakernelError, match="fits no node of 8 h100"):
+        fleet(LLAMA_70B, H100, 64, 8e6)
+
+
+def test_a_fleet_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["roofline", "--model", MODEL_70B, "--machine", "gb200-nvl72", "--fleet", "--context", "4000"]
+    figures = run_json(capsys, *flags, "--usd-per-gpu-hour", "4")
+    assert figures["gpus"] == 72 and figures["best"]["usd_per_million_tokens"] > 0
+    factor = figures["best"]["gpu_hours_per_million_tokens"]
+    assert figures["best"]["usd_per_million_tokens"] == pytest.approx(4 * factor)
+    assert {"math", "memory", "comms"} >= {s["bound"] for s in figures["servings"]}
+    status, out, _ = run(capsys, *flags, "--token-ms", "10")
+    assert status == 0 and "with at most 10 ms a token" in out and "1 USD per GPU-hour" in out
+
+
+# -- the figure
+
+
+def points() -> list[Point]:
+    return [
+        Point("a & b", 1.0, 3e12, family=Family.MATMUL),
+        Point("c", 1.02, 3.05e12, family=Family.MATMUL),
+        Point("far", 500.0, 9e14, family=Family.ATTENTION),
+        Point("all", 1.0, 3e12, Mark.STEP),
+        Point("seen", 400.0, 2e14, Mark.ACHIEVED),
+    ]
+
+
+def marks(root: ElementTree.Element) -> list[list[float]]:
+    """Where the figure's markers are, those of the legend left out."""
+    found = [e.attrib["transform"] for e in root.iter("{http://www.w3.org/2000/svg}path") if len(e)]
+    return [[float(v) for v in text.removeprefix("translate(").rstrip(")").split()] for text in found]
+
+
+def test_the_figure_is_one_file_with_roof_and_points() -> None:
+    svg = render_plot(H100, points(), "a < b")
+    root = ElementTree.fromstring(svg)
+    texts = ["".join(t.itertext()) for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "a & b, c", "far", "all", "seen", "matmul", "attention", "achieved"} <= set(texts)
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    assert len(marks(root)) == 4  # two of the five share one
+    line = next(root.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
+    corner = [float(v) for v in line[1].split(",")]
+    roofed = render_plot(H100, [Point("ridge", H100.intensity(), 9.9e14)], "x")
+    assert marks(ElementTree.fromstring(roofed)) == [pytest.approx(corner, abs=0.2)]
+
+
+def test_labels_do_not_cover_each_other() -> None:
+    crowd = [Point(f"label number {i}", 10 * 1.3**i, 2e13 * 1.1**i) for i in range(12)]
+    root = ElementTree.fromstring(render_plot(H100, crowd, "crowd"))
+    boxes = []
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        if (text.text or "").startswith("label "):
+            width = 6.6 * len(text.text or "")
+            left = float(text.attrib["x"]) - (width if text.attrib["text-anchor"] == "end" else 0)
+            boxes.append((left, float(text.attrib["y"]) - 11, left + width, float(text.attrib["y"]) + 4))
+    assert len(boxes) == 12
+    for i, a in enumerate(boxes):
+        for b in boxes[:i]:
+            assert a[2] <= b[0] + 0.2 or b[2] <= a[0] + 0.2 or a[3] <= b[1] + 0.2 or b[3] <= a[1] + 0.2
+
+
+def test_a_point_that_logarithms_lack() -> None:
+    with pytest.raises(MegakernelError, match="'none' has no place in logarithms"):
+        render_plot(H100, [Point("none", 0.0, 1.0)], "x")
+
+
+def test_the_verb_writes_figures_with_measured_points(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    measured = tmp_path / "mine.json"
+    measured.write_text(json.dumps({"gflops": 500.0, "read_GBps": 480.0, "prefill": {"gflops": 2e5, "read_GBps": 90}}))
+    flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--achieved", str(measured), "--json"]
+    for name in ("a.svg", "a.html"):
+        status, _, err = run(capsys, *flags, "--plot", str(tmp_path / name))
+        assert status == 0 and "wrote" in err
+        text = (tmp_path / name).read_text()
+        assert "mine prefill: achieved 200 TFLOP/s" in text and "whole step" in text
+    ElementTree.parse(tmp_path / "a.svg")
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[]", "has no gflops"),
+        ('{"gflops": 1}', "has no"),
+        ('{"gflops": "x", "read_GBps": 1}', "must be numbers"),
+    ],
+)
+def test_bad_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "bad.json"
+    if text is not None:
+        file.write_text(text)
+    flags = ["--machine", "h100", "--plot", str(tmp_path / "a.svg"), "--achieved", str(file)]
+    assert message in fails(capsys, "roofline", "--model", MODEL_1B, *flags)
+    assert not (tmp_path / "a.svg").exists()

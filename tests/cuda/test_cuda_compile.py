@@ -1,0 +1,111 @@
+"""Compiling csrc/cuda: what is cached under which name, what is refused, and that the sources are installed."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megakernel.errors import MegakernelError
+from megakernel.runtime.cuda import compile
+
+ROOT = Path(__file__).parents[2]
+
+
+class Counting:
+    """A compiler that notes what it was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.asked: list[tuple[bool, bool]] = []
+        self.log = ""
+        (folder / "csrc" / "cuda").mkdir(parents=True)
+        (folder / "csrc" / "common").mkdir()
+        self.source = folder / "csrc" / "cuda" / "megakernel.cu"
+        self.source.write_text("one")
+        self.version = "1"
+        monkeypatch.setenv("MEGAKERNEL_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(compile, "source_folder", lambda: folder / "csrc")
+        monkeypatch.setattr(compile, "compiler", lambda: compile.Compiler(self.version))
+        monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
+
+    def _compile(self, trace: bool, dots: bool) -> compile.Cubin:
+        self.asked.append((trace, dots))
+        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{dots:d}".encode(), self.log)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
+    return Counting(monkeypatch, tmp_path)
+
+
+def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
+    assert compile.cubin(trace=False, dots=False) == compile.cubin(trace=False, dots=False) == b"code of one 00"
+    assert compile.cubin(trace=True, dots=True) == b"code of one 11"
+    assert compile.cubin(trace=True, dots=False) == b"code of one 10"
+    assert counting.asked == [(False, False), (True, True), (True, False)]
+    counting.source.touch()
+    compile.cubin(trace=False, dots=False)
+    assert len(counting.asked) == 3  # by content, not by time
+    counting.source.write_text("two")
+    assert compile.cubin(trace=False, dots=False) == b"code of two 00"
+    (counting.source.parent / "new.h").write_text("")
+    compile.cubin(trace=False, dots=False)
+    counting.version = "2"
+    compile.cubin(trace=False, dots=False)
+    assert len(counting.asked) == 6
+    assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
+    assert compile.cubin(trace=False, dots=False) == b"code of one 00"
+
+
+def test_a_line_on_a_terminal(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compile.cubin(trace=True, dots=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, dots=False)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "compiling the CUDA interpreter" in said
+
+
+def test_slow_code_is_an_error(counting: Counting) -> None:
+    counting.log = (
+        "ptxas info    : 0 bytes gmem\n"
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to calls\n"
+    )
+    with pytest.raises(MegakernelError, match=r"slow code of csrc/cuda: \(C7510\) Potential"):
+        compile.cubin(trace=False, dots=False)
+    counting.log = ""
+    assert compile.cubin(trace=False, dots=False)  # the slow one was not kept
+
+
+def test_the_first_complaint_is_the_error() -> None:
+    error = compile._failed("a.h(3): warning: odd\na.h(7): error: no such thing\na.h(9): error: another\n")
+    assert str(error) == "compiling csrc/cuda failed: a.h(7): error: no such thing"
+
+
+def test_every_source_is_installed() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = table["package-data"]["megakernel.csrc"]
+    files = [p.relative_to(ROOT / "csrc") for room in ("common", "cuda") for p in (ROOT / "csrc" / room).rglob("*")]
+    sources = [str(f) for f in files if f.suffix in (".h", ".cuh", ".cu")]
+    assert len(sources) > 3
+    assert [s for s in sources if not any(fnmatch.fnmatch(s, pattern) for pattern in patterns)] == []
+
+
+def test_no_lambda_is_generic() -> None:
+    """NVRTC 13.0 takes one for a function of the host, and refuses it; its successors and nvcc do not."""
+    generic = re.compile(rb"\[[&=]?\]\s*\([^)]*\bauto\b")
+    assert [name for name, text in compile.sources().items() if generic.search(text)] == []
+    assert generic.search(b"f([&](int first, const auto& at) {")

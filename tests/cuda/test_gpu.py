@@ -1,0 +1,228 @@
+"""The CUDA backend on a real GPU: `python -P -m pytest -m gpu`. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_llama import ROPES, error, hf_logits, make_llama
+
+from megakernel import LLM, SamplingParams
+from megakernel.cli import doctor_gpu
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype, record
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, rank_machine
+from megakernel.runtime.cuda.availability import missing
+from megakernel.scheduler import Options, compile_program
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+_LACK = missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_LACK is not None, reason=f"no GPU to run on: {_LACK}")]
+
+# Sizes that the interpreter takes, none of them a multiple of its tiles.
+SHAPE = {"vocab": 331, "hidden": 136, "ffn": 200, "head_dim": 64, "heads": 6, "kv_heads": 2}
+GRID: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"heads": 3, "kv_heads": 3},
+    "mqa": {"heads": 8, "kv_heads": 1, "head_dim": 128},
+    "heads of 80": {"head_dim": 80},
+    "tied": {"tied": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3 rope": {"rope": ROPES["llama3"]},
+}
+
+
+class Runner:
+    """Programs and steps of one backend."""
+
+    def __init__(self, checkpoint: Any, *, tp: int = 1, max_seqs: int = 4, options: Options | None = None) -> None:
+        from megakernel.runtime.cuda.backend import CudaBackend
+
+        self.checkpoint, self.tp, self.max_seqs = checkpoint, tp, max_seqs
+        self.options = options or Options(matmul="tensor")
+        self._programs: dict[tuple[int, int], Program] = {}
+        dims = self.program(1, 1).dims
+        self.per = dims.pages_per_seq
+        self.backend = CudaBackend(checkpoint, dims, max_seqs * self.per, dtype=Dtype.BF16, timeout_s=5.0)
+
+    def program(self, tokens: int, logit_rows: int) -> Program:
+        key = tokens, logit_rows
+        if key not in self._programs:
+            self._programs[key] = compile_program(
+                self.checkpoint.config,
+                rank_machine("cuda", None, self.tp),
+                dtype=Dtype.BF16,
+                tokens=tokens,
+                logit_rows=logit_rows,
+                max_seqs=self.max_seqs,
+                max_context=512,
+                tp=self.tp,
+                options=self.options,
+            )
+        return self._programs[key]
+
+    def step(self, pieces: list[tuple[int, int, list[int]]], **launch: Any) -> Any:
+        """Pieces are (slot, start, tokens); every token has logits."""
+        count = sum(len(tokens) for _, _, tokens in pieces)
+        program = self.program(count, count)
+        return self.backend.launch(program, self.table(program, pieces), **launch)
+
+    def table(self, program: Program, pieces: list[tuple[int, int, list[int]]]) -> Any:
+        chunks = [
+            Chunk(
+                slot,
+                start,
+                tokens,
+                list(range(slot * self.per, (slot + 1) * self.per)),
+                [SampleRow(i, store=False) for i in range(len(tokens))],
+            )
+            for slot, start, tokens in pieces
+        ]
+        return build_step(program.dims, chunks)
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    _, checkpoint = make_llama(0, **SHAPE)
+    made = Runner(checkpoint, **getattr(request, "param", {}))
+    yield made
+    made.backend.close()
+
+
+@pytest.mark.parametrize("case", doctor_gpu.cases() if _LACK is None else [], ids=lambda c: c.name)
+def test_every_instruction_equals_the_references(case: doctor_gpu.Case) -> None:
+    assert doctor_gpu.check(case, seeds=3, repeats=20) == []
+
+
+@pytest.mark.parametrize("matmul", ["dots", "tensor"])
+@pytest.mark.parametrize("name", list(GRID))
+def test_steps_of_odd_shapes_equal_transformers(name: str, matmul: str) -> None:
+    hf, checkpoint = make_llama(1, **{**SHAPE, **GRID[name]})
+    runner = Runner(checkpoint, options=Options(matmul=matmul))
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 6).tolist()
+    got = np.concatenate([runner.step([(1, i, [token])]).logits.copy() for i, token in enumerate(tokens)])
+    if matmul == "tensor":
+        np.testing.assert_array_equal(runner.step([(2, 0, tokens)]).logits.copy(), got)  # whatever the batch
+    expected = hf_logits(hf, tokens)
+    theirs = hf_logits(hf.bfloat16(), tokens)
+    assert error(got, expected) < 2 * max(error(theirs.astype(np.float32), expected), 0.01)
+    runner.backend.close()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
+    hf, checkpoint = make_llama(2, **SHAPE)
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 70).tolist()
+    expected = hf_logits(hf, tokens)
+    for o in ("sharded", "replicated"):
+        for residual in ("dealt", "replicated"):
+            runner = Runner(checkpoint, tp=tp, options=Options(o=o, residual=residual, matmul="tensor"))
+            got = runner.step([(0, 0, tokens)]).logits.copy()
+            assert error(got, expected) < 0.1, (o, residual)
+            runner.backend.close()
+
+
+def test_switches_change_no_bit(runner: Runner) -> None:
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
+    expected = runner.step([(0, 0, tokens)]).logits.copy()
+    for _ in range(20):
+        np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+    runner.backend.pipelined = False
+    np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+    runner.backend.pipelined, runner.backend.by_phases = True, True
+    np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+    runner.backend.by_phases = False
+    np.testing.assert_array_equal(runner.step([(0, 0, tokens)], trace=True).logits.copy(), expected)
+    np.testing.assert_array_equal(runner.step([(3, 0, tokens[:100]), (1, 0, [7] * 50)]).logits[:100], expected[:100])
+
+
+@pytest.mark.parametrize("queue", ["attention", "body"])
+def test_queues_change_no_bit(runner: Runner, queue: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
+    expected = runner.step([(0, 0, tokens)]).logits.copy()
+    other = Runner(runner.checkpoint, options=Options(queue=queue, matmul="tensor"))
+    for _ in range(5):
+        np.testing.assert_array_equal(other.step([(0, 0, tokens)]).logits.copy(), expected)
+    other.backend.close()
+
+
+def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Runner) -> None:
+    tokens = list(range(40))
+    good = runner.program(40, 40)
+    table = runner.table(good, [(0, 0, tokens)])
+    expected = runner.backend.launch(good, table).logits.copy()
+    records = good.body.records.copy()
+    row = int(np.flatnonzero(records[:, record.SIGNAL_WORD])[0])
+    records[row, record.SIGNAL_WORD] = 0
+    bad = replace(good, body=replace(good.body, records=records))
+    begin = time.perf_counter()
+    with pytest.raises(MegakernelError, match=r"rank 0 worker \d+ waits in .* for counter"):
+        runner.backend.launch(bad, table)
+    assert time.perf_counter() - begin < 20
+    np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)
+    runner.backend.start(good, table).abort()
+    np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)
+
+
+def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None:
+    """And what comes later on its worker; nothing else moves."""
+    tokens = list(range(150))
+    program = runner.program(150, 150)
+    table = runner.table(program, [(0, 0, tokens)])
+    runner.backend.launch(program, table, trace=True)
+    plain = runner.backend.launch(program, table, trace=True).trace
+    row = int(program.body.offsets[1]) // 2
+    runner.backend.delay(1, row, 1, 5e-3)
+    stalled = runner.backend.launch(program, table, trace=True).trace
+    assert stalled.header.dropped == 0
+
+    def ends(trace: Any) -> dict[tuple[int, int], int]:
+        found: dict[tuple[int, int], int] = {}
+        for r in trace.intervals:
+            key = int(r["layer"]), int(r["instruction"])
+            found[key] = max(found.get(key, 0), int(r["end"]))
+        return found
+
+    before, after = ends(plain), ends(stalled)
+    late = {key for key in before if after[key] - before[key] > 2_500_000}
+    assert (1, row) in late and before.keys() == after.keys()
+    assert not any(layer == 0 for layer, _ in late)
+    assert max(after.values()) - max(before.values()) > 4_000_000
+
+
+@pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])
+def test_large_shapes_are_as_close_to_float32_as_torch(model: str) -> None:
+    torch = pytest.importorskip("torch")
+    from torch_llama import TorchLlama
+
+    with LLM(model, backend="cuda", max_seqs=1, max_context=512, step_tokens=128) as llm:
+        backend: Any = llm.engine.backend
+        program = llm.engine.programs.get(64, 64)
+        ids = np.random.default_rng(0).integers(0, llm.config.vocab, 64).tolist()
+        samples = [SampleRow(i, store=False) for i in range(64)]
+        table = build_step(program.dims, [Chunk(0, 0, ids, list(range(program.dims.pages_per_seq)), samples)])
+        ours = torch.tensor(backend.launch(program, table).logits.copy(), device="cuda")
+        with torch.inference_mode():
+            where = torch.tensor(ids, device="cuda"), torch.arange(64, device="cuda")
+            truth = TorchLlama(backend, 64, torch.float32)(*where).double().log_softmax(-1)
+            theirs = TorchLlama(backend, 64, torch.bfloat16)(*where).double().log_softmax(-1)
+            kl = [float((truth.exp() * (truth - x)).sum(-1).mean()) for x in (ours.double().log_softmax(-1), theirs)]
+        assert kl[0] <= 1.05 * kl[1]
+
+
+def test_the_default_model_answers(smollm2: Path) -> None:
+    pytest.importorskip("gguf")
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    texts = []
+    for backend in ("cuda", "cpu"):
+        with LLM(str(smollm2), backend=backend, dtype="bf16", max_seqs=1, max_context=512) as llm:
+            texts.append(llm.chat([{"role": "user", "content": "What is the capital of France?"}], params).text)
+    assert texts[0] == texts[1] and "Paris" in (texts[0] or "")

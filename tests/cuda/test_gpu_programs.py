@@ -1,0 +1,119 @@
+"""Programs made for GPUs, with their tiles, items and phases, executed without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from runner import Piece, Runner
+from tiny_llama import make_llama
+
+from megakernel import machine as machines
+from megakernel.isa import Buffer, Dtype
+from megakernel.runtime import Chunk, SampleRow, build_step, create
+from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler.verify import verify
+
+SHAPE = {"vocab": 150, "hidden": 64, "ffn": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "max_context": 700}
+
+
+class GpuRunner(Runner):
+    """Programs for a small GPU."""
+
+    matmul = "tensor"
+
+    def program(self, tokens, logit_rows, *, workers=None):
+        target = replace(machines.load("h200"), workers=workers or self.machine.workers)
+        sizes = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
+        options = Options(matmul=self.matmul)
+        return compile_program(self.checkpoint.config, target, dtype=self.dtype, options=options, **sizes)
+
+
+class DotsRunner(GpuRunner):
+    matmul = "dots"
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return make_llama(seed=5, **SHAPE)[1]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(1).integers(0, SHAPE["vocab"], 641).tolist()
+
+
+@pytest.fixture(scope="module")
+def on_host(checkpoint, tokens):
+    runner = Runner(checkpoint, dtype=Dtype.BF16, max_context=700)
+    yield runner.logits(tokens, [640])
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", [GpuRunner, DotsRunner])
+def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(kind, checkpoint, tokens, on_host):
+    runner = kind(checkpoint, dtype=Dtype.BF16, workers=11, max_context=700)
+    program = runner.program(1, 1)
+    table = runner.table(program, [Piece(0, 640, tokens[-1:])])
+    together = table.item_kv_heads[table.item_split >= 0]
+    assert verify(program).ok and len(together) and together.min() > 1, "no split of several KV heads"
+    np.testing.assert_array_equal(runner.logits(tokens, [640]), on_host)
+    runner.close()
+
+
+def test_the_reference_merges_splits_of_several_heads(checkpoint, tokens):
+    """One decode row over a cache of noise."""
+    outputs = []
+    for kind, workers in ((Runner, 1), (GpuRunner, 11)):
+        runner = kind(checkpoint, "reference", Dtype.F32, workers=workers, max_context=700)
+        rng = np.random.default_rng(3)
+        keys, values = rng.standard_normal((2, 640, 2, 4, 16)).astype(np.float32)
+        dims, pages = runner.program(1, 1).dims, runner.pages[0]
+        for layer in range(2):
+            for at in range(640):
+                page, offset = pages[at // dims.page], at % dims.page
+                runner.backend.buffer(Buffer.K_CACHE, layer)[page, :, :, offset] = keys[at, layer]
+                runner.backend.buffer(Buffer.V_CACHE, layer)[page, :, offset, :] = values[at, layer]
+        outputs.append(runner.step([Piece(0, 640, tokens[-1:])]).logits.copy())
+        runner.close()
+    np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.parametrize("queue", ["none", "body"])
+@pytest.mark.parametrize("residual", ["dealt", "replicated"])
+def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, queue):
+    """Two ranks; each phase's instructions in a random order."""
+    target = replace(machines.load("h200"), workers=5)
+    sizes = {"tokens": 70, "logit_rows": 3, "max_seqs": 2, "max_context": 256}
+    options = Options(residual=residual, queue=queue, matmul="tensor")
+    program = compile_program(checkpoint.config, target, dtype=Dtype.F32, tp=2, options=options, **sizes)
+    results = []
+    for phased in (False, True):
+        backend = create("reference", checkpoint, program.dims, 4, dtype=Dtype.F32)
+        chunks = [
+            Chunk(0, 0, list(range(40)), [3, 0]),
+            Chunk(1, 0, list(range(25)), [2, 1], [SampleRow(i) for i in (3, 11, 24)]),
+        ]
+        table = build_step(program.dims, chunks)
+        if phased:
+            _run_phases(backend, program, table)
+        else:
+            backend.launch(program, table)
+        results.append([backend.buffer(Buffer.X, rank=rank).copy() for rank in range(2)])
+        results[-1].append(backend.buffer(Buffer.LOGPROBS_OUT).copy())
+        backend.close()
+    for expected, got in zip(*results, strict=True):
+        known = np.isfinite(expected)  # other ranks' rows hold poison
+        assert known.any()
+        np.testing.assert_array_equal(got[known], expected[known])
+
+
+def _run_phases(backend, program, table):
+    rng = np.random.default_rng(0)
+    for segment, layers in ((0, 1), (1, program.dims.layers), (2, 1)):
+        for layer in range(layers):
+            for phase in program.phases(segment):
+                rank = np.repeat(np.arange(2 * program.workers) // program.workers, np.diff(phase.offsets))
+                for row in rng.permutation(len(phase.records)):
+                    backend.execute(phase.records[row], layer, table, int(rank[row]))

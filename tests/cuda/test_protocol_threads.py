@@ -1,0 +1,50 @@
+"""The roles of the Hopper interpreter on threads, under a race detector."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from gpu_programs import make, results, same
+from protocol import LaunchImage
+
+from megakernel.scheduler import Options
+
+CHUNKS = ((130, 2), (0, 3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where ThreadSanitizer cannot be built or cannot run."""
+    folder = tmp_path_factory.mktemp("detector")
+    source, command = folder / "empty.cpp", folder / "empty"
+    source.write_text("int main() { return 0; }\n")
+    for step in (["g++", "-fsanitize=thread", str(source), "-o", str(command)], [str(command)]):
+        done = subprocess.run(step, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"ThreadSanitizer does not work here: {done.stderr.strip()[:200]}")
+
+
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body")),
+        (2, Options(matmul="dots", o="replicated", residual="replicated")),
+    ],
+    ids=["tensor", "dots"],
+)
+def test_threads_race_nowhere_and_give_the_bits_of_fibres(tp: int, options: Options) -> None:
+    backend, program, table = make("grouped", tp, options, chunks=CHUNKS)
+    image = LaunchImage(backend, program, table)
+    assert image.run(seed=0) == ""
+    expected = results(image)
+    image.restore()
+    done = image.run_threads()
+    assert done.stderr == "" and done.returncode == 0
+    assert same(results(image), expected) == []
+
+
+def test_finds_a_signal_that_releases_nothing() -> None:
+    backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded"), chunks=CHUNKS)
+    done = LaunchImage(backend, program, table).run_threads("relaxed signal")
+    assert "data race" in done.stderr

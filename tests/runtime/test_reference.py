@@ -1,0 +1,527 @@
+"""The reference backend against transformers, its sampling against naive versions, and how it honours counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_program import make_dims, make_program
+from numpy.typing import NDArray
+from program_parts import record
+from tiny_llama import ROPES, TinyCheckpoint, error, hf_logits, make_llama
+
+from megakernel import runtime, trace
+from megakernel.errors import MegakernelError
+from megakernel.isa import BY_NAME, Buffer, Dims, Dtype, StepTable, from_f32, slot_work, to_f32
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime.reference import ReferenceBackend, sampling
+from megakernel.runtime.reference import backend as reference
+from megakernel.runtime.reference import instructions as reference_instructions
+from megakernel.runtime.reference.launch import Counters
+
+torch.set_num_threads(1)
+TOLERANCE = 1e-4  # of logits, in standard deviations
+PAGES = 40
+
+
+def prompt(length: int, vocab: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, length)]
+
+
+def run_prompt(
+    backend: ReferenceBackend, program: Program, tokens: list[int], cuts: list[int], *, slot: int = 1
+) -> NDArray[np.float32]:
+    """Logits of all positions of a prompt that is launched in pieces, [len(tokens), vocab]."""
+    pages = np.random.default_rng(7).permutation(PAGES)
+    out = []
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        samples = [SampleRow(i, store=False) for i in range(end - start)]
+        table = build_step(program.dims, [Chunk(slot, start, tokens[start:end], pages, samples)])
+        check_step(table)
+        out.append(backend.launch(program, table).logits[: end - start].copy())
+    return np.concatenate(out)
+
+
+GRID: list[dict[str, Any]] = [
+    {},
+    {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 37, "vocab": 99, "rope": ROPES["llama3"]},
+    {"heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 32, "tied": True, "rope": ROPES["linear"]},
+    {"heads": 2, "kv_heads": 1, "head_dim": 128, "hidden": 64, "layers": 1, "rms_eps": 1e-2},
+    {"heads": 8, "kv_heads": 2, "attention_bias": True, "mlp_bias": True, "ffn": 51, "vocab": 16, "layers": 3},
+]
+
+
+@pytest.mark.parametrize("shape", GRID)
+def test_logits_are_those_of_transformers(shape: dict[str, Any]) -> None:
+    hf, checkpoint = make_llama(1, **shape)
+    dims = make_dims(checkpoint.config)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, seed=0)
+    tokens = prompt(60, dims.vocab)
+    got = run_prompt(backend, make_program(dims, workers=3, tile=16), tokens, [24, 30, 31, 32, 50])
+    assert error(got, hf_logits(hf, tokens)) < TOLERANCE
+
+
+def _late_rope(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
+    """Rows from 16 on are rotated as if one position further."""
+
+    def rope(c: reference_instructions.Context, row: int, rows: int) -> None:
+        reference_instructions.rope(c, row, rows)
+        if row >= 16:
+            angle = (c.table.positions[row : row + rows, None] + np.float32(1)) * c.read(Buffer.INV_FREQ)
+            c.write(Buffer.ROPE, slice(row, row + rows), np.stack([np.cos(angle), np.sin(angle)], -1).reshape(rows, -1))
+
+    monkeypatch.setitem(reference.EXECUTE, BY_NAME["rope"].opcode, rope)
+
+
+def _swapped_heads(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
+    weight = backend.buffer(Buffer.W_QKV, 1)
+    d = backend.dims.head_dim
+    weight[: 2 * d] = np.roll(weight[: 2 * d], d, axis=0)
+
+
+def _dropped_kv_row(monkeypatch: pytest.MonkeyPatch, backend: ReferenceBackend) -> None:
+    whole = reference_instructions._keys_values
+
+    def short(*arguments: Any) -> Any:
+        keys, values = whole(*arguments)
+        keys[5] = values[5] = 0
+        return keys, values
+
+    monkeypatch.setattr(reference_instructions, "_keys_values", short)
+
+
+@pytest.mark.parametrize("bug", [_late_rope, _swapped_heads, _dropped_kv_row])
+def test_planted_bugs_show(bug: Callable[[Any, Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, checkpoint = make_llama(1)
+    dims = make_dims(checkpoint.config)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
+    bug(monkeypatch, backend)
+    tokens = prompt(24, dims.vocab)
+    assert error(run_prompt(backend, make_program(dims), tokens, []), hf_logits(hf, tokens)) > 100 * TOLERANCE
+
+
+def test_bf16_is_as_good_as_torch_in_bf16() -> None:
+    hf, checkpoint = make_llama(2, layers=3)
+    dims = make_dims(checkpoint.config, dtype=Dtype.BF16)
+    tokens = prompt(50, dims.vocab)
+    exact = hf_logits(hf, tokens)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.BF16)
+    got = run_prompt(backend, make_program(dims), tokens, [24, 48])
+    with torch.no_grad():
+        theirs = hf.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float().numpy()
+    assert 0 < error(got, exact) <= 1.5 * error(theirs, exact)
+
+
+def test_sequences_share_a_step_and_decode_what_was_sampled() -> None:
+    hf, checkpoint = make_llama(3)
+    dims = make_dims(checkpoint.config)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, seed=5)
+    programs = [make_program(dims, 2), make_program(replace(dims, tokens=5, logit_rows=3, row_block=4), 3)]
+    prompts = {slot: prompt(length, dims.vocab, slot) for slot, length in {0: 9, 3: 6, 7: 1}.items()}
+    pages = {0: range(8), 3: range(20, 28), 7: range(30, 38)}
+    chunks = [Chunk(slot, 0, tokens, pages[slot], [SampleRow(len(tokens) - 1)]) for slot, tokens in prompts.items()]
+    done = {slot: list(tokens) for slot, tokens in prompts.items()}
+    for step in range(12):
+        program = programs[0 if step == 0 else 1 if step % 3 else 0]
+        table = build_step(program.dims, chunks)
+        check_step(table)
+        out = backend.launch(program, table)
+        for i, tokens in enumerate(done.values()):
+            expected = hf_logits(hf, tokens)[-1]
+            assert error(out.logits[i], expected) < TOLERANCE
+            assert out.tokens[i] == expected.argmax()
+            logprobs = torch.log_softmax(torch.tensor(expected), -1)
+            assert abs(out.logprobs[i] - logprobs[out.tokens[i]]) < 1e-4
+            tokens.append(int(out.tokens[i]))
+        chunks = [Chunk(slot, len(t) - 1, [-1], pages[slot], [SampleRow(0)]) for slot, t in done.items()]
+    for slot, tokens in done.items():
+        start = len(prompts[slot])
+        assert backend.buffer(Buffer.HISTORY)[slot, start : len(tokens)].tolist() == tokens[start:]
+
+
+def long_context(partials: int, workers: int, noise: float = 0.0) -> tuple[NDArray[np.float32], int]:
+    """Logits of the last of 480 tokens, decoded alone, and the number of split items."""
+    _, checkpoint = make_llama(4, layers=2)
+    dims = make_dims(checkpoint.config, tokens=160, attention_slots=7, partials=partials)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, seed=1)
+    for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+        for layer in range(dims.layers):
+            backend.buffer(buffer, layer)[...] = noise
+    tokens = prompt(480, dims.vocab)
+    pages = list(range(PAGES))
+    for start in (0, 160, 320):
+        end = min(start + 160, 479)
+        backend.launch(make_program(dims), build_step(dims, [Chunk(0, start, tokens[start:end], pages)]))
+    table = build_step(dims, [Chunk(0, 479, tokens[479:], pages, [SampleRow(0)])])
+    check_step(table)
+    logits = backend.launch(make_program(dims, workers), table).logits[0].copy()
+    assert not backend.buffer(Buffer.SPLITS).any()
+    return logits, int((table.item_split >= 0).sum())
+
+
+def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
+    whole, none = long_context(partials=0, workers=1)
+    split, some = long_context(partials=100, workers=5, noise=1e4)
+    assert none == 0 and some > 2
+    assert (whole == split).all()
+
+
+def test_long_context_is_that_of_transformers() -> None:
+    hf, checkpoint = make_llama(4, layers=2)
+    expected = hf_logits(hf, prompt(480, checkpoint.config.vocab))[-1]
+    assert error(long_context(partials=100, workers=2)[0], expected) < TOLERANCE
+
+
+# -- streams and counters
+
+
+def simple(workers: int = 2) -> tuple[ReferenceBackend, Program, StepTable]:
+    _, checkpoint = make_llama(1)
+    dims = make_dims(checkpoint.config)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
+    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.vocab), range(2), [SampleRow(i) for i in (3, 19)])])
+    return backend, make_program(dims, workers), table
+
+
+def test_order_and_workers_change_nothing() -> None:
+    backend, program, table = simple(1)
+    expected = backend.launch(program, table).logits.copy()
+    for seed in range(4):
+        shuffled = ReferenceBackend(make_llama(1)[1], program.dims, PAGES, dtype=Dtype.F32, seed=seed)
+        assert (shuffled.launch(make_program(program.dims, 5), table).logits == expected).all()
+
+
+def _without_wait(program: Program, name: str) -> Program:
+    records = program.body.records.copy()
+    records[(records[:, 0] & 0xFF) == BY_NAME[name].opcode, 16:24] = 0
+    return replace(program, body=replace(program.body, records=records))
+
+
+@pytest.mark.parametrize(
+    "name", ["attn_norm", "qkv_rope", "attention", "o_proj", "mlp_norm", "gate_up_silu", "down_proj"]
+)
+def test_a_missing_wait_shows(name: str) -> None:
+    """Each wait of the hand-written program is needed, so an executor that ignored one would show."""
+    backend, program, table = simple(1)
+    expected = backend.launch(program, table).logits.copy()
+    shuffled = ReferenceBackend(make_llama(1)[1], program.dims, PAGES, dtype=Dtype.F32, seed=2)
+    got = shuffled.launch(_without_wait(make_program(program.dims, 24), name), table).logits
+    assert not (got == expected).all()
+
+
+def test_what_an_earlier_launch_left_is_not_read() -> None:
+    """A program that lacks a phase gives NaN, not the last launch's values."""
+    backend, program, table = simple(1)
+    assert np.isfinite(backend.launch(program, table).logits).all()
+    keep = (program.epilogue.records[:, 0] & 0xFF) != BY_NAME["final_norm"].opcode
+    records = program.epilogue.records[keep]
+    epilogue = replace(program.epilogue, records=records, offsets=np.array([0, len(records)], np.int32))
+    totals = program.totals_last.copy()
+    totals[0, -2] = 0  # the counter that final_norm signals
+    got = backend.launch(replace(program, epilogue=epilogue, totals_last=totals), table)
+    assert np.isnan(got.logits).all()
+
+
+def test_a_deadlock_names_the_stuck_and_the_next_launch_works() -> None:
+    backend, program, table = simple()
+    expected = backend.launch(program, table).logits.copy()
+    one_more = np.arange(program.counters) == 6  # of attn_norm's phase
+    broken = replace(
+        program, totals_first=program.totals_first + one_more, totals_middle=program.totals_middle + one_more
+    )
+    for _ in range(2):
+        with pytest.raises(MegakernelError, match=r"deadlock: worker 0 of rank 0 at qkv_rope .* counter 6: 1 of 2"):
+            backend.launch(broken, table)
+    assert (backend.launch(program, table).logits == expected).all()
+
+
+def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, program, table = simple()
+    expected = backend.launch(program, table).logits.copy()
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setitem(reference.EXECUTE, BY_NAME["mlp_norm"].opcode, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backend.launch(program, table)
+    for _ in range(2):
+        assert (backend.launch(program, table).logits == expected).all()
+
+
+def test_totals_that_are_exceeded_are_refused() -> None:
+    backend, program, table = simple()
+    totals = program.totals_last.copy()
+    totals[0, -1] -= 1  # one lm_head tile less than there are
+    with pytest.raises(MegakernelError, match="arrivals, its total is"):
+        backend.launch(replace(program, totals_last=totals), table)
+
+
+def test_counters_wrap() -> None:
+    counters = Counters(simple()[1])
+    busy = int(np.flatnonzero(counters.totals[0])[0])
+    counters.launch = 2**31 // int(counters.totals[0, busy]) + 3
+    counters.values[0, busy] = counters.expected(0, busy) - 1
+    assert not counters.met(0, busy)
+    counters.values[0, busy] = (counters.expected(0, busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
+    assert counters.met(0, busy)
+
+
+def test_trace_has_an_interval_for_each_piece_of_work() -> None:
+    backend, program, table = simple(3)
+    assert backend.launch(program, table).trace is None
+    got = backend.launch(program, table, trace=True).trace
+    assert got is not None
+    intervals = got.intervals
+    assert got.header.source == "reference" and got.header.program == program.hash
+    np.testing.assert_array_equal(got.attention, slot_work(table)[None])
+    assert (intervals["kind"] == trace.IntervalKind.COMPUTE).all() and (intervals["launch"] == 1).all()
+    assert (intervals["end"] >= intervals["begin"]).all()
+    items = int(table.slot_items[-1]) * program.dims.layers
+    slots = program.dims.attention_slots * program.dims.layers
+    assert len(intervals) == program.instructions - slots + items
+    for segment, layer in ((program.prologue, trace.PROLOGUE), (program.body, 1), (program.epilogue, trace.EPILOGUE)):
+        mine = intervals[intervals["layer"] == layer]
+        assert set(mine["instruction"]) <= set(range(len(segment.records)))
+        worker = np.searchsorted(segment.offsets, mine["instruction"], side="right") - 1
+        assert (worker == mine["worker"]).all()
+        for w in range(program.workers):
+            assert (np.diff(mine[mine["worker"] == w]["instruction"].astype(int)) >= 0).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    backend, program, table = simple()
+    other = replace(program, dims=replace(program.dims, max_seqs=9))
+    with pytest.raises(MegakernelError, match="max_seqs = 9, the backend has 8"):
+        backend.launch(other, table)
+    with pytest.raises(MegakernelError, match="another program"):
+        backend.launch(replace(program, dims=replace(program.dims, tokens=16)), table)
+    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
+        backend.launch(replace(program, ranks=2), table)
+    table.block_tables[0, 0] = PAGES
+    with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):
+        backend.launch(program, table)
+    with pytest.raises(MegakernelError, match="no room"):
+        backend.write_history(0, 500, np.zeros(14, np.int32))
+    with pytest.raises(MegakernelError, match="dtype"):
+        ReferenceBackend(make_llama(1)[1], program.dims, PAGES, dtype=Dtype.BF16)
+
+
+def test_create() -> None:
+    checkpoint = make_llama(1)[1]
+    dims = make_dims(checkpoint.config)
+    assert runtime.create("reference", checkpoint, dims, PAGES, dtype=Dtype.F32).name == "reference"
+    for name, message in (("cuda", "the cuda backend cannot run"), ("gpu", "unknown backend 'gpu': known are auto")):
+        with pytest.raises(MegakernelError, match=message):
+            runtime.create(name, checkpoint, dims, PAGES, dtype=Dtype.F32)
+
+
+# -- sampling
+
+
+def test_philox_known_answers() -> None:
+    """Vectors of Random123's kat_vectors, philox4x32 with 10 rounds."""
+    ones = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert sampling.philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert sampling.philox((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert sampling.philox(*pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+    assert sampling.uniform(0, 0, 0, 0) == (0x6627E8D5 >> 8) / 2**24
+    assert sampling.uniform(-1, -1, -1, -1) == (sampling.philox((ones, ones, 0, 0), (ones, ones))[0] >> 8) / 2**24
+
+
+def naive_kept(z: NDArray[np.float32], min_p: float, top_k: int, top_p: float) -> list[int]:
+    p = [float(np.exp(np.float32(x - z.max()))) for x in z]
+    left = [i for i in range(len(z)) if p[i] >= np.float32(min_p)]
+    left.sort(key=lambda i: (-z[i], i))
+    left = left[:top_k] if top_k else left
+    if top_p == 1.0:
+        return left
+    out: list[int] = []
+    while sum(p[i] for i in out) < float(np.float32(top_p)) * sum(p[i] for i in left) or not out:
+        out.append(left[len(out)])
+    return out
+
+
+def test_filters_are_the_naive_ones() -> None:
+    rng = np.random.default_rng(0)
+    cut = 0
+    for _ in range(300):
+        # Few distinct values, so that ties fall on every border.
+        z = (rng.integers(-4, 5, 40) * rng.choice([0.1, 0.5, 1.7])).astype(np.float32)
+        z[rng.integers(0, 40, 3)] = -np.inf
+        min_p, top_k, top_p = rng.choice([0, 0.05, 0.5, 1]), int(rng.choice([0, 1, 5, 60])), rng.choice([0.01, 0.6, 1])
+        got = sampling.kept(z, min_p=float(min_p), top_k=top_k, top_p=float(top_p)).tolist()
+        assert got == naive_kept(z, float(min_p), top_k, float(top_p))
+        cut += len(got) < 37
+    assert cut > 200
+
+
+def test_penalties_are_the_naive_ones() -> None:
+    rng = np.random.default_rng(1)
+    z = rng.normal(size=30).astype(np.float32)
+    seen = rng.integers(0, 30, 20).astype(np.int32)
+    output = seen[12:]
+    got = sampling.penalised(z, seen, output, repetition=1.5, presence=0.25, frequency=0.125)
+    for i in range(30):
+        x = float(z[i])
+        if i in seen:
+            x = x / 1.5 if x > 0 else x * 1.5
+        count = int((output == i).sum())
+        x -= 0.125 * count + 0.25 * (count > 0)
+        assert got[i] == pytest.approx(x, abs=1e-6)
+
+
+def sampling_backend(vocab: int, logit_rows: int) -> tuple[ReferenceBackend, Dims]:
+    _, checkpoint = make_llama(1, vocab=vocab, layers=1)
+    dims = make_dims(checkpoint.config, logit_rows=logit_rows, bias_entries=2 * logit_rows + 16)
+    return ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32), dims
+
+
+def draws(logits: NDArray[np.float32], n: int, **row: Any) -> NDArray[np.int32]:
+    """n tokens drawn from one row of logits, at positions 1 .. n of a request."""
+    backend, dims = sampling_backend(len(logits), n)
+    table = build_step(dims, [Chunk(0, 0, [1], range(1), [SampleRow(0, store=False, **row)] * n)])
+    table.sample_position[:] = np.arange(1, n + 1)
+    backend.buffer(Buffer.LOGITS)[:] = logits
+    backend.execute(record("sample", 0, n), 0, table)
+    expected = logits[backend.buffer(Buffer.TOKENS_OUT)] - np.log(np.exp(logits.astype(np.float64)).sum())
+    assert np.allclose(backend.buffer(Buffer.LOGPROBS_OUT), expected, atol=1e-5)
+    return backend.buffer(Buffer.TOKENS_OUT).copy()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"bias": {3: 1.5, 4: float("-inf")}}],
+)
+def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
+    n, vocab = 4000, 16
+    logits = np.random.default_rng(2).normal(size=vocab).astype(np.float32)
+    row = {"temperature": 1.0, "seed": 1234567890123} | row
+    got = np.bincount(draws(logits, n, **row), minlength=vocab)
+    z = logits.copy()
+    for token, bias in row.get("bias", {}).items():
+        z[token] += bias
+    z /= np.float32(row["temperature"])
+    p = np.zeros(vocab)
+    ids = naive_kept(z, row.get("min_p", 0), row.get("top_k", 0), row.get("top_p", 1.0))
+    p[ids] = np.exp(z[ids])
+    p /= p.sum()
+    assert (got[p == 0] == 0).all()
+    live = p > 0
+    chi2 = ((got[live] - n * p[live]) ** 2 / (n * p[live])).sum()
+    k = live.sum() - 1
+    assert chi2 < k + 4 * (2 * k) ** 0.5  # four standard deviations; the seed is fixed
+
+
+def test_a_draw_walks_the_kept_ids_in_order() -> None:
+    z = np.log(
+        np.array([0, 1, 2, 4, 1], np.float32), where=[False, True, True, True, True], out=np.full(5, -np.inf, "f")
+    )
+    for eighth, token in enumerate([1, 2, 2, 3, 3, 3, 3, 4]):
+        assert sampling.draw(z, np.array([3, 2, 1, 4, 0]), eighth / 8) == token
+        assert sampling.draw(z, np.array([3, 2, 1, 4, 0]), (eighth + 0.99) / 8) == token
+    assert sampling.draw(z, np.array([4, 2]), 0.6) == 2
+
+
+def test_draws_depend_on_seed_choice_and_position_only() -> None:
+    logits = np.zeros(16, np.float32)
+    first = draws(logits, 50, temperature=1.0, seed=5)
+    assert (first == draws(logits, 50, temperature=1.0, seed=5)).all()
+    for other in ({"seed": 6}, {"seed": 5 + (1 << 32)}, {"seed": 5, "choice": 1}):
+        assert (first != draws(logits, 50, temperature=1.0, **other)).any()
+    assert (first[0] != first).any()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = np.zeros(16, np.float32)
+    logits[[4, 9]] = 2.0
+    assert draws(logits, 1)[0] == 4
+    assert draws(logits, 1, bias={4: -0.5})[0] == 9
+    assert draws(logits, 1, bias={i: float("-inf") for i in range(16)}, temperature=1.0)[0] == 0
+
+
+def test_sample_reads_and_writes_history() -> None:
+    backend, dims = sampling_backend(16, 5)
+    backend.write_history(2, 0, np.array([3, 5, 5, 7], np.int32))
+    logits = np.zeros((5, 16), np.float32)
+    logits[:, [5, 3, 7, 8]] = [4.0, 3.0, 2.0, 1.9]
+    rows = [
+        SampleRow(3, prompt_length=2, repetition_penalty=4.0),  # 5, 3 and 7 seen: 1, .75 and .5; 8 wins
+        SampleRow(2, target=11, store=True),
+        SampleRow(1, prompt_length=2, store=False),
+    ]
+    table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), rows)])
+    backend.buffer(Buffer.LOGITS)[:] = logits
+    backend.buffer(Buffer.TOKENS_OUT)[:] = -9
+    backend.execute(record("sample", 0, 5), 0, table)
+    assert backend.buffer(Buffer.TOKENS_OUT).tolist() == [8, 11, 5, 0, 0]
+    assert backend.buffer(Buffer.HISTORY)[2, :6].tolist() == [3, 5, 5, 11, 8, 0]
+    assert backend.buffer(Buffer.LOGPROBS_OUT)[3:].tolist() == [0.0, 0.0]
+
+    # Presence and frequency count only what was generated: 5 once, 7 once of three and two.
+    backend.write_history(2, 0, np.array([3, 5, 5, 7], np.int32))
+    for penalty, token in (
+        ({"presence_penalty": 1.5}, 3),
+        ({"frequency_penalty": 0.9}, 5),
+        ({"frequency_penalty": 1.1}, 3),
+    ):
+        table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), [SampleRow(3, prompt_length=2, **penalty)])])
+        backend.execute(record("sample", 0, 5), 0, table)
+        assert backend.buffer(Buffer.TOKENS_OUT)[0] == token
+
+
+# -- single instructions
+
+
+def test_columns_may_be_cut_anywhere() -> None:
+    """Tiles that cut across q, k and v and across heads give what whole phases give."""
+    _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
+    dims = make_dims(checkpoint.config)
+    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.vocab), range(3, 5))])
+    results = []
+    for step in (1000, 10):
+        backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
+        backend.execute(record("embed", 0, dims.tokens), 0, table)
+        backend.execute(record("rope", 0, dims.tokens), 0, table)
+        backend.execute(record("attn_norm", 0, dims.tokens), 1, table)
+        for col in range(0, dims.qkv_cols, step):
+            cols = min(step, dims.qkv_cols - col)
+            backend.execute(record("qkv_rope", 0, dims.tokens, col, cols), 1, table)
+        results.append([backend.buffer(b, 1).copy() for b in (Buffer.Q, Buffer.K_CACHE, Buffer.V_CACHE)])
+    for whole, cut in zip(*results, strict=True):
+        assert np.allclose(whole, cut, atol=1e-5) and whole.any()
+    keys, values = results[0][1:]
+    written = [(p, o) for p in range(PAGES) for o in range(dims.page) if keys[p, :, :, o].any()]
+    assert written == [(3, o) for o in range(16)] + [(4, o) for o in range(4)]
+    assert written == [(p, o) for p in range(PAGES) for o in range(dims.page) if values[p, :, o].any()]
+
+
+def test_padding_is_zero_in_attention_and_final_norm() -> None:
+    backend, dims = sampling_backend(16, 4)
+    table = build_step(dims, [Chunk(0, 0, [1, 2, 3], range(1), [SampleRow(2)])])
+    for buffer in (Buffer.X, Buffer.Q, Buffer.ATTN, Buffer.Y):
+        backend.buffer(buffer)[...] = 3.0
+    for slot in range(dims.attention_slots):
+        backend.execute(record("attention", slot, 1, dims.kv_heads), 0, table)
+    backend.execute(record("final_norm", 0, 4), 0, table)
+    assert not backend.buffer(Buffer.ATTN)[3:].any() and not backend.buffer(Buffer.Y)[1:].any()
+    assert backend.buffer(Buffer.Y)[0].any()
+
+
+def test_storage_rounds_to_nearest_even() -> None:
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -np.inf, np.nan], np.float32)
+    expected = torch.tensor(values).bfloat16().float().numpy()
+    assert np.array_equal(to_f32(from_f32(values, Dtype.BF16)), expected, equal_nan=True)
+
+
+def test_tiny_checkpoint_ties_and_has_zero_biases() -> None:
+    checkpoint: TinyCheckpoint = make_llama(1, tied=True)[1]
+    embed, head = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.EMBED, Buffer.LM_HEAD))
+    assert (embed == head).all() and not checkpoint.load(Buffer.B_QKV, 0, Dtype.F32).any()

@@ -1,0 +1,177 @@
+"""`megakernel serve` as a process: how it starts, says so, and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_support import Live
+from model_helpers import byte_model
+
+from megakernel.cli import main
+from megakernel.cli.serve import _TYPES
+from megakernel.settings import SETTINGS
+
+SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    byte_model(folder)
+    return str(folder)
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A server on a free port, and what it says when it is ready."""
+    with started("--json", *flags) as running:
+        assert running.stdout is not None and running.stderr is not None
+        line = running.stdout.readline()
+        assert line, running.stderr.read()
+        yield running, json.loads(line)
+
+
+@contextmanager
+def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    code = "import sys; from megakernel.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "serve", "--port", "0", "--threads", "1", *SMALL, *flags]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def live(facts: dict[str, Any]) -> Live:
+    return Live(None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
+
+
+def begin_stream(server: Live, tokens: int) -> socket.socket:
+    """A stream whose first event has come."""
+    body = {"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True, "n": 2}
+    sock = server.send("/v1/completions", body)
+    assert sock.recv(100_000).startswith(b"HTTP/1.1 200 OK")
+    return sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    data = b""
+    while part := sock.recv(1 << 20):
+        data += part
+    return data
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
+    with process("--model", model, "--served-model-name", "one", "two") as (server, facts):
+        assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
+        assert facts["kv_tokens"] >= 2048
+        with begin_stream(live(facts), 1000) as sock:
+            server.send_signal(signum)
+            assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
+        _, err = server.communicate(timeout=30)
+        assert server.returncode == status
+        assert err.count("\n") == 1 and "finishing what has begun; again to end at once" in err
+
+
+def test_a_second_signal_ends_at_once(model: str) -> None:
+    with process("--model", model) as (server, facts), begin_stream(live(facts), 2000) as sock:
+        server.send_signal(signal.SIGTERM)
+        assert server.stderr is not None
+        assert "SIGTERM" in server.stderr.readline()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 128 + signal.SIGTERM
+        assert b"[DONE]" not in rest(sock)
+
+
+def test_what_does_not_finish_in_time_is_told(model: str) -> None:
+    flags = ("--model", model, "--shutdown-timeout", "0.1")
+    with process(*flags) as (server, facts), begin_stream(live(facts), 2000) as sock:
+        server.send_signal(signal.SIGTERM)
+        events = rest(sock).decode()
+        assert '"code":503' in events and "the server shuts down" in events
+        assert server.wait(timeout=30) == 0
+
+
+def test_what_a_person_sees(model: str) -> None:
+    with started("--model", model, "--max-model-len", "128") as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline() for _ in range(5)]
+        assert f"{model} is served at http://127.0.0.1:" in lines[0] and lines[0].rstrip().endswith("/v1")
+        assert "tokens: " in lines[2] and "live" in lines[3]
+        done = subprocess.run(lines[4], shell=True, capture_output=True, text=True, timeout=60)
+        if done.returncode != 127:  # there is a curl to paste it to
+            assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_flags_win_over_a_file_over_the_environment(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
+    monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")
+    # A flag before the file, one after it, and one that the file alone has.
+    with process("--config", str(config), "--served-model-name", "c") as (_, facts):
+        assert (facts["model"], facts["max_model_len"]) == ("c", 2048)
+        for key, status in (("file", 200), ("environment", 401)):
+            assert live(facts).request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == status
+    with process("--model", model) as (_, facts):
+        assert live(facts).request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("prot: 1\n", "prot is no flag of serve"),
+        ("- port\n", "must hold flags and their values"),
+        ("port: [\n", "is not YAML"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str
+) -> None:
+    config = tmp_path / "serve.yaml"
+    if text is not None:
+        config.write_text(text)
+    assert main(["serve", "--config", str(config)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and message in err and str(config) in err
+
+
+def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        begin = time.monotonic()
+        assert main(["serve", "--port", str(port), "--model", "/nowhere"]) == 1
+        assert time.monotonic() - begin < 60
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"cannot listen on 127.0.0.1 port {port}: Address already in use; take" in err
+
+
+def test_every_flag_is_in_the_table_of_settings() -> None:
+    assert all(SETTINGS[name].flag for name in _TYPES)
+
+
+def test_mixed_traffic(model: str) -> None:
+    """Seconds of benchmarks/soak.py, whose ten minutes are in benchmarks/results."""
+    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
+    serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
+    done = subprocess.run(
+        [sys.executable, str(script), *flags, "--", *serve], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["answers"]["200"] > 200 and result["wrong"] == []

@@ -1,0 +1,409 @@
+"""The simulator: known answers of hand-made work, and what must hold of any program."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import small_programs
+from simulated import FREE, Task, ended, hand_run, hand_work, unmet_waits
+
+from megakernel import machine as machines
+from megakernel.cli import main
+from megakernel.cli.simulate import decode_step
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype, StepTable, slot_work
+from megakernel.model import load_config
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler.simulate import Stall, simulate
+from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.timeline import summarise
+from megakernel.timeline.overlap import compute_bound
+from megakernel.trace import IntervalKind
+
+# -- shared rates
+
+
+def test_two_loads_share_memory() -> None:
+    """Of 100 bytes/s each gets 50; the shorter ends after 2 s, the longer has 200 left and then all: 4 s."""
+    result, rows = hand_run(hand_work([[Task(weights=100)], [Task(weights=300)]]), memory_bytes_per_s=100)
+    assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
+    assert result.step_s == pytest.approx(4) and result.memory_bytes == 400
+
+
+def test_a_load_alone_is_as_fast_as_its_worker() -> None:
+    result, _ = hand_run(hand_work([[Task(weights=100)]]), memory_bytes_per_s=100, worker_bytes_per_s=25)
+    assert result.step_s == pytest.approx(4)
+
+
+def test_ranks_have_memories_of_their_own() -> None:
+    result, _ = hand_run(hand_work([[Task(weights=100)], [Task(weights=100)]], ranks=2), memory_bytes_per_s=100)
+    assert result.step_s == pytest.approx(1)
+
+
+def test_what_the_cache_holds_is_not_read_again() -> None:
+    """The second reader finds the tile of the first, unless another one has driven it out."""
+    tasks = [Task(weights=100, weight_key=key) for key in (0, 1, 0)]
+    for capacity, from_memory in ((200, 200), (150, 300)):
+        work = hand_work([tasks], keys=[100, 100])
+        result, _ = hand_run(work, memory_bytes_per_s=100, cache_bytes_per_s=1000, cache_bytes=capacity)
+        assert (result.memory_bytes, result.cache_bytes) == (from_memory, 300)
+        assert result.step_s == pytest.approx(from_memory / 100 + (0.1 if capacity == 200 else 0))
+
+
+def test_two_stores_share_a_senders_port() -> None:
+    both = hand_work([[Task(stores={1: 100})], [Task(stores={1: 300})], [], []], ranks=2)
+    _, rows = hand_run(both, egress_bytes_per_s=100)
+    assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
+
+
+def test_two_senders_share_a_receivers_port() -> None:
+    work = hand_work([[Task(stores={2: 100})], [Task(stores={2: 100})], [Task()]], ranks=3)
+    _, rows = hand_run(work, egress_bytes_per_s=100)
+    assert ended(rows, 0) == ended(rows, 1) == pytest.approx(2)
+
+
+def test_links_are_max_min_fair() -> None:
+    """Rank 0 sends to 1 and 2, rank 3 sends twice to 2: into 2 each gets a third of 90, so 0 to 1 gets the other 60."""
+    streams = [
+        [Task(stores={1: 60})],
+        [Task(stores={2: 60})],
+        [],
+        [],
+        [],
+        [],
+        [Task(stores={2: 60})],
+        [Task(stores={2: 60})],
+    ]
+    _, rows = hand_run(hand_work(streams, ranks=4), egress_bytes_per_s=90)
+    assert ended(rows, 0) == pytest.approx(1)
+    assert ended(rows, 1) == ended(rows, 2) == ended(rows, 3) == pytest.approx(2)
+
+
+def test_the_switch_bounds_all_links_together() -> None:
+    work = hand_work([[Task(stores={1: 100})], [Task(stores={0: 100})]], ranks=2)
+    assert hand_run(work, egress_bytes_per_s=100)[0].step_s == pytest.approx(1)
+    assert hand_run(work, egress_bytes_per_s=100, switch_bytes_per_s=100)[0].step_s == pytest.approx(2)
+
+
+# -- one worker
+
+
+def test_pipelining_hides_loads_stores_and_set_up() -> None:
+    """Four tasks of 10 s of arithmetic: only the first's set-up and load and the last's store are seen."""
+    work = hand_work([[Task(weights=100, compute=10, stores={0: 1})] * 4])
+    costs = {"memory_bytes_per_s": 100, "ring_bytes": 10, "store_s": 3, "dispatch_s": 2, "latency_s": 0.5}
+    overlapped, _ = hand_run(work, **costs)
+    alone, _ = hand_run(work, in_flight=1, **costs)
+    assert overlapped.step_s == pytest.approx(2 + 0.5 + 4 * 10 + 3)
+    assert alone.step_s == pytest.approx(4 * (2 + 0.5 + 10 + 3))
+
+
+def test_arithmetic_is_no_faster_than_its_loads() -> None:
+    work = hand_work([[Task(weights=100, compute=1), Task(weights=100, compute=1)]])
+    assert hand_run(work, memory_bytes_per_s=10)[0].step_s == pytest.approx(20)
+
+
+def test_the_next_weights_wait_for_pages() -> None:
+    """Of the first task's 100 bytes, 20 fit the ring: pages come free 2 s before its 10 s of arithmetic end."""
+    work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
+    _, rows = hand_run(work, ring_bytes=20)
+    waits = rows[rows["kind"] == IntervalKind.PAGE_WAIT]
+    assert len(waits) == 1 and waits["end"][0] == pytest.approx(8e9)
+
+
+def test_an_output_holds_pages_until_it_is_stored() -> None:
+    """40 bytes are left beside the output: the first task's last 40 of 50 come free from 2 s on, the second's from
+    10.2, while the output is stored."""
+    tasks = [Task(weights=50, compute=10, output=60, stores={0: 1}), Task(weights=50, compute=1), Task(weights=50)]
+    _, rows = hand_run(hand_work([tasks]), ring_bytes=100, store_s=3, in_flight=3)
+    waits = rows[rows["kind"] == IntervalKind.PAGE_WAIT]
+    assert waits["end"].tolist() == pytest.approx([2e9, 10.2e9])
+
+
+def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
+    """Beside the wait until 10 the next instruction's weights come, from 2 to 7."""
+    worker = [Task(weights=20, reads=10, compute=1, waits=[0]), Task(weights=50, compute=1)]
+    work = hand_work([[Task(compute=10, signals=[(0, 0)])], worker])
+    result, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=100)
+    loads = rows[(rows["kind"] == IntervalKind.LOAD) & (rows["instruction"] == 2)]
+    assert (loads["begin"][0], loads["end"][0]) == (2e9, 7e9) and result.step_s == pytest.approx(12)
+
+
+def test_weights_load_before_a_wait_and_activations_after_it() -> None:
+    """The producer ends at 10; a signal takes 1; 30 bytes of activations take 3 more, 50 of weights came before."""
+    producer = Task(compute=10, signals=[(0, 0)])
+    consumer = Task(weights=50, reads=30, compute=1, waits=[0])
+    result, rows = hand_run(hand_work([[producer], [consumer]]), memory_bytes_per_s=10, signal_s=1)
+    assert result.step_s == pytest.approx(10 + 1 + 3)
+    loads = rows[rows["kind"] == IntervalKind.LOAD]
+    assert loads["end"].tolist() == pytest.approx([5e9, 14e9])
+    wait = rows[rows["kind"] == IntervalKind.COUNTER_WAIT]
+    assert (wait["begin"][0], wait["end"][0]) == (0, 11e9)
+
+
+def test_a_signal_to_another_rank_takes_longer_and_counts_as_communication() -> None:
+    work = hand_work([[Task(compute=10, signals=[(-1, 0)])], [Task(waits=[0])]], ranks=2)
+    result, _ = hand_run(work, signal_s=1, remote_signal_s=3)
+    assert result.step_s == pytest.approx(13) and result.remote_wait_s == pytest.approx(13)
+    work = hand_work([[Task(compute=10, signals=[(0, 0)])], [Task(waits=[0])]])
+    result, _ = hand_run(work, signal_s=1, remote_signal_s=3)
+    assert (result.step_s, result.remote_wait_s) == (pytest.approx(11), 0)
+
+
+def test_the_order_of_equal_work_matters() -> None:
+    """The same loads and arithmetic: side by side they share memory, in turns they do not."""
+    load, think = Task(weights=100), Task(compute=5)
+    costs = {"memory_bytes_per_s": 25, "in_flight": 1}
+    same, _ = hand_run(hand_work([[load, think], [load, think]]), **costs)
+    turns, _ = hand_run(hand_work([[load, think], [think, load]]), **costs)
+    assert same.step_s == pytest.approx(13) and turns.step_s == pytest.approx(9)
+    assert same.memory_bytes == turns.memory_bytes
+
+
+def test_a_queue_evens_out_what_streams_do_not() -> None:
+    """Jobs of 3, 1, 1, 1: two and two take 4, claimed one by one 3."""
+    jobs = [Task(compute=t) for t in (3, 1, 1, 1)]
+    static, _ = hand_run(hand_work([jobs[:2], jobs[2:]]), in_flight=1)
+    claimed, rows = hand_run(hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs), in_flight=1, claim_in_flight=1)
+    assert static.step_s == pytest.approx(4) and claimed.step_s == pytest.approx(3)
+    assert sorted(rows["worker"][rows["kind"] == IntervalKind.COMPUTE].tolist()).count(0) == 2  # one job, and its drain
+
+
+def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
+    """The first two jobs are set up after 0.5 s. 20 of their 100 bytes are left to compute on 8 and 16 s later."""
+    jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
+    work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
+    _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
+    fetches = rows[rows["kind"] == IntervalKind.FETCH]
+    assert [fetches["begin"][fetches["instruction"] == n].tolist() for n in (4, 5)] == [[8.5e9], [16.5e9]]
+
+
+def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
+    """80 of 100 bytes come in 8 s after the set-up, the last of them 0.25 s later; the results take none of the ring,
+    or half of it."""
+    for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
+        work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
+        _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
+        fetches = rows[(rows["kind"] == IntervalKind.FETCH) & (rows["instruction"] == 2)]
+        assert fetches["begin"].tolist() == pytest.approx([claimed * 1e9])
+
+
+# -- programs
+
+
+def costs_everywhere() -> Costs:
+    """Costs under which everything takes some time and nothing is shared."""
+    unshared = {"memory_bytes_per_s": 1e15, "cache_bytes_per_s": 1e15, "egress_bytes_per_s": 1e15, "cache_bytes": 1e30}
+    return replace(costs_of(machines.MACHINES["h100"]), switch_bytes_per_s=1e15, worker_bytes_per_s=1e9, **unshared)
+
+
+def step_of(program: Program) -> StepTable:
+    d = program.dims
+    n = min(d.tokens, d.max_seqs)
+    rows = [d.tokens // n + (i < d.tokens % n) for i in range(n)]
+    start = d.max_context - max(rows) - 1
+    pages = range(d.pages_per_seq)
+    sample = [[SampleRow(0)] if i < d.logit_rows else [] for i in range(n)]
+    return build_step(d, [Chunk(i, start, [0] * rows[i], pages, sample[i]) for i in range(n)])
+
+
+def machine_of(program: Program) -> machines.Machine:
+    return machines.host(program.workers)
+
+
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_no_consumer_begins_before_its_producers_have_stored(kind: str) -> None:
+    for name, program in getattr(small_programs, kind)():
+        table = step_of(program)
+        for costs in (costs_everywhere(), costs_of(machine_of(program))):
+            done = simulate(program, machine_of(program), table, costs=costs, trace=True)
+            assert done.trace is not None
+            assert unmet_waits(program, table, done.trace) == [], name
+
+
+def llama(queue: str = "none", tp: int = 1, workers: int = 4, tokens: int = 96, layers: int = 2) -> Program:
+    config = replace(
+        load_config("random:llama-3.2-1b"),
+        layers=layers,
+        hidden=256,
+        ffn=512,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        vocab=512,
+    )
+    machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
+    return compile_program(
+        config, machine, dtype=Dtype.BF16, tokens=tokens, logit_rows=2, max_seqs=2, max_context=256, tp=tp,
+        options=Options(queue=queue),
+    )  # fmt: skip
+
+
+def test_a_split_signals_when_its_last_part_has_ended() -> None:
+    config = replace(
+        load_config("random:llama-3.2-1b"), layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, vocab=64
+    )
+    program = compile_program(
+        config, machines.host(4), dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=4096
+    )
+    table = decode_step(program.dims, 1, 4096)
+    assert (table.item_split >= 0).sum() > 1
+    done = simulate(program, machines.host(4), table, costs=costs_everywhere(), trace=True)
+    assert done.trace is not None and unmet_waits(program, table, done.trace) == []
+
+
+def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
+    """Nothing is shared here: another path than dependence and a worker's order would be contention for a rate."""
+    program = llama(workers=3)
+    table = step_of(program)
+    machine, costs = machine_of(program), costs_everywhere()
+    base = simulate(program, machine, table, costs=costs, trace=True)
+    assert base.trace is not None
+    for number, layer in ((0, 0), (11, 1), (len(program.body.records) - 1, 0)):
+        stalled = simulate(program, machine, table, costs=costs, trace=True, stall=Stall(1, number, layer, 5e-3))
+        assert stalled.trace is not None
+        assert unmet_waits(program, table, stalled.trace) == []
+        moved = moved_instructions(base.trace.intervals, stalled.trace.intervals)
+        assert (layer, number) in moved
+        assert moved <= descendants(program, table, layer, number)
+        assert stalled.step_s <= base.step_s + 5e-3 + 1e-9
+
+
+def moved_instructions(before: np.ndarray, after: np.ndarray) -> set[tuple[int, int]]:
+    """(layer, number) of what computes at another time."""
+
+    def ends(rows: np.ndarray) -> dict[tuple[int, int], list[int]]:
+        rows = rows[rows["kind"] == IntervalKind.COMPUTE]
+        out: dict[tuple[int, int], list[int]] = {}
+        for layer, number, end in zip(
+            rows["layer"].tolist(), rows["instruction"].tolist(), rows["end"].tolist(), strict=True
+        ):
+            out.setdefault((layer, number), []).append(end)
+        return out
+
+    old, new = ends(before), ends(after)
+    assert old.keys() == new.keys()
+    return {key for key, times in old.items() if any(abs(a - b) > 1 for a, b in zip(times, new[key], strict=True))}
+
+
+def descendants(program: Program, table: StepTable, layer: int, number: int) -> set[tuple[int, int]]:
+    """Of an instruction: itself, what waits for it, what follows either on its worker, and so on."""
+    from simulated import _runs, _tasks
+
+    after: dict[object, set[object]] = {}
+    streams = program.ranks * program.workers
+    last: list[object] = [None] * streams
+    for trace_layer, block, index in _runs(program):
+        segment = getattr(program, ("prologue", "body", "epilogue")[index])
+        for stream in range(streams):
+            for n in range(segment.offsets[stream], segment.offsets[stream + 1]):
+                key = (trace_layer, n)
+                if last[stream] is not None:
+                    after.setdefault(last[stream], set()).add(key)
+                last[stream] = key
+                rank = stream // program.workers
+                for waits, signals in _tasks(program, table, segment.records[n].tolist(), rank):
+                    for counter in waits:
+                        after.setdefault(("counter", block, rank, counter), set()).add(key)
+                    for to, ahead, counter, _ in signals:
+                        after.setdefault(key, set()).add(("counter", block + ahead, to, counter))
+    seen: set[object] = set()
+    ahead: list[object] = [(layer, number)]
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            ahead += after.get(node, ())
+    return {node for node in seen if len(node) == 2}  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize(("tp", "queue"), [(1, "none"), (2, "attention"), (2, "none")])
+def test_its_own_overlaps_are_those_of_its_trace(tp: int, queue: str) -> None:
+    program = llama(queue, tp=tp)
+    machine = machine_of(program)
+    done = simulate(
+        program, machine, step_of(program), costs=costs_of(machines.MACHINES["h100"]), trace=True,
+        compute_bound=compute_bound(program, machine),
+    )  # fmt: skip
+    assert done.trace is not None
+    summary = summarise(program, done.trace, machine)
+    for name in ("across_workers", "across_ranks", "phases"):
+        assert done.overlap[name] == pytest.approx(getattr(summary.overlap, name), abs=1e-3), name
+    rows = done.trace.intervals[done.trace.intervals["kind"] == IntervalKind.COMPUTE]
+    computing = float((rows["end"] - rows["begin"]).sum()) * 1e-9
+    assert done.busy["workers"] == pytest.approx(computing / (program.ranks * program.workers * done.step_s), rel=0.01)
+    assert done.trace.header.source == "simulator"
+
+
+def test_the_trace_has_every_instruction_once_and_its_roles() -> None:
+    program = llama(tp=2, queue="body")
+    table = step_of(program)
+    done = simulate(program, machine_of(program), table, costs=costs_everywhere(), trace=True)
+    assert done.trace is not None
+    np.testing.assert_array_equal(done.trace.attention, slot_work(table)[None])
+    rows = done.trace.intervals
+    compute = rows[rows["kind"] == IntervalKind.COMPUTE]
+    assert len(np.unique(compute[["layer", "instruction"]])) == program.instructions
+    assert set(rows["role"].tolist()) == {1, 2, 3, 4}
+    assert (rows["end"] >= rows["begin"]).all()
+    for role in (3, 4):  # consumers and the storer do one thing at a time
+        for rank, worker in itertools.product(range(2), range(program.workers)):
+            mine = rows[(rows["role"] == role) & (rows["rank"] == rank) & (rows["worker"] == worker)]
+            mine = mine[np.argsort(mine["begin"], kind="stable")]
+            assert (mine["begin"][1:] >= mine["end"][:-1]).all()
+
+
+def test_the_same_program_takes_the_same_time() -> None:
+    program = llama(tp=2, queue="attention")
+    table, machine = step_of(program), machine_of(program)
+    runs = [simulate(program, machine, table, trace=trace) for trace in (False, True)]
+    assert runs[0].step_s == runs[1].step_s
+    assert runs[0].events == runs[1].events
+
+
+def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
+    program = llama()
+    totals = program.totals_first.copy()
+    totals[0, np.flatnonzero(totals[0])[0]] += 1
+    broken = replace(program, totals_first=totals)
+    with pytest.raises(MegakernelError, match="never ends: rank 0 worker"):
+        simulate(broken, machine_of(program), step_of(program))
+    totals -= 2
+    with pytest.raises(MegakernelError, match="more arrivals than its total"):
+        simulate(replace(program, totals_first=totals), machine_of(program), step_of(program))
+
+
+def test_a_program_of_other_workers_is_refused() -> None:
+    with pytest.raises(MegakernelError, match="4 workers a rank"):
+        simulate(llama(), machines.host(3), step_of(llama()))
+
+
+def test_costs_of_machines() -> None:
+    h100, h200 = (costs_of(machines.MACHINES[name]) for name in ("h100", "h200"))
+    assert h200.memory_bytes_per_s / h100.memory_bytes_per_s == pytest.approx(4.8 / 3.35)
+    assert h200.cache_bytes_per_s == h100.cache_bytes_per_s
+    assert costs_of(replace(machines.MACHINES["h100"], name="h100x8")) == h100
+    assert h100.unpipelined().in_flight == 1 and not costs_of(machines.host(2)).roles
+    with pytest.raises(MegakernelError, match=r"needs chip\.l2_bytes"):
+        costs_of(replace(machines.MACHINES["h100"], name="mine", cache_bytes=0.0))
+    flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
+    assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0  # one row takes as long as the smallest tile
+    assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--model", "random:llama-3.2-1b", "--machine", "h100", "--tokens", "4", "--context", "300"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"step_s", "tokens_per_s", "busy", "overlap", "exposed_communication"} <= found.keys()
+    assert found["tokens_per_s"] == pytest.approx(4 / found["step_s"])
+    assert main([*arguments, "--no-pipelining", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] > found["step_s"]
+    assert main([*arguments[:-1], "9999999"]) == 1
+    assert "more than the" in capsys.readouterr().err

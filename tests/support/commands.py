@@ -1,0 +1,37 @@
+"""Verbs of the command line, run in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megakernel.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    capsys.readouterr()
+    try:
+        status = main(arguments)
+    except SystemExit as e:  # argparse
+        status = int(e.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status, out, err = run(capsys, *arguments, "--json")
+    assert status == 0, err
+    assert out.count("\n") == 1
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a failure."""
+    status, out, err = run(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (1, "", 1), (status, out, err)
+    assert err.startswith("megakernel: error: ")
+    return err

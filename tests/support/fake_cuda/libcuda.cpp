@@ -1,0 +1,403 @@
+// A stand-in for the NVIDIA driver, for tests of the launcher: device memory is host memory, a stream is a
+// thread that does one thing after the other, a launch calls a function that the test gives. It refuses what
+// the driver refuses: calls without a context, copies outside an allocation, grids that are not resident,
+// tensor maps of the wrong shape, launches and events on another device's stream, anything but launches while
+// a stream is recorded; and memory of no bytes, of which nobody says what the driver does.
+//
+// FAKE_CUDA_DEVICES, FAKE_CUDA_SMS, FAKE_CUDA_CAPABILITY (90) and FAKE_CUDA_VERSION (13000) say what there
+// is.
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../../csrc/host/tensor_map.h"
+
+namespace {
+
+constexpr int kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidHandle = 400,
+              kNotFound = 500, kNotReady = 600, kPeerEnabled = 704, kTooLarge = 720,
+              kCaptureUnsupported = 900;
+
+int setting(const char* name, int otherwise) {
+  const char* text = getenv(name);
+  return text && *text ? atoi(text) : otherwise;
+}
+
+using Work = std::function<void()>;
+using Run = void (*)(const mk::Params*, int blocks, int cooperative);
+
+std::atomic<Run> run_kernel{nullptr};
+std::atomic<int> launches{0};
+
+thread_local int64_t current = 0;  // device + 1
+
+class Stream {
+ public:
+  const int64_t context = current;
+
+  Stream() : thread_([this] { loop(); }) {}
+  ~Stream() {
+    push(nullptr);
+    thread_.join();
+  }
+  void push(Work work) {
+    const std::lock_guard lock(mutex_);
+    work_.push_back(std::move(work));
+    changed_.notify_all();
+  }
+  bool idle() {
+    const std::lock_guard lock(mutex_);
+    return work_.empty();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return work_.empty(); });
+  }
+  std::vector<Work>* recording = nullptr;
+
+ private:
+  void loop() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return !work_.empty(); });
+      const Work work = work_.front();
+      if (!work) return;
+      lock.unlock();
+      work();
+      lock.lock();
+      work_.pop_front();  // only now: what runs counts as not idle
+      changed_.notify_all();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> work_;
+  std::thread thread_;
+};
+
+struct Event {
+  const int64_t context = current;
+  std::shared_ptr<std::atomic<bool>> done = std::make_shared<std::atomic<bool>>(true);
+};
+
+struct Function {
+  int64_t shared = 0;
+};
+
+std::mutex memory_mutex;
+std::set<Stream*> streams;  // the main thread's
+std::map<uint64_t, size_t> memory, pinned;
+std::map<std::pair<int, int>, bool> peers;
+
+bool inside(const std::map<uint64_t, size_t>& blocks, uint64_t address, size_t size) {
+  auto next = blocks.upper_bound(address);
+  if (next == blocks.begin()) return false;
+  --next;
+  return address + size <= next->first + next->second;
+}
+
+// What refuses work on memory; 0: nothing.
+int refusal(uint64_t address, size_t size, Stream* stream) {
+  if (!current) return kInvalidContext;
+  if (stream->recording) return kCaptureUnsupported;
+  const std::lock_guard lock(memory_mutex);
+  return size == 0 || !inside(memory, address, size) ? kInvalidValue : kOk;
+}
+
+bool on_device(uint64_t address, size_t size) {
+  const std::lock_guard lock(memory_mutex);
+  return inside(memory, address, size);
+}
+
+int launch(Function* f, unsigned blocks, unsigned threads, unsigned shared, Stream* stream, void** arguments,
+           bool cooperative) {
+  if (!current) return kInvalidContext;
+  if (stream->context != current) return kInvalidHandle;
+  if (threads != mk::kThreads || shared > f->shared) return kInvalidValue;
+  if (cooperative && blocks > static_cast<unsigned>(setting("FAKE_CUDA_SMS", 132))) return kTooLarge;
+  const mk::Params params = *static_cast<const mk::Params*>(arguments[0]);
+  const Work work = [params, blocks, cooperative] {
+    ++launches;
+    if (const Run run = run_kernel.load()) run(&params, static_cast<int>(blocks), cooperative);
+  };
+  if (stream->recording) {
+    stream->recording->push_back(work);
+  } else {
+    stream->push(work);
+  }
+  return kOk;
+}
+
+}  // namespace
+
+extern "C" {
+
+// -- for the test
+void fake_set_kernel(Run run) { run_kernel = run; }
+int fake_launches() { return launches; }
+int fake_allocations() {
+  const std::lock_guard lock(memory_mutex);
+  return static_cast<int>(memory.size() + pinned.size());
+}
+
+// -- the driver
+int cuInit(unsigned) { return kOk; }
+int cuDriverGetVersion(int* version) {
+  *version = setting("FAKE_CUDA_VERSION", 13000);
+  return kOk;
+}
+int cuDeviceGetCount(int* count) {
+  *count = setting("FAKE_CUDA_DEVICES", 1);
+  return kOk;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal < setting("FAKE_CUDA_DEVICES", 1) ? kOk : 101;
+}
+int cuDeviceGetName(char* name, int size, int) {
+  strncpy(name, "NVIDIA H200 (pretended)", static_cast<size_t>(size));
+  return kOk;
+}
+int cuDeviceTotalMem_v2(size_t* bytes, int) {
+  *bytes = size_t{1} << 34;
+  return kOk;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
+  switch (attribute) {
+    case 16:
+      *value = setting("FAKE_CUDA_SMS", 132);
+      return kOk;
+    case 75:
+      *value = capability / 10;
+      return kOk;
+    case 76:
+      *value = capability % 10;
+      return kOk;
+    default:
+      *value = 1;
+      return kOk;
+  }
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
+  return kOk;
+}
+int cuDevicePrimaryCtxRelease_v2(int) { return kOk; }
+int cuCtxSetCurrent(void* context) {
+  current = reinterpret_cast<intptr_t>(context);
+  return kOk;
+}
+int cuDeviceCanAccessPeer(int* can, int, int) {
+  *can = 1;
+  return kOk;
+}
+int cuCtxEnablePeerAccess(void* context, unsigned) {
+  const std::lock_guard lock(memory_mutex);
+  bool& enabled = peers[{static_cast<int>(current), static_cast<int>(reinterpret_cast<intptr_t>(context))}];
+  if (enabled) return kPeerEnabled;
+  enabled = true;
+  return kOk;
+}
+int cuMemGetInfo_v2(size_t* free, size_t* total) {
+  if (!current) return kInvalidContext;
+  *free = *total = size_t{1} << 34;
+  return kOk;
+}
+int cuMemAlloc_v2(uint64_t* address, size_t size) {
+  if (!current) return kInvalidContext;
+  if (size == 0) return kInvalidValue;
+  void* block = nullptr;
+  if (size > size_t{1} << 34 || posix_memalign(&block, 256, size)) return kOutOfMemory;
+  memset(block, 0xFF, size);  // NaN in every type
+  const std::lock_guard lock(memory_mutex);
+  *address = reinterpret_cast<uint64_t>(block);
+  memory[*address] = size;
+  return kOk;
+}
+// Freeing memory waits for all work, as the driver's does.
+int cuMemFree_v2(uint64_t address) {
+  if (!current) return kInvalidContext;
+  for (Stream* stream : streams) stream->wait();
+  const std::lock_guard lock(memory_mutex);
+  if (!memory.erase(address)) return kInvalidValue;
+  free(reinterpret_cast<void*>(address));
+  return kOk;
+}
+int cuMemHostAlloc(void** address, size_t size, unsigned) {
+  if (!current) return kInvalidContext;
+  if (size == 0) return kInvalidValue;
+  if (posix_memalign(address, 4096, size)) return kOutOfMemory;
+  const std::lock_guard lock(memory_mutex);
+  pinned[reinterpret_cast<uint64_t>(*address)] = size;
+  return kOk;
+}
+int cuMemFreeHost(void* address) {
+  for (Stream* stream : streams) stream->wait();
+  const std::lock_guard lock(memory_mutex);
+  if (!pinned.erase(reinterpret_cast<uint64_t>(address))) return kInvalidValue;
+  free(address);
+  return kOk;
+}
+int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, Stream* stream) {
+  if (const int refused = refusal(address, size, stream)) return refused;
+  stream->push([=] { memset(reinterpret_cast<void*>(address), value, size); });
+  return kOk;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, Stream* stream) {
+  if (const int refused = refusal(to, size, stream)) return refused;
+  stream->push([=] { memcpy(reinterpret_cast<void*>(to), from, size); });
+  return kOk;
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, Stream* stream) {
+  if (const int refused = refusal(from, size, stream)) return refused;
+  stream->push([=] { memcpy(to, reinterpret_cast<const void*>(from), size); });
+  return kOk;
+}
+int cuStreamCreate(Stream** stream, unsigned) {
+  if (!current) return kInvalidContext;
+  *stream = new Stream;
+  streams.insert(*stream);
+  return kOk;
+}
+int cuStreamDestroy_v2(Stream* stream) {
+  streams.erase(stream);
+  delete stream;
+  return kOk;
+}
+int cuStreamQuery(Stream* stream) {
+  if (stream->recording) return kCaptureUnsupported;
+  return stream->idle() ? kOk : kNotReady;
+}
+int cuStreamSynchronize(Stream* stream) {
+  if (stream->recording) return kCaptureUnsupported;
+  stream->wait();
+  return kOk;
+}
+int cuStreamBeginCapture_v2(Stream* stream, int) {
+  stream->recording = new std::vector<Work>;
+  return kOk;
+}
+int cuStreamEndCapture(Stream* stream, std::vector<Work>** graph) {
+  *graph = stream->recording;
+  stream->recording = nullptr;
+  return kOk;
+}
+int cuGraphInstantiateWithFlags(std::vector<Work>** executable, std::vector<Work>* graph, uint64_t) {
+  *executable = new std::vector<Work>(*graph);
+  return kOk;
+}
+int cuGraphLaunch(std::vector<Work>* executable, Stream* stream) {
+  for (const Work& work : *executable) stream->push(work);
+  return kOk;
+}
+int cuGraphExecDestroy(std::vector<Work>* executable) {
+  delete executable;
+  return kOk;
+}
+int cuGraphDestroy(std::vector<Work>* graph) {
+  delete graph;
+  return kOk;
+}
+int cuEventCreate(Event** event, unsigned) {
+  *event = new Event;
+  return kOk;
+}
+int cuEventDestroy_v2(Event* event) {
+  delete event;
+  return kOk;
+}
+int cuEventRecord(Event* event, Stream* stream) {
+  if (event->context != stream->context) return kInvalidHandle;
+  if (stream->recording) return kCaptureUnsupported;
+  event->done = std::make_shared<std::atomic<bool>>(false);
+  stream->push([done = event->done] { *done = true; });
+  return kOk;
+}
+int cuEventQuery(Event* event) { return *event->done ? kOk : kNotReady; }
+int cuModuleLoadData(void** module, const void*) {
+  if (!current) return kInvalidContext;
+  *module = malloc(1);
+  return kOk;
+}
+int cuModuleUnload(void* module) {
+  free(module);
+  return kOk;
+}
+int cuModuleGetFunction(Function** function, void*, const char* name) {
+  static Function kernel;
+  *function = &kernel;
+  return strcmp(name, "megakernel") ? kNotFound : kOk;
+}
+int cuFuncSetAttribute(Function* function, int attribute, int value) {
+  if (attribute != 8 || value > 227 * 1024) return kInvalidValue;
+  function->shared = value;
+  return kOk;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function* function, int threads, size_t shared) {
+  *blocks = threads <= 1024 && static_cast<int64_t>(shared) <= function->shared ? 1 : 0;
+  return kOk;
+}
+int cuLaunchCooperativeKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned,
+                              unsigned, unsigned shared, Stream* stream, void** arguments) {
+  return launch(f, x, threads, shared, stream, arguments, true);
+}
+int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                   unsigned shared, Stream* stream, void** arguments, void**) {
+  return launch(f, x, threads, shared, stream, arguments, false);
+}
+// As the host's bulk copy engine reads it.
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int, int) {
+  if (reinterpret_cast<uint64_t>(map) % 64 || reinterpret_cast<uint64_t>(address) % 16) return kInvalidValue;
+  if (rank != 3 || (type != 7 && type != 9) || interleave != 0 || swizzle != 3) return kInvalidValue;
+  const uint64_t item = type == 9 ? 2 : 4;
+  for (int i = 0; i < 3; ++i) {
+    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || (i < 2 && strides[i] >= uint64_t{1} << 40) ||
+        box[i] == 0 || box[i] > 256 || steps[i] != 1)
+      return kInvalidValue;
+  }
+  if (strides[0] % 16 || strides[1] % 16) return kInvalidValue;
+  if (box[0] * item != 128 || box[1] != mk::kBoxRows || box[2] != 1) return kInvalidValue;
+  if (!on_device(reinterpret_cast<uint64_t>(address), strides[1] * (sizes[2] - 1) + strides[0] * sizes[1]))
+    return kInvalidValue;
+  const mk::HostMap made{static_cast<char*>(address),      static_cast<int64_t>(strides[0]),
+                         static_cast<int64_t>(strides[1]), static_cast<int32_t>(sizes[0]),
+                         static_cast<int32_t>(sizes[1]),   static_cast<int32_t>(sizes[2]),
+                         static_cast<int32_t>(item),       0};
+  memset(map, 0, mk::kMapBytes);
+  memcpy(map, &made, sizeof made);
+  return kOk;
+}
+
+int cuGetErrorName(int status, const char** name) {
+  *name = status == kTooLarge ? "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE" : "CUDA_ERROR";
+  return kOk;
+}
+
+// How the bindings find everything else: by the name without its version.
+int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
+  static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  *function = nullptr;
+  for (const char* version : {"_v2", ""}) {
+    if (self && (*function = dlsym(self, (std::string(symbol) + version).c_str())) != nullptr) break;
+  }
+  if (status) *status = *function ? 0 : 1;
+  return *function ? kOk : kNotFound;
+}
+
+}  // extern "C"

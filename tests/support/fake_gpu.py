@@ -1,0 +1,213 @@
+"""A pretended GPU for the launcher: the driver of tests/support/fake_cuda, and a kernel that is the reference backend.
+
+The kernel knows nothing but the arguments of a launch: it reads program, step table and weights from where they point.
+Runs in a process of its own that finds that driver; `run` starts one for a function of a test module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megakernel.isa import BUFFERS, DIM_FIELDS, Buffer, Dims, Dtype, StepTable
+from megakernel.isa.launch import STRUCTURES
+from megakernel.isa.record import WORDS
+from megakernel.program import Program, Segment
+
+ROOT = Path(__file__).parents[2]
+Params = STRUCTURES["Params"]
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int)
+
+
+@functools.cache
+def _driver(folder: str) -> str:
+    """Builds the library into a folder; the folder."""
+    source = ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp"
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    target = str(Path(folder) / "libcuda.so.1")
+    subprocess.run([*command, "-U_FORTIFY_SOURCE", str(source), "-o", target], check=True)
+    return folder
+
+
+def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], **env: object) -> str:
+    """Call a function of a module of tests in a process with the pretended driver: what it printed."""
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+    folder = _driver(str(tmp_path_factory.getbasetemp()))
+    home = Path(function.__code__.co_filename)
+    paths = [str(home.parent), str(ROOT / "tests" / "support")]
+    code = f"import sys; sys.path[:0] = {paths!r}; import {home.stem}; {home.stem}.{function.__name__}()"
+    settings = {key: str(value) for key, value in env.items()}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"LD_LIBRARY_PATH": folder} | settings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# -- inside that process
+
+
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def no_compiler() -> None:
+    """The pretended driver takes any code."""
+    from megakernel.runtime.cuda import compile
+
+    compile.cubin = lambda *, trace, dots: b"code"  # type: ignore[assignment]
+    compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
+
+
+def print_missing() -> None:
+    from megakernel.runtime.cuda.availability import missing
+
+    print(missing())
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Memory of the pretended device."""
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    if not size:
+        return np.zeros(shape, dtype)
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype).reshape(shape)
+
+
+class Arguments:
+    """What a launch's arguments point to."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+        kinds = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]
+        first = view(params.dims, (1,), kinds)[0]
+        tp = int(first["tp"])
+        self.ranks = [
+            Dims(**{n: (float if k is float else int)(row[n]) for n, k in DIM_FIELDS})
+            for row in view(params.dims, (tp,), kinds)
+        ]
+        self.dims = d = self.ranks[0]
+        streams = [tp * params.workers + 1] * 3 + [tp * params.queues + 1]
+        segments = []
+        for records, offsets, length in zip(params.records, params.offsets, streams, strict=True):
+            ends = view(offsets, (length,), np.int32)
+            segments.append(Segment(view(records, (int(ends[-1]), WORDS), np.int32), ends))
+        totals = [view(address, (tp, params.counters), np.int32) for address in params.totals]
+        self.program = Program(d, "pretended", tp, params.workers, params.counters, *segments[:3], *totals, segments[3])
+        self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
+        self.counters = [
+            view(int(address), (d.layers + 1, params.counters), np.int32)
+            for address in view(params.counter_values, (tp,), np.uint64)
+        ]
+        self.addresses = view(params.buffers, (tp, len(Buffer)), np.uint64)
+        self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
+
+    def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
+        spec = BUFFERS[buffer]
+        address = int(self.addresses[rank, buffer]) + layer * int(self.strides[rank, buffer])
+        return view(address, spec.shape(self.ranks[rank], pages), spec.resolve_dtype(self.dims).numpy)
+
+
+class PretendedKernel:
+    """Runs launches on a reference backend whose weights come from where the arguments say."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.errors: list[BaseException] = []
+        self.before: Callable[[Any], bool] | None = None  # False: this launch does nothing else
+        self._reference: Any = None
+        self._programs: dict[bytes, Program] = {}
+        self._callback = _CALLBACK(self._run)
+        library().fake_set_kernel(self._callback)
+
+    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
+        try:
+            params = pointer.contents
+            assert blocks == params.ranks * params.workers
+            if self.before is None or self.before(params):
+                self.execute(Arguments(params))
+        except BaseException as e:
+            self.errors.append(e)
+
+    def execute(self, a: Arguments) -> None:
+        """One step; ranks of all grids together, with the first grid."""
+        p = a.params
+        for rank in range(p.first_rank, p.first_rank + p.ranks):
+            for block, total in enumerate(a.program.totals()[:, rank]):
+                np.testing.assert_array_equal(a.counters[rank][block], total * (p.launch - 1))
+                a.counters[rank][block] += total
+        if p.first_rank:
+            return
+        if self._reference is None:
+            self._reference = _reference_on(a, self.pages)
+        reference = self._reference
+        program = self._programs.setdefault(a.program.to_bytes(), a.program)
+        for rank in range(a.dims.tp):
+            reference.buffer(Buffer.HISTORY, rank=rank)[:] = a.buffer(rank, Buffer.HISTORY, 0, self.pages)
+        out = reference.launch(program, a.table)
+        for rank in range(a.dims.tp):
+            a.buffer(rank, Buffer.HISTORY, 0, self.pages)[:] = reference.buffer(Buffer.HISTORY, rank=rank)
+            own = slice(rank * a.dims.own_logit_rows, (rank + 1) * a.dims.own_logit_rows)
+            a.buffer(rank, Buffer.LOGITS, 0, self.pages)[own] = out.logits[own]
+        a.buffer(0, Buffer.TOKENS_OUT, 0, self.pages)[:] = out.tokens
+        a.buffer(0, Buffer.LOGPROBS_OUT, 0, self.pages)[:] = out.logprobs
+
+    def check(self) -> None:
+        if self.errors:
+            raise self.errors[0]
+
+
+class FibreKernel:
+    """Runs launches on the interpreter's own roles and bodies, on fibres of the host, in ever other orders."""
+
+    def __init__(self, fibres: str) -> None:
+        self._fibres = ctypes.CDLL(fibres)
+        self.wrong: list[str] = []
+        self._seed = 0
+        self._callback = _CALLBACK(self._run)
+        library().fake_set_kernel(self._callback)
+
+    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
+        said = ctypes.create_string_buffer(16384)
+        self._seed += 1
+        self._fibres.mk_protocol_run(pointer, ctypes.c_uint64(self._seed), 0, -1, said, len(said))
+        if said.value:
+            self.wrong.append(said.value.decode())
+
+
+def _reference_on(a: Arguments, pages: int) -> Any:
+    """A reference backend that computes with the weights on the device."""
+    from megakernel.runtime.reference import ReferenceBackend
+
+    class OnDevice(ReferenceBackend):
+        def _load(self, checkpoint: Any, buffer: Buffer, dtype: Dtype) -> None:
+            layered = BUFFERS[buffer].layered
+            for rank, arrays in enumerate(self._arrays):
+                parts = [a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.layers if layered else 1)]
+                arrays[buffer] = parts if layered else parts[0]
+
+    nothing: Any = None
+    return OnDevice(nothing, a.dims, pages, dtype=Dtype.BF16)
+
+
+def poll(address: int, seconds: float = 10.0) -> bool:
+    """Whether an int32 of the device becomes other than 0."""
+    word = ctypes.c_int32.from_address(address)
+    end = time.perf_counter() + seconds
+    while word.value == 0 and time.perf_counter() < end:
+        time.sleep(0.001)
+    return word.value != 0

@@ -1,0 +1,111 @@
+"""Small programs for GPUs, with a backend whose KV cache is filled, and what their launches leave."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from protocol import LaunchImage, build_fibres, dims_words
+from tiny_llama import make_llama
+
+from megakernel import machine as machines
+from megakernel.isa import Buffer, Dims, Dtype, StepTable
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import Options, compile_program
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 48, "ffn": 72},
+    "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 64, "ffn": 136, "attention_bias": True},
+    "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
+}
+LIMITS = {"max_seqs": 4, "max_context": 512}
+PAGES = 16
+
+
+def h100(workers: int, **fields: Any) -> machines.Machine:
+    return replace(machines.MACHINES["h100"], workers=workers, tile_rows=32, tile_cols=64, **fields)
+
+
+def make(
+    shape: str,
+    tp: int,
+    options: Options,
+    *,
+    workers: int = 2,
+    chunks: tuple[tuple[int, int], ...] = ((200, 3), (0, 30)),
+) -> tuple[ReferenceBackend, Program, Any]:
+    """A backend with a random KV cache, a program, and a step that runs `chunks` (start, tokens), one row left over."""
+    _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
+    rows = sum(count for _, count in chunks)
+    program = compile_program(
+        checkpoint.config,
+        h100(workers),
+        dtype=Dtype.BF16,
+        tokens=rows + 1,
+        logit_rows=len(chunks) + 1,
+        tp=tp,
+        options=options,
+        **LIMITS,
+    )
+    backend = ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
+    rng = np.random.default_rng(7)
+    for rank in range(tp):
+        for layer in range(program.dims.layers):
+            for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+                cache = backend.buffer(buffer, layer, rank)
+                cache[:] = (rng.standard_normal(cache.shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    order = rng.permutation(PAGES).tolist()
+    step = [
+        Chunk(
+            slot,
+            start,
+            rng.integers(0, 100, count).tolist(),
+            order[4 * slot : 4 * slot + 4],
+            [SampleRow(index=count - 1)],
+        )
+        for slot, (start, count) in enumerate(chunks)
+    ]
+    table = build_step(program.dims, step)
+    check_step(table)
+    return backend, program, table
+
+
+def results(image: LaunchImage) -> dict[str, Any]:
+    """All that a launch leaves to the host or to the next one, by rank."""
+    d = image.dims
+    out: dict[str, Any] = {}
+    for rank in range(d.tp):
+        for buffer in (Buffer.HISTORY, Buffer.LOGITS, Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.X):
+            out[f"{buffer.name} {rank}"] = image.buffer(buffer, 0, rank).copy()
+        for layer in range(d.layers):
+            for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+                out[f"{buffer.name} {rank} {layer}"] = image.buffer(buffer, layer, rank).copy()
+    return out
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what differs in any bit."""
+    return [name for name in a if a[name].tobytes() != b[name].tobytes()]
+
+
+COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item")
+CAPACITY = 4096
+
+
+def plan(dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+    """Columns of the boxes of a record in layer 1."""
+    rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
+    words, record = dims_words(dims), np.ascontiguousarray(record)
+    n = build_fibres().mk_protocol_plan(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)),
+        1,
+        ctypes.c_void_p(rows.ctypes.data),
+        CAPACITY,
+    )
+    assert n < CAPACITY
+    return dict(zip(COLUMNS, rows[:n].T, strict=True))

@@ -1,0 +1,316 @@
+"""Launches of programs on the roles of the Hopper interpreter, on the host: an image of all that a launch touches, and
+what runs it, on fibres or on threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakernel.isa import BUFFERS, BY_NAME, DIM_FIELDS, Buffer, Dims, Space, StepTable
+from megakernel.isa.launch import MAP_BYTES, STRUCTURES, WARPS
+from megakernel.isa.record import opcode
+from megakernel.program import Program
+from megakernel.runtime.cuda import stall
+from megakernel.runtime.reference import ReferenceBackend
+
+ROOT = Path(__file__).parents[2]
+BUGS = (
+    "none",
+    "dropped arrival",
+    "early release",
+    "relaxed signal",
+    "no input fence",
+    "no output fence",
+    "wrong phase",
+    "early signal",
+    "old map",
+    "never retired",
+    "lost load",
+    "lost input",
+    "hanging",
+)
+TIMEOUT_NS = 20_000_000_000
+_FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+_ALIGNMENT = 1024
+_MESSAGE = 16384
+_MAP = np.dtype(
+    [
+        ("base", "<i8"),
+        ("row_bytes", "<i8"),
+        ("matrix_bytes", "<i8"),
+        ("inner", "<i4"),
+        ("rows", "<i4"),
+        ("matrices", "<i4"),
+        ("item", "<i4"),
+        ("shared", "<i4"),
+    ]
+)
+Array = NDArray[Any]
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="megakernel-protocol-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
+@functools.cache
+def build_fibres() -> ctypes.CDLL:
+    """The library that runs launches on fibres."""
+    out = _folder() / "protocol.so"
+    sources = [ROOT / "csrc" / "host" / name for name in ("protocol.cpp", "fibre.cpp")]
+    subprocess.run(["g++", *_FLAGS, "-shared", "-fPIC", *map(str, sources), "-o", str(out)], check=True)
+    library = ctypes.CDLL(str(out))
+    library.mk_protocol_run.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_int32,
+        ctypes.c_int32,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+    ]
+    return library
+
+
+@functools.cache
+def build_threads() -> Path:
+    """The command that runs a launch on threads under ThreadSanitizer."""
+    out = _folder() / "threads"
+    source = ROOT / "csrc" / "host" / "threads.cpp"
+    subprocess.run(
+        ["g++", *_FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread", str(source), "-o", str(out)], check=True
+    )
+    return out
+
+
+class Image:
+    """Memory with arrays at offsets and pointers between them."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Array]] = []
+        self._pointers: list[tuple[int, int]] = []  # place, target
+        self.size = 0
+
+    def add(self, array: Array) -> int:
+        """Its offset."""
+        offset = self.size
+        self._parts.append((offset, np.ascontiguousarray(array)))
+        self.size = -(-(offset + max(array.nbytes, 1)) // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+    def point(self, place: int, target: int) -> None:
+        self._pointers.append((place, target))
+
+    def table(self, targets: Sequence[int]) -> int:
+        """The offset of an array of pointers; a target of -1 is null."""
+        offset = self.add(np.zeros(len(targets), np.int64))
+        for i, target in enumerate(targets):
+            if target >= 0:
+                self.point(offset + 8 * i, target)
+        return offset
+
+    def memory(self) -> NDArray[np.uint8]:
+        """All of it, where its pointers lead into it."""
+        room = np.zeros(self.size + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        memory = room[start : start + self.size]
+        for offset, array in self._parts:
+            memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        for place, target in self._pointers:
+            memory[place : place + 8].view(np.int64)[0] = memory.ctypes.data + target
+        return memory
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        return np.array([place for place, _ in self._pointers], np.int64)
+
+
+class LaunchImage:
+    """A program, a step table and the buffers of `backend`, ready to launch again and again; activations are poison."""
+
+    def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable) -> None:
+        self.program, self.dims = program, program.dims
+        self.image = Image()
+        self._buffers: dict[tuple[int, Buffer], int] = {}
+        self._shapes: dict[tuple[int, Buffer], tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        for rank in range(program.ranks):
+            for buffer, spec in BUFFERS.items():
+                layers = self.dims.layers if spec.layered else 1
+                array = np.stack([backend.buffer(buffer, layer, rank) for layer in range(layers)])
+                if spec.space in (Space.ACTIVATION, Space.OUTPUT) and buffer is not Buffer.SPLITS:
+                    array.view(np.uint8).fill(0xFF)
+                self._buffers[rank, buffer] = self.image.add(array)
+                self._shapes[rank, buffer] = (array.shape, array.dtype)
+        self._params = self._add_params(table)
+        self.fresh = self.image.memory()
+        self.memory = self.image.memory()
+
+    def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> Array:
+        """A view of a rank's copy of a buffer."""
+        shape, dtype = self._shapes[rank, buffer]
+        start = self._buffers[rank, buffer]
+        size = int(np.prod(shape)) * dtype.itemsize
+        view: Array = self.memory[start : start + size].view(dtype).reshape(shape)[layer]
+        return view
+
+    def counters(self, rank: int) -> NDArray[np.int32]:
+        """[layers + 1, counters] values."""
+        start = self._counters[rank]
+        count = self.program.total_counters
+        return self.memory[start : start + 4 * count].view(np.int32).reshape(self.dims.layers + 1, -1)
+
+    @property
+    def params(self) -> Any:
+        """The launch's Params, to be changed in place."""
+        return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
+
+    @property
+    def waits(self) -> list[stall.Wait]:
+        """What the watchdogs have noted."""
+        size = self._blocks * WARPS * stall.NOTE.itemsize
+        notes: Any = (ctypes.c_uint8 * size).from_address(self.params.diagnoses)
+        return stall.waits_of(self.program, np.frombuffer(notes, stall.NOTE), range(self.program.ranks))
+
+    def restore(self) -> None:
+        """As before the first launch. Pointers stay where they are."""
+        places = self.image.places
+        values = [int(self.memory[p : p + 8].view(np.int64)[0]) for p in places]
+        self.memory[:] = self.fresh
+        for place, value in zip(places, values, strict=True):
+            self.memory[place : place + 8].view(np.int64)[0] = value
+
+    def save(self, path: Path) -> None:
+        places = self.image.places
+        header = np.array([self.image.size, self._params, len(places)], np.int64)
+        base = np.array([self.memory.ctypes.data], np.int64)
+        path.write_bytes(header.tobytes() + places.tobytes() + self.memory.tobytes() + base.tobytes())
+
+    def load(self, path: Path) -> None:
+        """What a process left in the file, but for its pointers."""
+        places = self.image.places
+        start = 24 + places.nbytes
+        left = np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy()
+        for place in places:
+            left[place : place + 8] = self.memory[place : place + 8]
+        self.memory[:] = left
+
+    def run(self, seed: int, bug: str = "none", block: int = -1) -> str:
+        """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
+        self.params.launch += 1
+        message = ctypes.create_string_buffer(_MESSAGE)
+        address = self.memory.ctypes.data + self._params
+        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
+        return message.value.decode()
+
+    def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
+        """One launch on threads; a race is on standard error."""
+        self.params.launch += 1
+        path = _folder() / "image"
+        self.save(path)
+        command = [str(build_threads()), str(path), str(BUGS.index(bug))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        self.load(path)
+        return done
+
+    def run_in_sequence(self) -> None:
+        """One launch, instruction by instruction in the order of their meaning: by layer, then by opcode."""
+        params = self.params
+        saved = STRUCTURES["Params"].from_buffer_copy(params)
+        body = self.program.body.records
+        lists = [self.program.prologue.records, body, self.program.epilogue.records]
+        skipped = [BY_NAME[name].opcode for name in ("join", "drain")]
+        offsets = np.zeros(self.program.ranks + 1, np.int32)
+        params.synchronise, params.ranks, params.workers = 0, 1, 1
+        params.offsets[:] = [offsets.ctypes.data] * 4
+        for segment in range(3):
+            records, ranks = self.program.numbered(segment)
+            order = [i for i in np.argsort(opcode(records), kind="stable") if opcode(records)[i] not in skipped]
+            for layer in range(self.dims.layers if segment == 1 else 1):
+                for i in order:
+                    queued = i >= len(lists[segment])
+                    params.records[segment] = saved.records[3 if queued else segment]
+                    rank = int(ranks[i])
+                    offsets[rank : rank + 2] = i - (len(body) if queued else 0) + np.arange(2)
+                    params.segments, params.first_rank = 1 << segment, rank
+                    params.layer_begin, params.layer_end = layer, layer + 1
+                    message = ctypes.create_string_buffer(_MESSAGE)
+                    build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
+                    if message.value:
+                        raise AssertionError(message.value.decode())
+        ctypes.memmove(ctypes.addressof(params), ctypes.addressof(saved), ctypes.sizeof(saved))
+
+    def _add_params(self, table: StepTable) -> int:
+        program, image, tp = self.program, self.image, self.program.ranks
+        self._blocks = blocks = tp * program.workers
+        lists = [program.prologue, program.body, program.epilogue, program.queues]
+        self._counters = [image.add(np.zeros(program.total_counters, np.int32)) for _ in range(tp)]
+        queues = max(program.rank_queues, 1) * self.dims.layers
+        claims = [image.add(np.zeros(queues, np.int32)) for _ in range(tp)]
+        strides = np.zeros((tp, len(BUFFERS)), np.int64)
+        for (rank, buffer), (shape, dtype) in self._shapes.items():
+            if BUFFERS[buffer].layered:
+                strides[rank, buffer] = int(np.prod(shape[1:])) * dtype.itemsize
+        pointers = {
+            "dims": image.add(np.stack([dims_words(program.rank_dims(rank)) for rank in range(tp)])),
+            "counter_values": image.table(self._counters),
+            "claims": image.table(claims),
+            "buffers": image.table([self._buffers[rank, buffer] for rank in range(tp) for buffer in BUFFERS]),
+            "layer_stride": image.add(strides),
+            "maps": self._add_maps(),
+            "step_words": image.add(table.words),
+            "abort": image.add(np.zeros(1, np.int32)),
+            "diagnoses": image.add(np.zeros(blocks * WARPS, stall.NOTE)),
+            "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.vocab), np.float32)),
+        }
+        struct = STRUCTURES["Params"]
+        params = struct()
+        params.timeout_ns = TIMEOUT_NS
+        params.ranks, params.workers = tp, program.workers
+        params.counters, params.queues = program.counters, program.rank_queues
+        params.synchronise = params.pipelined = 1
+        params.segments, params.layer_end = 7, self.dims.layers
+        at = image.add(np.frombuffer(bytes(params), np.uint8))
+        for name, target in pointers.items():
+            image.point(at + getattr(struct, name).offset, target)
+        for i, segment in enumerate(lists):
+            image.point(at + struct.records.offset + 8 * i, image.add(segment.records))
+            image.point(at + struct.offsets.offset + 8 * i, image.add(segment.offsets))
+        for i, totals in enumerate((program.totals_first, program.totals_middle, program.totals_last)):
+            image.point(at + struct.totals.offset + 8 * i, image.add(totals))
+        return at
+
+    def _add_maps(self) -> int:
+        maps = np.zeros((self.program.ranks, len(BUFFERS), MAP_BYTES), np.uint8)
+        at = self.image.add(maps)
+        for (rank, buffer), (shape, dtype) in self._shapes.items():
+            d = self.program.rank_dims(rank)
+            matrices = {Buffer.W_GATE_UP: 2 * d.layers, Buffer.REDUCE: d.tp}.get(buffer, shape[0])
+            inner, total = shape[-1], int(np.prod(shape[:-1]))
+            row = inner * dtype.itemsize
+            rows = total // matrices
+            map_at = at + (rank * len(BUFFERS) + buffer) * MAP_BYTES
+            shared = buffer in (Buffer.K_CACHE, Buffer.V_CACHE)
+            fields = np.array((0, row, rows * row, inner, rows, matrices, dtype.itemsize, shared), _MAP)
+            maps[rank, buffer, : _MAP.itemsize] = np.frombuffer(fields.tobytes(), np.uint8)
+            self.image.point(map_at, self._buffers[rank, buffer])
+        return at
+
+
+def dims_words(dims: Dims) -> NDArray[np.int32]:
+    values = [getattr(dims, name) for name, _ in DIM_FIELDS]
+    return np.array(
+        [np.float32(v).view(np.int32) if kind is float else v for v, (_, kind) in zip(values, DIM_FIELDS, strict=True)],
+        np.int32,
+    )

@@ -1,0 +1,429 @@
+"""The verifier accepts good programs and no bad one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import program_parts
+import pytest
+from atomic_steps import expected, make_table
+from ground_truth import adversarial
+from handmade import handmade, rank_dims, small_dims
+from mutate import KINDS, edit
+
+from megakernel.isa import BY_NAME, BY_OPCODE, Dtype, record
+from megakernel.machine import Machine, host
+from megakernel.model.config import LlamaConfig
+from megakernel.program import Program, Segment
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.options import Options
+from megakernel.scheduler.verify import verify
+
+LOWERINGS = [{"replicated_o": o, "one_hop": hop} for o in (0, 1) for hop in (0, 1)]
+TINY = small_dims(tokens=6, layers=2, heads=2, kv_heads=2, hidden=8, ffn=16, vocab=8)
+
+
+def machine(workers: int) -> Machine:
+    """Tiles so small that a tiny model has many."""
+    return replace(host(workers), tile_rows=4, tile_cols=16, col_unit=8)
+
+
+def compiled(
+    workers: int,
+    tokens: int,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    logit_rows: int = 2,
+    tp: int = 1,
+    **options: Any,
+) -> Program:
+    config = LlamaConfig(
+        vocab=130, hidden=24, ffn=100, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=8, max_context=64
+    )
+    return compile_program(
+        config,
+        machine(workers),
+        dtype=Dtype.F32,
+        tokens=tokens,
+        logit_rows=logit_rows,
+        max_seqs=2,
+        max_context=64,
+        tp=tp,
+        options=Options(**options),
+    )
+
+
+def insert(program: Program, name: str, stream: int, position: int, words: np.ndarray) -> Program:
+    segment: Segment = getattr(program, name)
+    records = np.insert(segment.records, segment.offsets[stream] + position, words, axis=0)
+    offsets = segment.offsets + (np.arange(len(segment.offsets)) > stream).astype(np.int32)
+    return replace(program, **{name: Segment(records, offsets)})
+
+
+def join(waits: list[int], signals: list[int]) -> np.ndarray:
+    words = [[record.counter_word(counter) for counter in counters] for counters in (waits, signals)]
+    return program_parts.record("join", waits=words[0], signals=words[1])
+
+
+def with_counters(program: Program, totals: list[int]) -> Program:
+    """More counters, with these totals in every block that the body waits on."""
+    more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
+    return replace(
+        program,
+        counters=program.counters + len(totals),
+        totals_first=np.concatenate([program.totals_first, more], axis=1),
+        totals_middle=np.concatenate([program.totals_middle, more], axis=1),
+        totals_last=np.concatenate([program.totals_last, none], axis=1),
+    )
+
+
+def fails(program: Program, seed: int = 0, runs: int = 3) -> bool:
+    """Whether some run goes wrong; the program's instructions are right, their order may not be."""
+    table = make_table(program.dims, seed)
+    return adversarial(program, table, expected(program, table), seed, runs).safe is False
+
+
+# -- good programs
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+def test_accepts_programs_made_by_hand(workers: int, layers: int) -> None:
+    program = handmade(small_dims(layers=layers), workers)
+    report = verify(program)
+    assert report.violations == []
+    assert report.ok and report.checked == program.instructions
+    assert not any(fails(program, seed) for seed in range(2))
+
+
+@pytest.mark.parametrize("queue", ["none", "attention", "body"])
+@pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_accepts_ranks_and_queues_made_by_hand(tp: int, lowering: dict[str, int], queue: str) -> None:
+    """Three heads and three units of FFN columns: with four and eight ranks some have none."""
+    program = handmade(rank_dims(tp, **lowering if tp > 1 else {}), workers=2, queue=queue)
+    assert verify(program).violations == []
+    assert tp == 8 or not fails(program, seed=tp, runs=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 33])
+@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 4, 1), (9, 3, 2), (8, 1, 4)])
+def test_accepts_what_the_scheduler_makes(workers: int, tokens: int, heads: int, kv_heads: int, layers: int) -> None:
+    program = compiled(workers, tokens, layers, heads, kv_heads, logit_rows=min(tokens, 5))
+    assert verify(program).violations == []
+
+
+@pytest.mark.parametrize("overlap_ranks", [True, False])
+@pytest.mark.parametrize("residual", ["dealt", "replicated"])
+@pytest.mark.parametrize("o", ["sharded", "replicated"])
+@pytest.mark.parametrize(("tp", "tokens"), [(2, 1), (2, 19), (4, 9), (8, 5), (8, 40)])
+def test_accepts_what_the_scheduler_makes_for_ranks(
+    tp: int, tokens: int, o: str, residual: str, overlap_ranks: bool
+) -> None:
+    program = compiled(
+        3, tokens, layers=3, heads=6, kv_heads=3, tp=tp, o=o, residual=residual, overlap_ranks=overlap_ranks
+    )
+    assert verify(program).violations == []
+
+
+def test_accepts_a_real_shape_on_all_sms() -> None:
+    smollm2 = LlamaConfig(49152, 576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, max_context=2048)
+    program = compile_program(
+        smollm2, host(132), dtype=Dtype.BF16, tokens=512, logit_rows=16, max_seqs=16, max_context=2048
+    )
+    report = verify(program)
+    assert report.violations == [] and report.checked == program.instructions
+
+
+# -- bad programs
+
+
+def rows_of(program: Program, name: str, opcode: str, rank: int | None = None) -> list[int]:
+    """Records of one kind in a segment, of one rank."""
+    segment: Segment = getattr(program, name)
+    per_rank = program.rank_queues if name == "queues" else program.workers
+    stream = np.searchsorted(segment.offsets, np.arange(len(segment.records)), side="right") - 1
+    here = record.opcode(segment.records) == BY_NAME[opcode].opcode
+    return np.nonzero(here & ((stream // per_rank == rank) if rank is not None else True))[0].tolist()
+
+
+def operand(program: Program, name: str, row: int, which: str, value: int) -> Program:
+    instruction = BY_OPCODE[int(record.opcode(getattr(program, name).records[row]))]
+    return edit(program, name, row, record.OPERAND_WORD + instruction.operands.index(which), value)
+
+
+def rejects(program: Program, *patterns: str) -> None:
+    """Some violation matches each pattern."""
+    found = verify(program).violations
+    for pattern in patterns:
+        assert any(re.search(pattern, v) for v in found), found[:5]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Program:
+    return handmade(rank_dims(2, tokens=4), workers=2)
+
+
+def test_a_reduction_before_the_last_partial(two_ranks: Program) -> None:
+    """The owner waits for its own partials only: a partial of the other rank may be late."""
+    for row in rows_of(two_ranks, "body", "o_partial", rank=1):
+        two_ranks = edit(two_ranks, "body", row, record.SIGNAL_WORD, 0)
+    totals = {name: getattr(two_ranks, name).copy() for name in ("totals_first", "totals_middle")}
+    counter = record.word_counter(two_ranks.body.records[rows_of(two_ranks, "body", "o_reduce")[0], record.WAIT_WORD])
+    for array in totals.values():
+        array[:, counter : counter + two_ranks.dims.row_blocks] //= 2
+    rejects(replace(two_ranks, **totals), "o_reduce.* reads what .*o_partial.*rank 1.* wrote in REDUCE, rows")
+
+
+def test_a_missing_partial_and_a_missing_norm(two_ranks: Program) -> None:
+    for name, found in (
+        ("o_partial", "o_reduce.* reads REDUCE rows .* of rank 0, which no o_partial wrote"),
+        ("mlp_norm", "gate_up_silu.* reads H rows .* of rank 1, which no mlp_norm wrote"),
+        ("embed", "attn_norm.* reads X rows .*, which no embed wrote; last written by nothing"),
+    ):
+        segment = "prologue" if name == "embed" else "body"
+        program = without_work(two_ranks, segment, rows_of(two_ranks, segment, name)[0])
+        rejects(program, found)
+
+
+def without_work(program: Program, name: str, row: int) -> Program:
+    """A join in place of this record, with its signals."""
+    segment: Segment = getattr(program, name)
+    stand_in = segment.records[row].copy()
+    stand_in[0] = BY_NAME["join"].opcode
+    stand_in[record.OPERAND_WORD : record.WAIT_WORD] = 0
+    waits = stand_in[record.WAIT_WORD : record.SIGNAL_WORD]
+    waits[waits & record.INDEXED != 0] = 0
+    records = segment.records.copy()
+    records[row] = stand_in
+    return replace(program, **{name: Segment(records, segment.offsets)})
+
+
+def test_a_sample_that_is_missing_leaves_an_output_unwritten(two_ranks: Program) -> None:
+    row = rows_of(two_ranks, "epilogue", "sample", rank=1)[0]
+    rejects(without_work(two_ranks, "epilogue", row), "the host reads TOKENS_OUT rows 2..3.* which no sample wrote")
+
+
+def test_rows_at_a_rank_that_does_not_own_them(two_ranks: Program) -> None:
+    row = rows_of(two_ranks, "body", "down_reduce", rank=0)[0]
+    rejects(operand(two_ranks, "body", row, "row", 2), "down_reduce.* another rank has these rows of the residual")
+    rejects(operand(two_ranks, "body", row, "rows", 3), "down_reduce.* its rows lie in more than one row block")
+
+
+def test_a_norm_that_other_ranks_do_not_hear_of(two_ranks: Program) -> None:
+    """H arrives at every rank, but only the owner's tiles are told when."""
+    row = rows_of(two_ranks, "body", "attn_norm", rank=0)[0]
+    word = int(two_ranks.body.records[row, record.SIGNAL_WORD])
+    own = word & ~(record.RANK_MASK << record.RANK_SHIFT)
+    counter = record.word_counter(np.int32(word))
+    totals = {name: getattr(two_ranks, name).copy() for name in ("totals_first", "totals_middle")}
+    for array in totals.values():
+        array[1, counter] = 0
+    program = replace(edit(two_ranks, "body", row, record.SIGNAL_WORD, own), **totals)
+    rejects(program, "qkv_rope.*rank 1.* reads what .*attn_norm.*rank 0.* wrote in H, .* of rank 1")
+
+
+def test_logit_rows_come_from_whichever_rank_owns_them(two_ranks: Program) -> None:
+    """Y has a writer on every rank: without one of them, some row may be missing."""
+    row = rows_of(two_ranks, "epilogue", "final_norm", rank=1)[0]
+    rejects(without_work(two_ranks, "epilogue", row), "lm_head.* reads Y .*, which no final_norm wrote")
+
+
+def test_a_worker_that_leaves_early_may_overtake(two_ranks: Program) -> None:
+    """Its last join no longer waits for the others."""
+    last = len(two_ranks.epilogue.records) - 1
+    rejects(
+        edit(two_ranks, "epilogue", last, record.WAIT_WORD, 0),
+        r"join\(\) \[epilogue, rank 1, worker 1.* may end its worker's launch before .* the next launch could overtake",
+    )
+    one = handmade(TINY)
+    assert record.opcode(one.epilogue.records[-1]) != BY_NAME["join"].opcode
+    assert verify(one).ok  # one rank: the host ends the launch
+
+
+def test_a_worker_that_is_not_waited_for_may_be_overtaken(two_ranks: Program) -> None:
+    row = rows_of(two_ranks, "epilogue", "join", rank=0)[-2]  # of worker 1; the last one waits to leave
+    word = two_ranks.epilogue.records[row, record.SIGNAL_WORD]
+    totals = two_ranks.totals_last.copy()
+    totals[0, record.word_counter(word)] -= 1
+    program = replace(edit(two_ranks, "epilogue", row, record.SIGNAL_WORD, 0), totals_last=totals)
+    rejects(program, "may end its worker's launch before")
+
+
+# -- queues
+
+
+@pytest.fixture(scope="module")
+def queued() -> Program:
+    return handmade(rank_dims(2, tokens=4), workers=2, queue="body")
+
+
+def test_a_queue_is_claimed_whole_and_no_further(queued: Program) -> None:
+    drains = rows_of(queued, "body", "drain")
+    length = int(queued.queues.offsets[1])
+    for row in drains:
+        rejects(operand(queued, "body", row, "end", length + 99), "drain.* its end lies outside its queue")
+        rejects(operand(queued, "body", row, "queue", 1), "drain.* its rank has 1 queues")
+    short = queued
+    for row in drains:
+        short = operand(short, "body", row, "end", 3)
+    rejects(short, r"queue 0, position 3\]: no drain of its rank claims it")
+
+
+def test_a_drain_may_not_lie_in_a_queue(queued: Program) -> None:
+    rejects(edit(queued, "queues", 0, 0, BY_NAME["drain"].opcode), "a queue cannot hold a drain")
+
+
+def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
+    """One worker may begin a tile before the norm has stored that is in front of it, in its stream or in its queue."""
+    d = small_dims(tokens=4, kv_heads=1, heads=1)
+    for name, queue, orders in (("body", "none", "only their stream"), ("queues", "body", "nothing")):
+        program = handmade(d, workers=1, queue=queue)
+        for row in rows_of(program, name, "qkv_rope"):
+            program = edit(program, name, row, record.WAIT_WORD, 0)
+        found = r"qkv_rope.*position 1\] reads what .*attn_norm.*position 0\] wrote in H, .* and " + orders
+        rejects(program, found)
+
+
+@pytest.mark.parametrize(
+    ("names", "violation"),
+    [
+        (("o_proj", "mlp_norm"), "mlp_norm.* overwrites what .*qkv_rope.* reads in H, .* only their stream"),
+        (("mlp_norm", "gate_up_silu", "down_proj"), "down_proj.* overwrites what .*o_proj.* wrote in X, .* only their"),
+    ],
+)
+def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], violation: str) -> None:
+    """A wait between the two is enough, also of another instruction: ends follow ends, and begins follow begins."""
+    program = handmade(small_dims(tokens=4, layers=1), workers=1)
+    for name in names:
+        assert all("overwrites" not in v for v in verify(program).violations)
+        for row in rows_of(program, "body", name):
+            program = edit(program, "body", row, record.WAIT_WORD, 0)
+    rejects(program, violation)
+
+
+def test_what_follows_a_drain_does_not_know_its_records() -> None:
+    """After its drains a worker goes on while others still work on what they claimed."""
+    program = handmade(small_dims(layers=1), workers=2, queue="body")
+    row = rows_of(program, "epilogue", "final_norm")[0]
+    assert verify(program).ok
+    rejects(edit(program, "epilogue", row, record.WAIT_WORD, 0), "final_norm.* reads what .*down_proj.* wrote in X")
+
+
+def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
+    """A record before what it waits for: if one worker is alone at the drain, it never gets to that."""
+    norm, tile = rows_of(queued, "queues", "attn_norm", 0)[0], rows_of(queued, "queues", "qkv_rope", 0)[0]
+    records = queued.queues.records.copy()
+    records[[norm, tile]] = records[[tile, norm]]
+    swapped = replace(queued, queues=Segment(records, queued.queues.offsets))
+    rejects(swapped, "deadlock.*claimed|deadlock.*queue 0")
+
+
+def test_a_queue_that_waits_for_what_follows_its_drains() -> None:
+    """X, claimed by a worker, waits for Y, which is behind the drain on every worker."""
+    program = handmade(small_dims(layers=1), workers=2, queue="attention")
+    first = with_counters(program, [1])
+    counter = first.counters - 1
+    late = insert(first, "body", 0, rows_of(first, "body", "drain")[0] + 1, join([], [counter]))
+    free = next(w for w in range(record.WAIT_WORD, record.SIGNAL_WORD) if not late.queues.records[0, w])
+    bad = edit(late, "queues", 0, free, record.counter_word(counter))
+    rejects(bad, "deadlock.*drain")
+    assert fails(bad)
+
+
+def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
+    """A drain behind something that the queue provides: its worker may have claimed just that."""
+    program = handmade(small_dims(layers=1), workers=2, queue="attention")
+    word = int(program.body.records[rows_of(program, "body", "o_proj")[0], record.WAIT_WORD])
+    for drains in (1, 2):
+        bad = program
+        for row in rows_of(program, "body", "drain")[:drains]:
+            bad = edit(bad, "body", row, record.WAIT_WORD, word)  # after all of a row block's attention
+        rejects(bad, "deadlock")
+    assert fails(bad)
+
+
+def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
+    """What lies between two drains of a queue may wait for the records of the first, not for those of the second."""
+    program = handmade(small_dims(layers=1), workers=1, queue="body")
+    first, second = rows_of(program, "body", "drain")
+    end = int(program.body.records[first, record.OPERAND_WORD + 1])
+    before, after = program.queues.records[0], program.queues.records[end]
+    for words, ok in ((before, True), (after, False)):
+        waits = with_counters(program, [1])
+        counter = waits.counters - 1
+        row = int(np.flatnonzero((program.queues.records == words).all(axis=1))[0])
+        free = next(w for w in range(record.SIGNAL_WORD, record.WORDS) if not words[w])
+        waits = edit(waits, "queues", row, free, record.counter_word(counter))
+        assert verify(insert(waits, "body", 0, second, join([counter], []))).ok == ok
+
+
+@pytest.mark.parametrize(
+    ("phase", "violation"),
+    [
+        ("o_proj", "o_proj.* reads what .*attention item.* wrote in ATTN,"),
+        ("o_proj", "mlp_norm.* overwrites what .*qkv_rope.* reads in H,"),
+        ("o_proj", "qkv_rope.* overwrites what .*attention item.* reads in Q,"),
+        ("mlp_norm", "down_proj.* overwrites what .*o_proj.* wrote in X,"),
+        ("attn_norm", "attn_norm.* reads what .*down_proj.* wrote in X,"),
+        ("final_norm", "final_norm.* reads what .*down_proj.* wrote in X,"),
+        ("sample", "sample.* reads what .*lm_head.* wrote in LOGITS,"),
+    ],
+)
+def test_names_what_a_missing_wait_leaves_unordered(
+    phase: str, violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a phase's waits: read after write, write after read and write after write each have their message."""
+    monkeypatch.setattr(importlib.import_module("megakernel.scheduler.verify.proof"), "_MOST", 10_000)
+    program = handmade(workers=5)
+    for name in ("body", "epilogue"):
+        segment: Segment = getattr(program, name)
+        records = segment.records.copy()
+        rows = record.opcode(records) == BY_NAME[phase].opcode
+        records[rows, record.WAIT_WORD] = 0
+        program = replace(program, **{name: Segment(records, segment.offsets)})
+    found = verify(program).violations
+    assert any(re.search(violation, v) for v in found), found
+
+
+def test_finds_a_cycle_through_program_order() -> None:
+    """[X waits Y; Z] on one worker and [Y waits Z] on another: no two instructions wait for one another directly."""
+    program = handmade(TINY)
+    y, z = program.counters, program.counters + 1
+    program = with_counters(program, [1, 1])
+    y_after_z = insert(program, "body", 1, 0, join([z], [y]))
+    good = insert(insert(y_after_z, "body", 0, 0, join([y], [])), "body", 0, 0, join([], [z]))
+    assert verify(good).violations == []
+    bad = insert(insert(y_after_z, "body", 0, 0, join([], [z])), "body", 0, 0, join([y], []))
+    [violation] = verify(bad).violations
+    assert violation.startswith("deadlock") and violation.count("join") == 3
+    assert fails(bad)
+
+
+def test_an_attention_instruction_before_its_inputs_may_deadlock() -> None:
+    """Some step table gives slot 0 the last row block, whose q, k, v the same worker computes afterwards."""
+    program = handmade(TINY)
+    body = program.body
+    attention = int(np.nonzero(record.opcode(body.stream(0)) == BY_NAME["attention"].opcode)[0][0])
+    order = np.arange(len(body.records))
+    order[: attention + 1] = np.roll(order[: attention + 1], 1)
+    early = replace(program, body=Segment(body.records[order], body.offsets))
+    assert any(v.startswith("deadlock") for v in verify(early).violations)
+
+
+@pytest.mark.parametrize("queue", ["none", "body"])
+def test_three_layers_stand_for_all(queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("megakernel.scheduler.verify.proof")
+    program = handmade(replace(TINY, layers=5), queue=queue)
+    rng = np.random.default_rng(1)
+    mutants = [mutant for mutate in KINDS.values() for _ in range(7) if (mutant := mutate(program, rng))]
+    short = [verify(mutant).ok for mutant in mutants]
+    monkeypatch.setattr(module, "_LAYERS", 99)
+    assert short == [verify(mutant).ok for mutant in mutants]
+    assert len(set(short)) == 2
