@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/, on little work."""
+"""Benchmark scripts, on little work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megakernel.isa import Buffer, Dtype
 from megakernel.model import open_checkpoint
 from megakernel.model.checkpoint import weight_dims
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SPEED = Path(__file__).parents[1] / "benchmarks" / "speed"
 
 
 def test_many_requests_through_the_server(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_many_requests_through_the_server(tmp_path: Path) -> None:
     byte_model(model)
     flags = ["--model", str(model), "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
     flags += ["--max-concurrency", "32", "--logs", str(tmp_path), "-o", str(out)]
-    command = [sys.executable, str(BENCHMARKS / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1"]
+    command = [sys.executable, str(SPEED / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -39,7 +39,7 @@ def test_many_requests_through_the_server(tmp_path: Path) -> None:
 
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges the CUDA backend, so it is judged by transformers."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(SPEED)
     import torch
     from torch_llama import TorchLlama
 
@@ -65,12 +65,12 @@ def test_gpu_figures_need_a_gpu() -> None:
 
     if missing() is None:
         pytest.skip("there is one")
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(SPEED / "gpu.py")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"gpu: {missing()}\n")
 
 
 def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(SPEED)
     from sharegpt_65536 import flatness
 
     assert flatness([(i, 100 + (i < 20) * 50) for i in range(100)])["flat"]
@@ -80,7 +80,7 @@ def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bf16_weights_for_the_peer_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(SPEED)
     from llama_cpp import write_bf16
 
     quantised, rounded = tmp_path / "q.gguf", tmp_path / "b.gguf"

@@ -22,7 +22,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step, rank_machine
 from megakernel.runtime.cuda.availability import missing
 from megakernel.scheduler import Options, compile_program
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "speed"))
 
 _LACK = missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_LACK is not None, reason=f"no GPU to run on: {_LACK}")]

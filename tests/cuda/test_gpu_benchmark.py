@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py on a pretended driver, where the interpreter's own code runs on fibres: that its parts end, and
-what they say of a trace. torch has the CPU, and compiles nothing."""
+"""benchmarks/speed/gpu.py on a pretended driver, where the interpreter's own code runs on fibres: that its parts end,
+and what they say of a trace. torch has the CPU, and compiles nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TracingKernel(FibreKernel):
 
 
 def in_process_parts() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
     import gpu
     import torch
 

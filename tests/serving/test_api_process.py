@@ -165,8 +165,8 @@ def test_every_flag_is_in_the_table_of_settings() -> None:
 
 
 def test_mixed_traffic(model: str) -> None:
-    """Seconds of benchmarks/soak.py, whose ten minutes are in benchmarks/results."""
-    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    """Seconds of benchmarks/correctness/soak.py, whose ten minutes are in benchmarks/results."""
+    script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Broken programs: a sample of the long run (benchmarks/verifier.py), and the judge on cases with known answers."""
+"""Broken programs: a sample of the long run (benchmarks/correctness/verifier.py), and the judge on cases with known
+answers."""
 
 from __future__ import annotations
 

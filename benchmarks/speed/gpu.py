@@ -1,6 +1,8 @@
-"""Everything that a Hopper GPU has to show, as one JSON and one trace: `python benchmarks/gpu.py -o FILE -t FILE`.
+"""Everything that a Hopper GPU has to show, as one JSON and one trace.
 
-Runs from a checkout (`PYTHONPATH=.` where the package is not installed) with torch, cuda-python and CuPy, in under
+    PYTHONPATH=. python benchmarks/speed/gpu.py -o FILE -t FILE
+
+Runs from a checkout (PYTHONPATH where the package is not installed) with torch, cuda-python and CuPy, in under
 eight minutes. Each part is a process of its own; one that fails, hangs or finds no time left is named, and the others
 go on. The JSON is written after each, so that what has been measured is there whatever happens next. `--only NAME`,
 as often as wanted, runs those; `--part NAME` runs one in this process.
@@ -511,7 +513,7 @@ def main() -> int:
     if arguments.part:
         give(PARTS[arguments.part](arguments.trace), arguments.output)
         return 0
-    command = "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]])
+    command = "python " + " ".join(["benchmarks/speed/gpu.py", *sys.argv[1:]])
     last: Json = {}
 
     def save(parts: Json) -> None:

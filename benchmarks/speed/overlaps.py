@@ -1,6 +1,6 @@
 """Three overlaps on a CPU with 2 and 4 ranks, each with its cause switched off in turn.
 
-    python benchmarks/overlaps.py -o benchmarks/results/overlaps-cpu.json
+    python benchmarks/speed/overlaps.py -o benchmarks/results/overlaps-cpu.json
 
 A traced prefill step of eight layers of SmolLM2's shape with random weights, on all cores. Variants alternate in one
 process; the table has medians over the rounds.
@@ -11,10 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from record import write
 
 from megakernel import machine as machines

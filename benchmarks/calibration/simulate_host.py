@@ -1,22 +1,26 @@
 """This machine's costs for the simulator, from micro-benchmarks: no step of a model is timed.
 
-    python benchmarks/simulate_host.py -o benchmarks/results/simulate-host.json
+    python benchmarks/calibration/simulate_host.py -o benchmarks/results/simulate-host.json
 
 Memory and cache by reads of a large and a small region; arithmetic by single instructions on weights that lie in the
 second-level cache; set-up and signals by launches without arithmetic. Best of several, since anything else on the
-machine only slows one. The figures go into scheduler/simulate_costs.py.
+machine only slows one. The figures go into scheduler/simulate/costs.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from record import write
 
 from megakernel import machine as machines

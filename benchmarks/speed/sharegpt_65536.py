@@ -1,7 +1,7 @@
 """65,536 requests with ShareGPT lengths: the comparison that tensor-parallel megakernels are known by.
 
-    python benchmarks/sharegpt_65536.py --model meta-llama/Llama-3.1-8B-Instruct --num-prompts 4096 -o h200.json
-    python benchmarks/sharegpt_65536.py --backend null --repetitions 1 -o null.json     # everything but arithmetic
+    python benchmarks/speed/sharegpt_65536.py --model meta-llama/Llama-3.1-8B-Instruct --num-prompts 4096 -o h200.json
+    python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # all but arithmetic
 
 Our server, and SGLang's or vLLM's where one is installed, take turns, each repetition the whole workload: whole
 answers (no streams), greedy, recorded lengths, up to 8,192 requests in flight. The first repetition warms up and
@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from servers import Child, machine_facts, measured, megakernel, server
 

@@ -1,6 +1,6 @@
 """Seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, against tokens, layers and ranks.
 
-    python benchmarks/compile_verify.py -o benchmarks/results/compile-verify-70b.json
+    python benchmarks/speed/compile_verify.py -o benchmarks/results/compile-verify-70b.json
 
 Each line is a process of its own, so that its peak memory is its own; repeated, the median is shown.
 """
@@ -11,10 +11,13 @@ import argparse
 import multiprocessing
 import resource
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import write
 

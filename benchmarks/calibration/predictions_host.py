@@ -1,11 +1,11 @@
 """Predicted and measured steps of this machine, side by side.
 
-    python benchmarks/predictions_host.py -o benchmarks/results/predictions-host.json
+    python benchmarks/calibration/predictions_host.py -o benchmarks/results/predictions-host.json
 
 SmolLM2-135M's and Llama-3.2-1B's shapes with random weights, prefill and decode, one worker and two. The constants are
-those of benchmarks/simulate_host.py, measured on another shape; Llama-3.2-1B is the one held out. They are the best of
-several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The median, which
-has the disturbances of a shared machine in it, stands beside it. The cases take turns, so that a disturbed minute
+those of simulate_host.py beside this file, measured on another shape; Llama-3.2-1B is the one held out. They are the
+best of several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The median,
+which has the disturbances of a shared machine in it, stands beside it. The cases take turns, so that a disturbed minute
 meets all of them.
 """
 
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import write
 

@@ -1,4 +1,4 @@
-"""What the engine costs beside the launches: `python benchmarks/engine_overhead.py [-o FILE]`, one JSON.
+"""What the engine costs beside the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, one JSON.
 
 Everything that the host does for a step (planning, building the table, reading back, detokenising) runs in one thread;
 its processor time is the cost, whether it lies under a launch or between two.
@@ -15,11 +15,14 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from record import machine_line
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import command, machine_line
 
 from megakernel import LLM, SamplingParams
 from megakernel.model import LlamaConfig, RandomCheckpoint
@@ -90,7 +93,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of each measurement (default 50)")
     args = parser.parse_args()
     result = {
-        "command": f"python benchmarks/engine_overhead.py --steps {args.steps}",
+        "command": command(),
         "machine": machine_line(),
         "share": share(args.steps),
         "flat": flat(args.steps),

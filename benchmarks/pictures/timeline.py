@@ -1,7 +1,7 @@
 """The pictures of docs/timeline.md.
 
     megakernel timeline --model smollm2-135m --phase prefill --prompt-tokens 512 --save cpu
-    python benchmarks/pictures.py [--cpu cpu]
+    python benchmarks/pictures/timeline.py [--cpu cpu]
 
 The node's are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same without
 pipelining across instructions. --cpu is a step of a CPU, saved as STEM.program and STEM.trace.
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from predictions import CONTEXT, ON
-
 from megakernel import machine as machines
 from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
@@ -29,12 +27,14 @@ from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "calibration"))
 
 from browser import Browser, browser
+from predictions import CONTEXT, ON
 
 TOKENS = 4096
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i); if (WHICH) return i; }"
 
 

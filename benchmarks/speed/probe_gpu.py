@@ -1,4 +1,4 @@
-"""Measured ceilings of an NVIDIA GPU, as one JSON: `python benchmarks/probe_gpu.py [-o FILE]`.
+"""Measured ceilings of an NVIDIA GPU, as one JSON: `python benchmarks/speed/probe_gpu.py [-o FILE]`.
 
 Needs torch, cuda-python and CuPy, and nothing else of this repository. Every figure is a median of repeats (`best`
 beside it where there is one) on random data. Units are in the names: _s seconds, _per_s rates, _cycles SM cycles.

@@ -1,6 +1,6 @@
 """How good is the verifier? Breaks good programs in every way, and finds out by running them which are really unsafe.
 
-    python benchmarks/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
+    python benchmarks/correctness/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
 
 Every mutant of a small program is settled by visiting every state that its counters allow, for several step tables;
 one of a larger program by adversarial runs. A mutant that the verifier accepts and that is unsafe ends the run with
@@ -18,7 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from atomic_steps import expected, make_table
 from ground_truth import Verdict, adversarial, explore
 from mutate import KINDS

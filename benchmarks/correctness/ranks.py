@@ -1,14 +1,18 @@
 """Do several ranks say what one says? SmolLM2 in float32, greedy, on thread and process ranks.
 
-python benchmarks/ranks.py -o benchmarks/results/ranks.json
+python benchmarks/correctness/ranks.py -o benchmarks/results/ranks.json
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from record import write
 
 from megakernel import LLM, SamplingParams

@@ -1,6 +1,6 @@
 """Script time of the timeline's frames, in a headless browser.
 
-    python benchmarks/viewer.py --json benchmarks/results/viewer.json
+    python benchmarks/speed/viewer.py --json benchmarks/results/viewer.json
 
 Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
 and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
@@ -18,16 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import write
-
 from megakernel.program import Program
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import synthetic
 from browser import Browser, browser
+from record import write
 
 FRAMES = 25  # of each way to look
 SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight

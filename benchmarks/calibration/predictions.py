@@ -1,6 +1,6 @@
 """Predicted steps of GPUs that are not here, beside what others have published.
 
-    python benchmarks/predictions.py -o benchmarks/results/predictions.json
+    python benchmarks/calibration/predictions.py -o benchmarks/results/predictions.json
 
 Llama-3.1-70B on eight H100s, differently compiled; Llama-3.2-1B with one sequence on three GPUs; what an H200 would
 show with parts of the design switched off. Nothing is measured: the constants are the simulator's table.
@@ -9,10 +9,13 @@ show with parts of the design switched off. Nothing is measured: the constants a
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import write
 

@@ -1,6 +1,6 @@
 """Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
 
-    python benchmarks/soak.py --minutes 10 --json benchmarks/results/soak.json
+    python benchmarks/correctness/soak.py --minutes 10 --json benchmarks/results/soak.json
 
 Starts `megakernel serve` (by default on the null backend, where arithmetic costs nothing and scheduling does), sends
 well-formed requests beside clients that leave while queued, prefilling or decoding, malformed bodies, prompts that are
@@ -24,7 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from record import machine_line
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import command, machine_line
+from servers import megakernel
 
 from megakernel.serving.api.server import allow_connections
 
@@ -268,9 +271,8 @@ async def at_rest(target: Target) -> dict[str, float]:
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
-    code = "import sys; from megakernel.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, "serve", "--json", "--port", "0", "--shutdown-timeout", "60"]
-    server = await asyncio.create_subprocess_exec(*command, *args.serve, stdout=asyncio.subprocess.PIPE)
+    started = megakernel("serve", "--json", "--port", "0", "--shutdown-timeout", "60", *args.serve)
+    server = await asyncio.create_subprocess_exec(*started, stdout=asyncio.subprocess.PIPE)
     assert server.stdout is not None
     try:
         line = await server.stdout.readline()
@@ -313,7 +315,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "resident_MB": memory,
         "server": facts,
         "machine": machine_line(),
-        "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
+        "command": command(),
     }
 
 

@@ -1,8 +1,8 @@
 """Against llama.cpp's own server: same bf16 weights, same cores, ShareGPT lengths, many requests in flight.
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # its sdist carries llama.cpp's source
-    python benchmarks/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
-    python benchmarks/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
+    python benchmarks/speed/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
+    python benchmarks/speed/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
 
 `build` compiles `llama-server` for this machine's instruction set (cmake and a C++ compiler; minutes to an hour).
 `run` writes the model's weights as bf16 GGUF, which both sides load; tries llama-server's settings on a part of the
@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from servers import machine_facts, measured, megakernel, server
 
 CONTEXT = 2048  # tokens of the longest request of the workload

@@ -1,6 +1,6 @@
 """lm-eval's `local-completions` against `megakernel serve`, on a small task file: log-likelihoods and generation.
 
-    pip install lm_eval[api] && python benchmarks/lm_eval_check.py [--model smollm2-135m]
+    pip install lm_eval[api] && python benchmarks/correctness/lm_eval_check.py [--model smollm2-135m]
 
 lm-eval is unchanged: it finds the server's tokenizer by /tokenizer_info and sends batches of token ids with echo and
 logprobs. Its log-likelihoods are compared with those of the engine without HTTP. Fails where one differs.
@@ -16,6 +16,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from servers import megakernel
 
 QUESTIONS = [
     ("The capital of France is", [" Paris", " a banana", " seven"], 0),
@@ -44,9 +48,8 @@ def main() -> int:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as scratch:
         task = write_task(Path(scratch))
-        code = "import sys; from megakernel.cli import main; sys.exit(main())"
-        command = [sys.executable, "-P", "-c", code, "serve", "--json", "--port", "0", "--model", args.model]
-        server = subprocess.Popen([*command, "--max-model-len", "512"], stdout=subprocess.PIPE, text=True)
+        command = megakernel("serve", "--json", "--port", "0", "--model", args.model, "--max-model-len", "512")
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
             facts = json.loads(server.stdout.readline())

@@ -15,7 +15,11 @@ def machine_line() -> str:
     return f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
 
 
+def command() -> str:
+    """The command line of this process, with its script as it is named from the root of a checkout."""
+    return " ".join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
+
+
 def write(path: Path, figures: dict[str, Any]) -> None:
     """`figures` as JSON, after the command that made them and the machine that ran it."""
-    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    path.write_text(json.dumps({"command": command, "machine": machine_line()} | figures, indent=1) + "\n")
+    path.write_text(json.dumps({"command": command(), "machine": machine_line()} | figures, indent=1) + "\n")
