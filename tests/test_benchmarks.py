@@ -17,7 +17,8 @@ from megakernel.isa import Buffer, Dtype
 from megakernel.model import open_checkpoint
 from megakernel.model.checkpoint import weight_dims
 
-SPEED = Path(__file__).parents[1] / "benchmarks" / "speed"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SPEED = BENCHMARKS / "speed"
 
 
 def test_many_requests_through_the_server(tmp_path: Path) -> None:
@@ -91,3 +92,22 @@ def test_bf16_weights_for_the_peer_are_ours(tmp_path: Path, monkeypatch: pytest.
     for buffer in (Buffer.EMBED, Buffer.W_QKV, Buffer.W_DOWN, Buffer.FINAL_NORM):
         assert np.array_equal(a.load(buffer, 0, Dtype.BF16), b.load(buffer, 0, Dtype.BF16))
     assert list(tmp_path.glob("*.part")) == []
+
+
+def test_committed_results_have_a_run_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS / "support")
+    from record import text
+
+    runs = [{"a": [1.5, None], "b": {"x": "y"}}, {"a": [], "b": {}}]
+    figures = {
+        "one": {"two": 2},
+        "runs": runs,
+        "parts": {"first": runs, "n": [1, 2]},
+        "rates": {"1": {}, "2": {"k": 1}},
+    }
+    lines = text(figures).splitlines()
+    assert json.loads(text(figures)) == figures
+    assert [line.strip().rstrip(",") for line in lines[3:5]] == [json.dumps(run) for run in runs]
+    assert lines[1] == ' "one": {"two": 2},' and ' "2": {"k": 1}' in lines[-3]
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        assert path.read_text() == text(json.loads(path.read_text())) + "\n", path.name

@@ -178,8 +178,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     found = {"1b": table_1b(), "h200": table_h200(), "70b": table_70b(arguments.batches)}
-    if arguments.output:
-        write(arguments.output, found)
+    write(arguments.output, found)
 
 
 if __name__ == "__main__":

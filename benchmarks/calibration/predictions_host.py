@@ -115,8 +115,7 @@ def main() -> None:
             line += f", fastest {row['fastest_s'] * 1e3:.2f} ms, error {row['error']:+.1%}"
             line += f"; median {row['median_s'] * 1e3:.2f} ms, {row['error_of_median']:+.1%}; {len(row['runs_s'])} runs"
         print(line)
-    if arguments.output:
-        write(arguments.output, {"rows": rows})
+    write(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -157,8 +157,7 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(name, value)
-    if arguments.output:
-        write(arguments.output, figures)
+    write(arguments.output, figures)
 
 
 if __name__ == "__main__":

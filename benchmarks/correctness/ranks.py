@@ -47,8 +47,7 @@ def main() -> None:
             }
         )
         print(rows[-1])
-    if arguments.output:
-        write(arguments.output, {"prompts": len(PROMPTS), "tokens": TOKENS, "rows": rows})
+    write(arguments.output, {"prompts": len(PROMPTS), "tokens": TOKENS, "rows": rows})
 
 
 if __name__ == "__main__":

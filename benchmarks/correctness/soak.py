@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import command, machine_line
+from record import text, write
 from servers import megakernel
 
 from megakernel.serving.api.server import allow_connections
@@ -314,8 +314,6 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "at_rest": rest,
         "resident_MB": memory,
         "server": facts,
-        "machine": machine_line(),
-        "command": command(),
     }
 
 
@@ -341,10 +339,8 @@ def main() -> int:
     args.serve = args.serve or ["--backend", "null", "--model", "smollm2-135m", "--max-model-len", "1024"]
     allow_connections()
     result = asyncio.run(soak(args))
-    text = json.dumps(result, indent=1)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    print(text(result))
+    write(args.json, result)
     return 0 if result["ok"] else 1
 
 

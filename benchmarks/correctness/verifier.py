@@ -145,16 +145,15 @@ def main() -> int:
     print(f"{bases} good programs, {len(failures)} failures, {seconds:.0f} s")
     for line in failures:
         print("FAILURE", line)
-    if arguments.output:
-        result = {
-            "base_programs": bases,
-            "seconds": round(seconds),
-            "tables_per_mutant": TABLES,
-            "kinds": rows,
-            "total": total,
-            "failures": failures,
-        }
-        write(arguments.output, result)
+    result = {
+        "base_programs": bases,
+        "seconds": round(seconds),
+        "tables_per_mutant": TABLES,
+        "kinds": rows,
+        "total": total,
+        "failures": failures,
+    }
+    write(arguments.output, result)
     return 1 if failures else 0
 
 

@@ -86,11 +86,7 @@ def main() -> None:
             f"| {row['peak_bytes'] / 2**20:.0f} MiB |",
             flush=True,
         )
-    if arguments.output:
-        result = {
-            "rows": rows,
-        }
-        write(arguments.output, result)
+    write(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

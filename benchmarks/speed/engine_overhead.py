@@ -12,7 +12,6 @@ flat      a tiny model on the null backend, 64 to 2,048 sequences that decode: h
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import command, machine_line
+from record import text, write
 
 from megakernel import LLM, SamplingParams
 from megakernel.model import LlamaConfig, RandomCheckpoint
@@ -89,20 +88,12 @@ def flat(steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, help="file for the JSON; default: standard output")
+    parser.add_argument("-o", "--output", type=Path, help="also write the JSON here")
     parser.add_argument("--steps", type=int, default=50, help="steps of each measurement (default 50)")
     args = parser.parse_args()
-    result = {
-        "command": command(),
-        "machine": machine_line(),
-        "share": share(args.steps),
-        "flat": flat(args.steps),
-    }
-    text = json.dumps(result)
-    if args.output:
-        args.output.write_text(text + "\n")
-    else:
-        print(text)
+    result = {"share": share(args.steps), "flat": flat(args.steps)}
+    print(text(result))
+    write(args.output, result)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,12 @@ from typing import Any
 
 import numpy as np
 
-from megakernel.cli import doctor_gpu
-
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import made, text
+
+from megakernel.cli import doctor_gpu
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
@@ -513,11 +516,10 @@ def main() -> int:
     if arguments.part:
         give(PARTS[arguments.part](arguments.trace), arguments.output)
         return 0
-    command = "python " + " ".join(["benchmarks/speed/gpu.py", *sys.argv[1:]])
     last: Json = {}
 
     def save(parts: Json) -> None:
-        last.update(command=command, parts=parts)
+        last.update(made(), parts=parts)
         if arguments.output:
             give(last, arguments.output)
 
@@ -529,11 +531,10 @@ def main() -> int:
 
 def give(result: Json, output: Path | None) -> None:
     """As JSON, to a file or printed."""
-    text = json.dumps(result, indent=1)
     if output:
-        output.write_text(text + "\n")
+        output.write_text(text(result) + "\n")
     else:
-        print(text)
+        print(text(result))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from record import text, write
 from servers import machine_facts, measured, megakernel, server
 
 CONTEXT = 2048  # tokens of the longest request of the workload
@@ -185,13 +186,9 @@ def main() -> None:
     if args.verb == "build":
         build(args.sdist, args.folder, args.jobs)
         return
-    result = run(args)
-    text = json.dumps(result, indent=1).replace(
-        f"{args.folder / 'work'}{os.sep}", ""
-    )  # this machine's paths say nothing
-    args.output.write_text(text + "\n")
-    summary = {name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}
-    print(json.dumps(summary, indent=1))
+    result = json.loads(json.dumps(run(args)).replace(f"{args.folder / 'work'}{os.sep}", ""))  # a machine's own paths
+    write(args.output, result)
+    print(text({name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}))
 
 
 if __name__ == "__main__":

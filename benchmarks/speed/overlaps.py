@@ -88,11 +88,7 @@ def main() -> None:
             result.append({"ranks": tp, "variant": name, "median": medians, "runs": runs[name]})
         for _, backend, _ in launches.values():
             backend.close()
-    if arguments.output:
-        document = {
-            "rows": result,
-        }
-        write(arguments.output, document)
+    write(arguments.output, {"rows": result})
 
 
 if __name__ == "__main__":

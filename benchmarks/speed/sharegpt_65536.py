@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from record import text, write
 from servers import Child, machine_facts, measured, megakernel, server
 
 PUBLISHED = {
@@ -140,8 +140,8 @@ def main() -> int:
     parser.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
     args = parser.parse_args()
     result = run(args)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: result[name] for name in ("what", "answered", "ours", "peer", "published")}, indent=1))
+    write(args.output, result)
+    print(text({name: result[name] for name in ("what", "answered", "ours", "peer", "published")}))
     memory = result["memory"]
     print("memory by quarter of the time:", *(f"{m / 1e6:.0f} MB" for m in memory["resident_bytes_by_quarter"] if m))
     return 0 if result["answered"] else 1

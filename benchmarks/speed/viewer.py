@@ -100,15 +100,16 @@ def main() -> None:
         rows += look(page, "all open, a search", total_s)
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
-        if arguments.json:
-            load = round(os.getloadavg()[0], 1)  # of the last minute: 1 is this script's own
-            figures = {
-                "load_average": load,
-                "intervals": len(trace.intervals),
-                "page_bytes": size,
-                "written_s": round(written_s, 2),
-            }
-            write(arguments.json, figures | {"opened_s": round(opened_s, 2), "worst_ms": worst, "rows": rows})
+        figures = {
+            "load_average": round(os.getloadavg()[0], 1),  # of the last minute: 1 is this script's own
+            "intervals": len(trace.intervals),
+            "page_bytes": size,
+            "written_s": round(written_s, 2),
+            "opened_s": round(opened_s, 2),
+            "worst_ms": worst,
+            "rows": rows,
+        }
+        write(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,33 @@ from typing import Any
 from megakernel.machine import cpu_count, processor
 
 
-def machine_line() -> str:
-    return f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
+def made() -> dict[str, str]:
+    """The command line of this process, with its script as a checkout's root names it, and the machine."""
+    script = "/".join(Path(sys.argv[0]).resolve().parts[-3:])
+    machine = f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
+    return {"command": " ".join(["python", script, *sys.argv[1:]]), "machine": machine}
 
 
-def command() -> str:
-    """The command line of this process, with its script as it is named from the root of a checkout."""
-    return " ".join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
+def write(path: Path | None, figures: dict[str, Any]) -> None:
+    """`figures` as JSON, after what made them, to a file where one is named."""
+    if path:
+        path.write_text(text(made() | figures) + "\n")
 
 
-def write(path: Path, figures: dict[str, Any]) -> None:
-    """`figures` as JSON, after the command that made them and the machine that ran it."""
-    path.write_text(json.dumps({"command": command(), "machine": machine_line()} | figures, indent=1) + "\n")
+def text(value: Any, margin: str = "") -> str:
+    """JSON with a line for each run, which is an object in an array, and for each field beside runs."""
+    inner = margin + " "
+    if isinstance(value, dict) and (not margin or _holds_runs(value)):
+        lines = [f"{json.dumps(str(name))}: {text(field, inner)}" for name, field in value.items()]
+        return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{margin}}}"
+    if isinstance(value, list) and _holds_runs(value):
+        return "[\n" + ",\n".join(inner + json.dumps(run) for run in value) + f"\n{margin}]"
+    return json.dumps(value)
+
+
+def _holds_runs(value: Any) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    fields = list(value) if isinstance(value, list) else list(value.values())
+    alike = bool(fields) and all(isinstance(field, dict) for field in fields)
+    return alike or (isinstance(value, dict) and any(_holds_runs(field) for field in fields))
