@@ -8,7 +8,6 @@ show with parts of the design switched off. Nothing is measured: the constants a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +16,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
+from steps import compiled
 
 from megakernel import machine as machines
 from megakernel.cli.simulate import decode_step
-from megakernel.isa import Dims, Dtype, StepTable
+from megakernel.isa import Dims, StepTable
+from megakernel.machine import Machine
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
-from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.scheduler.simulate.costs import Costs, costs_of
 from megakernel.timeline.overlap import compute_bound
 
 CONTEXT = 128
@@ -48,6 +49,10 @@ PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
 class Variant:
     options: Options
     pipelined: bool = True
+
+    def costs(self, machine: Machine) -> Costs:
+        costs = costs_of(machine)
+        return costs if self.pipelined else costs.unpipelined()
 
 
 ON = Options(o="replicated", queue="body")
@@ -89,32 +94,17 @@ def predict(
     machine = machines.load(machine_name)
     seqs = 66 if mixed else tokens
     begin = perf_counter()
-    program = compile_program(
-        load_config(model),
-        machine,
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=seqs,
-        max_seqs=seqs,
-        max_context=max(context, 1024 if mixed else 1),
-        tp=tp,
-        options=variant.options,
-    )
+    longest = max(context, 1024 if mixed else 1)
+    program = compiled(load_config(model), machine, tokens, context=longest, seqs=seqs, tp=tp, options=variant.options)
     table = mixed_step(program.dims) if mixed else decode_step(program.dims, tokens, context)
-    compiled = perf_counter()
-    costs = costs_of(machine)
-    done = simulate(
-        program,
-        machine,
-        table,
-        costs=costs if variant.pipelined else costs.unpipelined(),
-        compute_bound=compute_bound(program, machine),
-    )
+    middle = perf_counter()
+    costs, bound = variant.costs(machine), compute_bound(program, machine)
+    done = simulate(program, machine, table, costs=costs, compute_bound=bound)
     facts = {name: value for name, value in vars(done).items() if name != "trace"}
     return facts | {
         "instructions": program.instructions,
-        "compile_s": compiled - begin,
-        "simulate_s": perf_counter() - compiled,
+        "compile_s": middle - begin,
+        "simulate_s": perf_counter() - middle,
     }
 
 
@@ -173,9 +163,8 @@ def table_h200() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     found = {"1b": table_1b(), "h200": table_h200(), "70b": table_70b(arguments.batches)}
     write(arguments.output, found)

@@ -11,7 +11,6 @@ meets all of them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -21,15 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
+from steps import backend, compiled
 
 from megakernel import machine as machines
-from megakernel.isa import Dtype, StepTable
+from megakernel.isa import StepTable
 from megakernel.model import load_config
-from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program
-from megakernel.runtime import Chunk, SampleRow, build_step, create
-from megakernel.scheduler import compile_program
+from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.simulate import Simulation, simulate
 
 PROMPT = 512
@@ -74,26 +72,22 @@ class Case:
 
 def cases(model: str, workers: int, measured: bool) -> list[Case]:
     """Of one model by so many workers, which share a backend."""
-    config, machine, backend, found = load_config(model), machines.host(workers), None, []
+    config, machine, cpu, found = load_config(model), machines.host(workers), None, []
     for phase, tokens, start in (("decode", 1, PROMPT), ("prefill", PROMPT, 0)):
-        program = compile_program(
-            config, machine, dtype=Dtype.BF16, tokens=tokens, logit_rows=1, max_seqs=1, max_context=2 * PROMPT
-        )
+        program = compiled(config, machine, tokens, context=2 * PROMPT)
         pages = range(program.dims.pages_per_seq)
         table = build_step(program.dims, [Chunk(0, start, [1] * tokens, pages, [SampleRow(tokens - 1)])])
-        if measured and backend is None:
-            checkpoint = RandomCheckpoint("random", config, seed=0)
-            backend = create("cpu", checkpoint, program.dims, len(pages), dtype=Dtype.BF16, threads=workers)
-        found.append(Case(model, phase, workers, program, table, simulate(program, machine, table), backend))
+        if measured and cpu is None:
+            cpu = backend("cpu", config, program.dims, threads=workers)
+        found.append(Case(model, phase, workers, program, table, simulate(program, machine, table), cpu))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--seconds", type=float, default=600.0, help="of measuring, all cases together")
     parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     all_cases = [
         case

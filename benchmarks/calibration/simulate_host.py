@@ -9,7 +9,6 @@ machine only slows one. The figures go into scheduler/simulate/costs.py.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,19 +20,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
+from steps import backend, compiled
 
 from megakernel import machine as machines
 from megakernel.isa import BY_NAME, Dtype, attention_cost
 from megakernel.isa import record as rec
 from megakernel.isa.record import Records
 from megakernel.model import load_config
-from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment
 from megakernel.roofline.ceilings import last_level_cache
-from megakernel.runtime import Chunk, build_step, create
+from megakernel.runtime import Chunk, build_step
 from megakernel.runtime.cpu.native import probe_read
-from megakernel.scheduler import compile_program
 
 # A shape of no model that predictions are made for.
 CONFIG = replace(
@@ -68,18 +66,14 @@ def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
     Each from launches that run one instruction once and many times over: the difference has neither launch nor call.
     """
     config = replace(CONFIG, layers=1)
-    program = compile_program(
-        config, machines.host(1), dtype=dtype, tokens=96, logit_rows=1, max_seqs=1, max_context=CONTEXT
-    )
+    program = compiled(config, machines.host(1), 96, context=CONTEXT, dtype=dtype)
     dims = program.dims
-    backend = create(
-        "cpu", RandomCheckpoint("random", config, seed=0), dims, dims.pages_per_seq, dtype=dtype, threads=1
-    )
+    cpu = backend("cpu", config, dims, dtype=dtype, threads=1)
 
     def seconds_each(one: Records, start: int, rows: int) -> float:
         table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.pages_per_seq))])
         once, many = (repeated(program, one, n) for n in (1, 1 + REPEATS))
-        times = [best(lambda p=p: backend.launch(p, table)) for p in (once, many)]  # type: ignore[misc]
+        times = [best(lambda p=p: cpu.launch(p, table)) for p in (once, many)]  # type: ignore[misc]
         return (times[1] - times[0]) / REPEATS
 
     matmul, attention = {}, {}
@@ -91,7 +85,7 @@ def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
         seconds = seconds_each(record("attention", 0, 1, dims.rank_kv_heads), CONTEXT - rows, rows)
         attention[rows * dims.group_size] = attention_cost(dims, dims.kv_heads, pairs)[0] / seconds
     vector = {96: 4.0 * 96 * dims.hidden / seconds_each(record("attn_norm", 0, 96), 0, 96)}
-    backend.close()
+    cpu.close()
     return {"matmul_flops": matmul, "attention_flops": attention, "vector_flops": vector}
 
 
@@ -114,16 +108,11 @@ def repeated(program: Program, one: Records, times: int) -> Program:
 def null_step(workers: int, layers: int, tokens: int) -> tuple[float, int]:
     """Shortest launch without arithmetic, and instructions of each worker."""
     config = replace(CONFIG, layers=layers)
-    program = compile_program(
-        config, machines.host(workers), dtype=Dtype.BF16, tokens=tokens, logit_rows=1, max_seqs=1, max_context=CONTEXT
-    )
-    backend = create(
-        "null", RandomCheckpoint("random", config, seed=0), program.dims, program.dims.pages_per_seq, dtype=Dtype.BF16,
-        threads=workers,
-    )  # fmt: skip
+    program = compiled(config, machines.host(workers), tokens, context=CONTEXT)
+    null = backend("null", config, program.dims, threads=workers)
     table = build_step(program.dims, [Chunk(0, 0, [0] * tokens, range(program.dims.pages_per_seq))])
-    seconds = best(lambda: backend.launch(program, table))
-    backend.close()
+    seconds = best(lambda: null.launch(program, table))
+    null.close()
     return seconds, program.instructions // workers
 
 
@@ -139,9 +128,7 @@ def synchronisation() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__).parse_args()
     large = min(8 * last_level_cache(), 2 << 30)
     threads = machines.cpu_count()
     reads = {n: [probe_read(n, large, 0.5) for _ in range(5)] for n in (1, threads)}

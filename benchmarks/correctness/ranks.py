@@ -5,7 +5,6 @@ python benchmarks/correctness/ranks.py -o benchmarks/results/ranks.json
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
 
 from megakernel import LLM, SamplingParams
 
@@ -23,9 +22,7 @@ SPLITS = ((1, "threads"), (2, "threads"), (4, "threads"), (8, "threads"), (2, "p
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__).parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     runs = {}
     for tp, ranks in SPLITS:

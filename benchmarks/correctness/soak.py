@@ -1,6 +1,6 @@
 """Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
 
-    python benchmarks/correctness/soak.py --minutes 10 --json benchmarks/results/soak.json
+    python benchmarks/correctness/soak.py --minutes 10 -o benchmarks/results/soak.json
 
 Starts `megakernel serve` (by default on the null backend, where arithmetic costs nothing and scheduling does), sends
 well-formed requests beside clients that leave while queued, prefilling or decoding, malformed bodies, prompts that are
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import text, write
+from record import options, text, write
 from servers import megakernel
 
 from megakernel.serving.api.server import allow_connections
@@ -327,20 +327,19 @@ def resident(pid: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of mixed traffic (default: 10)")
     parser.add_argument("--rounds", type=int, default=5, help="pauses in which all must come to rest (default: 5)")
     parser.add_argument("--clients", type=int, default=64, help="at a time (default: 64)")
     parser.add_argument("--connections", type=int, default=2000, help="of the burst (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()
     args.serve = args.serve or ["--backend", "null", "--model", "smollm2-135m", "--max-model-len", "1024"]
     allow_connections()
     result = asyncio.run(soak(args))
     print(text(result))
-    write(args.json, result)
+    write(args.output, result)
     return 0 if result["ok"] else 1
 
 

@@ -9,7 +9,6 @@ exit status 1, as does a good program that it rejects.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import time
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from atomic_steps import expected, make_table
 from ground_truth import Verdict, adversarial, explore
 from mutate import KINDS
-from record import write
+from record import options, write
 from small_programs import large, small
 
 from megakernel.program import Program
@@ -109,12 +108,11 @@ def good_programs() -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--large-part", type=float, default=0.1, help="share of mutants of larger programs")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     begin = time.perf_counter()
     bases, failures = good_programs()

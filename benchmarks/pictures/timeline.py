@@ -18,12 +18,9 @@ from pathlib import Path
 
 from megakernel import machine as machines
 from megakernel.cli.simulate import decode_step
-from megakernel.isa import Dtype
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.scheduler import compile_program
 from megakernel.scheduler.simulate import simulate
-from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
@@ -31,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "calibration"))
 
 from browser import Browser, browser
-from predictions import CONTEXT, ON
+from predictions import CONTEXT, ON, Variant
+from steps import compiled
 
 TOKENS = 4096
 DOCS = Path(__file__).parents[2] / "docs"
@@ -89,20 +87,9 @@ def cpu(page: Browser, step_s: float) -> None:
 
 def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
     config, machine = replace(load_config("random:llama-3.1-70b"), layers=2), machines.load("h100")
-    program = compile_program(
-        config,
-        machine,
-        dtype=Dtype.BF16,
-        tokens=TOKENS,
-        logit_rows=TOKENS,
-        max_seqs=TOKENS,
-        max_context=CONTEXT,
-        tp=8,
-        options=ON,
-    )
-    costs = costs_of(machine)
+    program = compiled(config, machine, TOKENS, context=CONTEXT, seqs=TOKENS, tp=8, options=ON)
     table = decode_step(program.dims, TOKENS, CONTEXT)
-    done = simulate(program, machine, table, costs=costs if pipelined else costs.unpipelined(), trace=True)
+    done = simulate(program, machine, table, costs=Variant(ON, pipelined).costs(machine), trace=True)
     assert done.trace is not None
     return program, done.trace
 

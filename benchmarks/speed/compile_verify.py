@@ -7,7 +7,6 @@ Each line is a process of its own, so that its peak memory is its own; repeated,
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import statistics
@@ -19,12 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
+from steps import compiled
 
 from megakernel import machine as machines
-from megakernel.isa import Dtype
 from megakernel.model import load_config
-from megakernel.scheduler import compile_program
 from megakernel.scheduler.verify import verify
 
 TOKENS, LAYERS, RANKS = 8192, 80, 8
@@ -39,17 +37,8 @@ def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
     tokens, layers, ranks = shape
     config = replace(load_config("random:llama-3.1-70b"), layers=layers)
     begin = time.perf_counter()
-    program = compile_program(
-        config,
-        machines.load("h100"),
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=min(tokens, 1024),
-        max_seqs=min(tokens, 1024),
-        max_context=8192,
-        tp=ranks,
-    )
-    compiled = time.perf_counter()
+    program = compiled(config, machines.load("h100"), tokens, context=8192, seqs=min(tokens, 1024), tp=ranks)
+    middle = time.perf_counter()
     report = verify(program)
     end = time.perf_counter()
     if not report.ok:
@@ -60,16 +49,15 @@ def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
         "ranks": ranks,
         "instructions": program.instructions,
         "bytes": len(program.to_bytes()),
-        "compile_s": compiled - begin,
-        "verify_s": end - compiled,
+        "compile_s": middle - begin,
+        "verify_s": end - middle,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     print("| tokens | layers | ranks | instructions | file | compile | verify | peak memory |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

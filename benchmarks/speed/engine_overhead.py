@@ -11,7 +11,6 @@ flat      a tiny model on the null backend, 64 to 2,048 sequences that decode: h
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import text, write
+from record import options, text, write
 
 from megakernel import LLM, SamplingParams
 from megakernel.model import LlamaConfig, RandomCheckpoint
@@ -87,8 +86,7 @@ def flat(steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, help="also write the JSON here")
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=50, help="steps of each measurement (default 50)")
     args = parser.parse_args()
     result = {"share": share(args.steps), "flat": flat(args.steps)}

@@ -22,7 +22,6 @@ delay         one instruction stalled by 5 ms: the trace shows it, and the step 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -40,9 +39,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import made, text
+from record import made, options, text
 
 from megakernel.cli import doctor_gpu
+from megakernel.runtime import Chunk, SampleRow, build_step
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
@@ -82,8 +82,6 @@ class Decode:
 
     def prefill(self) -> Any:
         """The prompt, in chunks: what the last one gave."""
-        from megakernel.runtime import Chunk, SampleRow, build_step
-
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
@@ -92,8 +90,6 @@ class Decode:
 
     def tables(self) -> Iterator[Any]:
         """Of the decode steps: the token is the one that the step before has sampled."""
-        from megakernel.runtime import Chunk, SampleRow, build_step
-
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
@@ -141,12 +137,7 @@ def decode(model: str, trace_file: Path | None) -> Json:
             "read_bytes_per_s": work.bytes / statistics.median(runs),
         }
 
-    measure("megakernel")
-    backend.pipelined = False
-    measure("not_pipelined")
-    backend.pipelined, backend.by_phases = True, True
-    measure("by_phases")
-    backend.by_phases = False
+    each_way(backend, measure)
     measure("traced", trace=True)
     measure("megakernel_again")
     out["phases_ratio"] = out["by_phases"]["step_s"] / out["megakernel"]["step_s"]
@@ -159,6 +150,16 @@ def decode(model: str, trace_file: Path | None) -> Json:
         it.program.save(trace_file.with_suffix(".mkp"))
     it.llm.close()
     return out
+
+
+def each_way(backend: Any, measure: Callable[[str], None]) -> None:
+    """As it is, without cross-instruction pipelining, and by phases."""
+    measure("megakernel")
+    backend.pipelined = False
+    measure("not_pipelined")
+    backend.pipelined, backend.by_phases = True, True
+    measure("by_phases")
+    backend.by_phases = False
 
 
 def engine(it: Decode) -> Json:
@@ -276,7 +277,6 @@ def mixed(_: Path | None) -> Json:
 
     from megakernel import LLM
     from megakernel.roofline import step_work
-    from megakernel.runtime import Chunk, SampleRow, build_step
 
     prompts, rows, decodes, context = MIXED
     llm = LLM(
@@ -318,12 +318,7 @@ def mixed(_: Path | None) -> Json:
         step = statistics.median(seconds)
         out[name] = {"step_s": step, "runs_s": seconds, "matmul_flops_per_s": dense.flops / step}
 
-    measure("megakernel")
-    backend.pipelined = False
-    measure("not_pipelined")
-    backend.pipelined, backend.by_phases = True, True
-    measure("by_phases")
-    backend.by_phases = False
+    each_way(backend, measure)
     trace = backend.launch(program, table, trace=True).trace
     out["timeline"] = timeline(program, trace)
     llm.close()
@@ -333,7 +328,6 @@ def mixed(_: Path | None) -> Json:
 def partitions(_: Path | None) -> Json:
     """Ranks on parts of one GPU: what they wait for each other. There is no link, so this is synchronisation alone."""
     from megakernel import LLM
-    from megakernel.runtime import Chunk, SampleRow, build_step
 
     out: Json = {}
     for tp in (2, 4):
@@ -385,7 +379,6 @@ def _scores(step: int) -> Json:
     from torch_llama import TorchLlama
 
     from megakernel import LLM
-    from megakernel.runtime import Chunk, SampleRow, build_step
 
     length = SEQUENCE
     llm = LLM(MODELS["1b"], backend="cuda", max_seqs=1, max_context=512, step_tokens=step)
@@ -501,10 +494,9 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--part", choices=PARTS, help="only this, in this process")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part and others so named, in their order")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the JSON goes (default: printed)")
     parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="where the trace of a decode step goes")
     arguments = parser.parse_args()
     from megakernel.runtime.cuda.availability import missing

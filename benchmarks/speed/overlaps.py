@@ -8,7 +8,6 @@ process; the table has medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -19,14 +18,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import write
+from record import options, write
+from steps import backend, compiled
 
 from megakernel import machine as machines
-from megakernel.isa import Dtype
 from megakernel.model import load_config
-from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.runtime import Chunk, SampleRow, build_step, create
-from megakernel.scheduler import Options, compile_program
+from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.scheduler import Options
 from megakernel.timeline import summarise
 
 PAGES = 128
@@ -40,38 +38,27 @@ METRICS = ("step_s", "inside_worker", "across_workers", "across_ranks", "phases"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--workers", type=int, default=2, help="workers of each rank")
-    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     config = replace(load_config("smollm2-135m"), layers=8)
-    checkpoint = RandomCheckpoint("random", config, seed=0)
     result = []
     for tp in (2, 4):
         launches = {}
-        for name, (options, prefetch) in VARIANTS.items():
-            program = compile_program(
-                config,
-                machines.host(arguments.workers),
-                dtype=Dtype.BF16,
-                tokens=arguments.tokens,
-                logit_rows=1,
-                max_seqs=1,
-                max_context=2048,
-                tp=tp,
-                options=options,
-            )
+        for name, (lowering, prefetch) in VARIANTS.items():
+            machine = machines.host(arguments.workers)
+            program = compiled(config, machine, arguments.tokens, context=2048, tp=tp, options=lowering)
             os.environ["MEGAKERNEL_PREFETCH"] = str(int(prefetch))
-            backend = create("cpu", checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
+            cpu = backend("cpu", config, program.dims, pages=PAGES)
             tokens = np.random.default_rng(0).integers(0, config.vocab, arguments.tokens).tolist()
             chunk = Chunk(0, 0, tokens, range(PAGES), [SampleRow(arguments.tokens - 1)])
-            launches[name] = (program, backend, build_step(program.dims, [chunk]))
+            launches[name] = (program, cpu, build_step(program.dims, [chunk]))
         runs: dict[str, list[dict[str, float | None]]] = {name: [] for name in VARIANTS}
         for round_ in range(arguments.rounds + 1):
-            for name, (program, backend, table) in launches.items():
-                trace = backend.launch(program, table, trace=True).trace
+            for name, (program, cpu, table) in launches.items():
+                trace = cpu.launch(program, table, trace=True).trace
                 assert trace is not None
                 summary = summarise(program, trace)
                 values = vars(summary.overlap) | {
@@ -86,8 +73,8 @@ def main() -> None:
             medians = {m: statistics.median(v) if v else None for m, v in row.items()}
             print(f"  {name:<20}", *(f"{m} {v:.3f}" if v is not None else f"{m} -" for m, v in medians.items()))
             result.append({"ranks": tp, "variant": name, "median": medians, "runs": runs[name]})
-        for _, backend, _ in launches.values():
-            backend.close()
+        for _, cpu, _ in launches.values():
+            cpu.close()
     write(arguments.output, {"rows": result})
 
 

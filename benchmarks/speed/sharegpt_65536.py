@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import text, write
+from record import options, text, write
 from servers import Child, machine_facts, measured, megakernel, server
 
 PUBLISHED = {
@@ -128,7 +128,7 @@ def counted(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, required=True)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tp", type=int, default=1)
@@ -136,7 +136,6 @@ def main() -> int:
     parser.add_argument("--max-concurrency", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=4)
     parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
     args = parser.parse_args()
     result = run(args)

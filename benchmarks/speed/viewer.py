@@ -1,6 +1,6 @@
 """Script time of the timeline's frames, in a headless browser.
 
-    python benchmarks/speed/viewer.py --json benchmarks/results/viewer.json
+    python benchmarks/speed/viewer.py -o benchmarks/results/viewer.json
 
 Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
 and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
@@ -10,7 +10,6 @@ time inside the page's draw function, without the browser's own compositing. --p
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import synthetic
 from browser import Browser, browser
-from record import write
+from record import options, write
 
 FRAMES = 25  # of each way to look
 SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight
@@ -68,10 +67,9 @@ def look(page: Browser, what: str, total_s: float) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--program", type=Path)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     if arguments.program:
         program, trace = Program.load(arguments.program), Trace.load(arguments.trace)
@@ -109,7 +107,7 @@ def main() -> None:
             "worst_ms": worst,
             "rows": rows,
         }
-        write(arguments.json, figures)
+        write(arguments.output, figures)
 
 
 if __name__ == "__main__":

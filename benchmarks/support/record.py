@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -9,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.machine import cpu_count, processor
+
+
+def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentParser:
+    """The options of a script whose docstring is `doc`, with -o for what `write` writes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = "write the figures here, as JSON"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=what)
+    return parser
 
 
 def made() -> dict[str, str]:
