@@ -49,10 +49,6 @@ class Sequence:
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     @property
-    def output_ids(self) -> list[int]:
-        return self.tokens[len(self.request.prompt_ids) :]
-
-    @property
     def outputs(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, exp, log, log2
+from math import ceil, exp, log
 
 from ..errors import MegakernelError
 
@@ -46,36 +46,9 @@ class Chip:
     def fp32_lanes(self) -> int:
         return self.subpartitions * self.fp32_lanes_per_subpartition
 
-    @property
-    def smem_bytes(self) -> float:
-        return self.sms * self.smem_bytes_per_sm
-
-    @property
-    def register_bytes(self) -> float:
-        return float(self.sms * self.registers_per_sm * 4)
-
-    def vector_ops_per_s(self, clock_hz: float) -> float:
-        """fp32 operations per second when each is one instruction, no multiply-adds."""
-        return self.fp32_lanes * clock_hz
-
     def clock_for(self, fma_flops_per_s: float) -> float:
         """The clock in Hz at which every lane's multiply-adds make that many FLOP/s."""
         return fma_flops_per_s / (2 * self.fp32_lanes)
-
-    def resident_warps(self, registers_per_thread: int) -> int:
-        """Warps that fit on an SM when each thread has so many registers."""
-        return min(self.warps_per_sm, self.registers_per_sm // (registers_per_thread * self.threads_per_warp))
-
-    def sms_filled(self, elements: int) -> int:
-        """SMs that have work when each lane takes one element."""
-        return min(self.sms, ceil(elements / (self.subpartitions_per_sm * self.fp32_lanes_per_subpartition)))
-
-    def tensor_flops_per_cycle(self, flops_per_s: float, clock_hz: float) -> int:
-        """FLOPs of one tensor core in one cycle: the power of two nearest to peak / cores / clock.
-
-        Peaks are quoted at clocks that the tables do not give exactly; the hardware's figure is a power of two.
-        """
-        return 1 << round(log2(flops_per_s / self.subpartitions / clock_hz))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How far a step is from the limits of the machine, and what the machine's limits allow.
 
 `work` and `ceilings` are about steps that ran; `program_step` about the instructions of a program; the others are
-paper: kernels, collectives, limits of parallelism, layouts of a model over GPUs, plans and fleets.
+paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
 from .ceilings import Ceilings, machine_ceilings, measure_ceilings

@@ -12,11 +12,11 @@ from math import ceil
 from ..machine import Hardware
 from .collectives import axis_seconds, exchange_seconds
 from .kernels import OPERAND_BYTES
-from .limits import bubble_fraction, pipeline_comms_s
 from .shapes import Shape
-from .training import OPTIMIZER_BYTES, WEIGHT_BYTES
 
 _BF16 = OPERAND_BYTES["bf16"]
+WEIGHT_BYTES = 2.0  # bf16
+OPTIMIZER_BYTES = 8.0  # Adam's two moments in fp32
 _GATHERS_PER_LAYER = 4  # of a layer's forward: a gather and a scatter around attention, and around the MLP
 
 
@@ -229,3 +229,18 @@ def _why(
     ahead = f" ({times[longest] / rest[0]:.1f} x the next)" if rest and rest[0] > 0 else ""
     bubbles = f", bubbles {bubble:.0%}" if bubble else ""
     return f"bound by {longest}{ahead}{bubbles}"
+
+
+def pipeline_hop_s(tokens: float, model: int, microbatches: int, bytes_per_s: float) -> float:
+    """A microbatch's activations to the next stage: 2 B D / (W N_mb)."""
+    return 2.0 * tokens * model / (bytes_per_s * microbatches)
+
+
+def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
+    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them, on the critical path."""
+    return (microbatches + stages - 2) * pipeline_hop_s(tokens, model, microbatches, bytes_per_s)
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """Part of a pass in which a stage has nothing to do, simple schedule: (s - 1) / (m + s - 1)."""
+    return (stages - 1) / (microbatches + stages - 1)

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from book import tensor_flops_per_cycle
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
@@ -58,7 +59,7 @@ def test_tensor_cores() -> None:
     for name, flops in cycles.items():
         found = hardware(name)
         clock = found.chip.boost_clock_hz or found.chip.clock_for(found.rates.fp32)
-        assert found.chip.tensor_flops_per_cycle(found.rates.bf16, clock) == flops
+        assert tensor_flops_per_cycle(found.chip, found.rates.bf16, clock) == flops
 
 
 def test_nvlink_generations() -> None:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import book
 import pytest
 
 from megakernel.machine import Level, hardware
 from megakernel.model import load_config
 from megakernel.roofline import SHAPES, Layout, decode_step, plan, shape_of, train_step
-from megakernel.roofline import collectives as c
-from megakernel.roofline import limits as lim
-from megakernel.roofline.kernels import critical_rows, matmul, vector_add, weight_pass_s
-from megakernel.roofline.layout import LayoutTime
-from megakernel.roofline.training import gpus_to_hold, state_bytes, tokens_per_gpu, training_run
+from megakernel.roofline.collectives import all_to_all_s, axis_seconds, exchange_seconds, latency_s, measured_s
+from megakernel.roofline.kernels import critical_rows
+from megakernel.roofline.layout import LayoutTime, bubble_fraction, pipeline_comms_s, pipeline_hop_s
 
 V100, A100, H100, H200, H800 = (hardware(name) for name in ("v100", "a100", "h100", "h200", "h800"))
 B200, GH200, NVL72, TPU = (hardware(name) for name in ("b200", "gh200", "gb200-nvl72", "tpu-v5p"))
 LLAMA_70B = shape_of("llama-3.1-70b", load_config("random:llama-3.1-70b"))
-NODE, BEYOND = lim.alpha_node(H100), lim.alpha_beyond(H100)
+NODE, BEYOND = book.alpha_node(H100), book.alpha_beyond(H100)
 W, W_NODE = H100.link.egress_bytes_per_s, H100.node.egress_bytes_per_s
 PEAK = H100.flops_per_s("bf16")
 
@@ -40,10 +39,10 @@ def test_01_fp32_lanes() -> None:
 def test_02_vector_rate_without_fma() -> None:
     base, boost = H100.chip.base_clock_hz, H100.chip.boost_clock_hz
     assert base and boost
-    assert H100.chip.vector_ops_per_s(base) == near(26.9e12)
-    assert H100.chip.vector_ops_per_s(boost) == near(33.5e12)
-    assert PEAK / H100.chip.vector_ops_per_s(boost) == near(30, 0.02)
-    assert H100.rates.fp32 == near(2 * H100.chip.vector_ops_per_s(boost))
+    assert book.vector_ops_per_s(H100.chip, base) == near(26.9e12)
+    assert book.vector_ops_per_s(H100.chip, boost) == near(33.5e12)
+    assert PEAK / book.vector_ops_per_s(H100.chip, boost) == near(30, 0.02)
+    assert H100.rates.fp32 == near(2 * book.vector_ops_per_s(H100.chip, boost))
 
 
 def test_03_matmul_intensity() -> None:
@@ -54,17 +53,17 @@ def test_03_matmul_intensity() -> None:
 
 
 def test_04_a_matmul_on_a_b200() -> None:
-    small, large = (matmul(B200, rows, 4096, 8192) for rows in (64, 512))
+    small, large = (book.matmul(B200, rows, 4096, 8192) for rows in (64, 512))
     assert small.bytes == near(68.7e6) and small.seconds == near(8.6e-6) and small.bound == "memory"
     assert large.seconds == near(15.3e-6) and large.bound == "math"
     faster = replace(B200, rates=replace(B200.rates, bf16=2.3e15))
-    assert matmul(faster, 512, 4096, 8192).seconds == near(14.9e-6)
+    assert book.matmul(faster, 512, 4096, 8192).seconds == near(14.9e-6)
 
 
 def test_05_on_chip_memory() -> None:
     chip = H100.chip
-    assert 33e6 < chip.smem_bytes < 35e6 and 33e6 < chip.register_bytes < 35e6
-    assert 66e6 < chip.smem_bytes + chip.register_bytes < 70e6
+    assert 33e6 < book.smem_bytes(chip) < 35e6 and 33e6 < book.register_bytes(chip) < 35e6
+    assert 66e6 < book.smem_bytes(chip) + book.register_bytes(chip) < 70e6
 
 
 def test_06_clock_of_a_b200() -> None:
@@ -75,7 +74,7 @@ def test_07_adding_two_vectors() -> None:
     clock = H100.chip.boost_clock_hz
     assert clock
     for elements, seconds in ((65536, 0.235e-6), (1 << 30, 3.85e-3)):
-        time = vector_add(H100, elements, clock)
+        time = book.vector_add(H100, elements, clock)
         assert (time.flops, time.bytes, time.bound) == (elements, 12 * elements, "memory")
         assert time.seconds == near(seconds) and time.seconds == near(elements / 2.79e11)
         assert time.flops_per_byte == pytest.approx(1 / 12)
@@ -99,19 +98,19 @@ def test_09_bisection_of_a_node() -> None:
 
 def test_10_all_gather_of_a_large_array() -> None:
     array = 2.0 * 4096 * 65536
-    assert array == near(537e6) and c.all_gather_s(array, 8, W) == near(1.04e-3)
+    assert array == near(537e6) and book.all_gather_s(array, 8, W) == near(1.04e-3)
 
 
 def test_11_all_gather_of_a_small_array() -> None:
     array = 2.0 * 1024 * 16384
-    assert array / W == near(74.6e-6) and c.all_gather_s(array, 8, W) == near(65.2e-6)
+    assert array / W == near(74.6e-6) and book.all_gather_s(array, 8, W) == near(65.2e-6)
 
 
 def test_12_sparse_all_to_all() -> None:
-    dense, sparse = c.all_to_all_s(1e9, 8, W), c.all_to_all_s(1e9, 8, W, nonzero=4)
+    dense, sparse = all_to_all_s(1e9, 8, W), book.sparse_all_to_all_s(1e9, 8, W, 4)
     assert sparse == dense / 2
-    assert c.all_to_all_s(1e9, 1024, W, nonzero=512) == near(1e9 / (2 * W * 1024))
-    assert c.torus_all_to_all_s(1e9, 90e9) == pytest.approx(1e9 / 360e9)
+    assert book.sparse_all_to_all_s(1e9, 1024, W, 512) == near(1e9 / (2 * W * 1024))
+    assert book.torus_all_to_all_s(1e9, 90e9) == pytest.approx(1e9 / 360e9)
 
 
 # -- fabric
@@ -135,42 +134,42 @@ def test_14_larger_pods() -> None:
 
 
 def test_15_all_gather_bandwidth_of_levels() -> None:
-    rates = [1 / s for s in c.level_seconds(1.0, H100.levels(1024))]
+    rates = [1 / s for s in book.level_seconds(1.0, H100.levels(1024))]
     assert rates == [near(514e9), near(413e9), near(17067e9)]
-    assert 1 / c.levels_all_gather_s(1.0, H100.levels(1024)) == near(413e9)
+    assert 1 / book.levels_all_gather_s(1.0, H100.levels(1024)) == near(413e9)
 
 
 def test_16_two_nodes_are_bound_inside() -> None:
-    node, fabric = c.level_seconds(1.0, H100.levels(16))
+    node, fabric = book.level_seconds(1.0, H100.levels(16))
     assert 1 / node == near(514e9) and 1 / fabric == near(800e9) and node > fabric
 
 
 def test_17_all_gather_in_a_unit() -> None:
     array, nodes, gpus = 1e9, 32, 8
-    taken, handed = c.switch_bytes(array, gpus, "all_gather")
+    taken, handed = book.switch_bytes(array, gpus, "all_gather")
     assert (taken, handed) == (array, array * gpus)
     [node] = H100.levels(gpus)
     assert handed / node.bytes_per_s == pytest.approx(array / 450e9)
-    assert c.level_seconds(array, H100.levels(256))[1] == pytest.approx(array * 31 / (nodes * 400e9))
+    assert book.level_seconds(array, H100.levels(256))[1] == pytest.approx(array * 31 / (nodes * 400e9))
 
 
 def test_18_all_reduce_in_the_network() -> None:
-    assert c.switch_bytes(1e9, 8, "all_reduce") == (8e9, 8e9)
-    assert c.all_reduce_s(1e9, 8, W, in_network=True) == pytest.approx(1e9 / W)
-    assert c.all_reduce_s(1e9, 8, W) == pytest.approx(2 * 1e9 * 7 / (8 * W))
-    assert c.all_reduce_s(1e9, 8, W) / c.all_reduce_s(1e9, 8, W, in_network=True) == pytest.approx(1.75)
+    assert book.switch_bytes(1e9, 8, "all_reduce") == (8e9, 8e9)
+    assert book.all_reduce_s(1e9, 8, W, in_network=True) == pytest.approx(1e9 / W)
+    assert book.all_reduce_s(1e9, 8, W) == pytest.approx(2 * 1e9 * 7 / (8 * W))
+    assert book.all_reduce_s(1e9, 8, W) / book.all_reduce_s(1e9, 8, W, in_network=True) == pytest.approx(1.75)
 
 
 def test_19_all_reduce_over_one_of_two_axes() -> None:
     d, f, x, y = 8192, 32768, 4, 2
     array = 2.0 * d * f / y
-    assert c.all_reduce_s(array, x, W, in_network=True) == pytest.approx(2 * d * f / (y * W))
-    assert c.all_reduce_s(array, x, W) == pytest.approx(4 * d * f * (x - 1) / (x * y * W))
+    assert book.all_reduce_s(array, x, W, in_network=True) == pytest.approx(2 * d * f / (y * W))
+    assert book.all_reduce_s(array, x, W) == pytest.approx(4 * d * f * (x - 1) / (x * y * W))
 
 
 def test_20_all_reduce_at_the_spine() -> None:
     array = 2.0 * 8192 * 32768
-    time = c.levels_all_reduce_s(array, H100.levels(1024), inner=256, in_network=True)
+    time = book.levels_all_reduce_s(array, H100.levels(1024), inner=256, in_network=True)
     assert time == pytest.approx(array / 12.8e12)
 
 
@@ -178,47 +177,47 @@ def test_20_all_reduce_at_the_spine() -> None:
 def test_21_all_gather_over_one_of_two_axes_in_a_unit(y: int) -> None:
     array = 2.0 * 8192 * 32768
     expected = array * 31 / (32 * 400e9) if y <= 8 else array * 31 / (32 * y * 50e9)
-    assert c.levels_all_gather_s(array, H100.levels(256), inner=y) == pytest.approx(expected)
+    assert book.levels_all_gather_s(array, H100.levels(256), inner=y) == pytest.approx(expected)
 
 
 # -- models
 
 
 def test_22_critical_tokens_of_data_parallelism() -> None:
-    assert lim.data_critical_tokens(NODE) == 2200 and lim.data_critical_tokens(BEYOND) == 2475
-    assert lim.data_critical_tokens(BEYOND, groups=2) == 1237.5
+    assert book.data_critical_tokens(NODE) == 2200 and book.data_critical_tokens(BEYOND) == 2475
+    assert book.data_critical_tokens(BEYOND, groups=2) == 1237.5
     assert near(40e6, 0.02) == 16384 * BEYOND
-    h800 = lim.alpha_node(H800)
+    h800 = book.alpha_node(H800)
     assert h800 == 3300 and 2048 * h800 == near(6.76e6)
-    assert tokens_per_gpu(4096, 15360, 2048) == 30720 and near(62.9e6) == 4096 * 15360
-    assert lim.data_critical_tokens(BEYOND, experts=128, active=4) == 79200
+    assert book.tokens_per_gpu(4096, 15360, 2048) == 30720 and near(62.9e6) == 4096 * 15360
+    assert book.data_critical_tokens(BEYOND, experts=128, active=4) == 79200
 
 
 def test_22_the_threshold_is_where_the_times_meet() -> None:
     for tokens, bound in ((2190.0, False), (2210.0, True)):
-        assert lim.data_parallel(64 * tokens, 8192, 28672, 64, PEAK, W).compute_bound is bound
-    exact = lim.data_parallel(2 * 1110.0, 8192, 28672, 2, PEAK, W, exact=True)
-    assert exact.compute_bound and not lim.data_parallel(2 * 1110.0, 8192, 28672, 2, PEAK, W).compute_bound
+        assert book.data_parallel(64 * tokens, 8192, 28672, 64, PEAK, W).compute_bound is bound
+    exact = book.data_parallel(2 * 1110.0, 8192, 28672, 2, PEAK, W, exact=True)
+    assert exact.compute_bound and not book.data_parallel(2 * 1110.0, 8192, 28672, 2, PEAK, W).compute_bound
 
 
 def test_23_limit_of_tensor_parallelism() -> None:
-    assert lim.tensor_limit(28672, NODE) == near(13.0) and lim.tensor_limit(28672, BEYOND) == near(11.6)
-    assert lim.tensor_limit_two_nodes(28672, BEYOND, 8) == near(19.6)
-    assert lim.tensor_limit(28672, 1995) == near(14.4)
+    assert book.tensor_limit(28672, NODE) == near(13.0) and book.tensor_limit(28672, BEYOND) == near(11.6)
+    assert book.tensor_limit_two_nodes(28672, BEYOND, 8) == near(19.6)
+    assert book.tensor_limit(28672, 1995) == near(14.4)
     for ways in (13, 14):
-        times = lim.tensor_parallel(1e6, 8192, 28672, ways, PEAK, W)
+        times = book.tensor_parallel(1e6, 8192, 28672, ways, PEAK, W)
         assert times.compute_bound is (ways == 13)
 
 
 def test_24_limits_of_a_b200() -> None:
-    assert lim.alpha_node(B200) == 2500 and lim.alpha_beyond(B200) == 5625
-    assert lim.tensor_limit(28672, lim.alpha_node(B200)) == 28672 / 2500
+    assert book.alpha_node(B200) == 2500 and book.alpha_beyond(B200) == 5625
+    assert book.tensor_limit(28672, book.alpha_node(B200)) == 28672 / 2500
 
 
 def test_25_state_and_days_of_llama_70b() -> None:
-    assert state_bytes(70e9) == 700e9 and gpus_to_hold(700e9, H100) == 9
+    assert book.state_bytes(70e9) == 700e9 and book.gpus_to_hold(700e9, H100) == 9
     assert H100.parts(9).nodes == 2
-    run = training_run(70e9, 15e12, 4096, H100, 0.45)
+    run = book.training_run(70e9, 15e12, 4096, H100, 0.45)
     assert run.flops == near(6.3e24) and run.flops_per_s == near(1.82e18) and run.days == near(40)
 
 
@@ -226,21 +225,21 @@ def test_26_sharding_llama_70b() -> None:
     shape = replace(LLAMA_70B, parameters=70e9, hidden=0)  # [S] counts 70e9, and no activations
     whole = train_step(shape, H100, Layout(tp=8, dp=512), 4e6, 4096)
     assert whole.bytes_per_gpu == near(87.5e9) and not whole.fits
-    assert near(977) == 4e6 / 4096 and lim.data_critical_tokens(BEYOND) > 4e6 / 4096
+    assert near(977) == 4e6 / 4096 and book.data_critical_tokens(BEYOND) > 4e6 / 4096
     zero3 = train_step(LLAMA_70B, H100, Layout(dp=4096, zero=3), 4e6, 4096)
     assert zero3.fits and "leaf network" in zero3.why
     staged = train_step(LLAMA_70B, H100, Layout(tp=8, pp=8, dp=64, zero=1), 4e6, 4096)
     assert staged.fits and "arithmetic" in staged.why
-    leaf = c.axis_seconds(1.0, H100.levels(4096), 64, 64)["leaf"]
+    leaf = axis_seconds(1.0, H100.levels(4096), 64, 64)["leaf"]
     assert 1 / leaf == near(3200e9, 0.03)
-    assert lim.data_critical_tokens(BEYOND, inner=8) == near(309) and 4e6 / 4096 > 309
+    assert book.data_critical_tokens(BEYOND, inner=8) == near(309) and 4e6 / 4096 > 309
 
 
 @pytest.mark.parametrize(
     "sequences, gpus, tokens", [(192, 192, 4096), (384, 768, 2048), (1536, 3072, 2048)], ids=["16B", "70B", "314B"]
 )
 def test_27_tokens_per_gpu_of_megatron(sequences: int, gpus: int, tokens: float) -> None:
-    assert tokens_per_gpu(sequences, 4096, gpus) == tokens
+    assert book.tokens_per_gpu(sequences, 4096, gpus) == tokens
 
 
 def test_28_published_layouts() -> None:
@@ -255,33 +254,33 @@ def test_28_published_layouts() -> None:
 
 
 def test_29_resident_warps() -> None:
-    assert H100.chip.resident_warps(256) == 8 and H100.chip.resident_warps(32) == 64
+    assert book.resident_warps(H100.chip, 256) == 8 and book.resident_warps(H100.chip, 32) == 64
 
 
 def test_30_vector_intensity() -> None:
     boost = H100.chip.boost_clock_hz
     assert boost
-    assert H100.chip.vector_ops_per_s(boost) / H100.chip.hbm_bytes_per_s == near(10)
+    assert book.vector_ops_per_s(H100.chip, boost) / H100.chip.hbm_bytes_per_s == near(10)
     clock = B200.chip.clock_for(B200.rates.fp32)
-    assert B200.chip.vector_ops_per_s(clock) / B200.chip.hbm_bytes_per_s == near(5)
-    assert H100.chip.sms_filled(1024) == 8
-    peak_s = 1024 / H100.chip.vector_ops_per_s(boost)
-    assert vector_add(H100, 1024, boost).math_s / peak_s == near(16.5)
+    assert book.vector_ops_per_s(B200.chip, clock) / B200.chip.hbm_bytes_per_s == near(5)
+    assert book.sms_filled(H100.chip, 1024) == 8
+    peak_s = 1024 / book.vector_ops_per_s(H100.chip, boost)
+    assert book.vector_add(H100, 1024, boost).math_s / peak_s == near(16.5)
 
 
 def test_31_gpu_and_tpu() -> None:
     assert H100.chip.subpartitions == 528 and TPU.chip.subpartitions == 8
-    assert H100.chip.smem_bytes == near(33e6, 0.05) and TPU.chip.smem_bytes == 128e6
-    assert H100.chip.register_bytes == near(33e6, 0.05) and TPU.chip.register_bytes == near(256e3, 0.03)
+    assert book.smem_bytes(H100.chip) == near(33e6, 0.05) and book.smem_bytes(TPU.chip) == 128e6
+    assert book.register_bytes(H100.chip) == near(33e6, 0.05) and book.register_bytes(TPU.chip) == near(256e3, 0.03)
     assert H200.flops_per_s("bf16") / TPU.flops_per_s("bf16") == near(2, 0.08)
     assert H200.chip.hbm_bytes / TPU.chip.hbm_bytes == near(1.5, 0.03)
     assert (H200.chip.usd_per_hour, TPU.chip.usd_per_hour) == (10, 4)
     assert TPU.link.egress_bytes_per_s == 540e9 and TPU.node.gpus == 8960
-    assert lim.alpha_node(TPU) == 850
+    assert book.alpha_node(TPU) == 850
 
 
 def test_32_bounds_against_measurements() -> None:
-    small, large = (matmul(B200, rows, 4096, 8192).seconds for rows in (64, 512))
+    small, large = (book.matmul(B200, rows, 4096, 8192).seconds for rows in (64, 512))
     assert small / 12e-6 == near(0.70, 0.03) and small / 10e-6 == near(0.85, 0.03)
     assert large / 20e-6 == near(0.75, 0.03)
 
@@ -293,18 +292,18 @@ def test_33_parts_of_a_superpod() -> None:
 
 
 def test_34_all_to_all_on_one_and_on_two_nodes() -> None:
-    one, two = 1 / (8 * W), c.all_to_all_s(1.0, 2, W_NODE)
+    one, two = 1 / (8 * W), all_to_all_s(1.0, 2, W_NODE)
     assert two == pytest.approx(1 / (4 * 400e9)) and two / one == pytest.approx(2.25)
     assert 1 / (2 * W_NODE) / one == pytest.approx(4.5)
     assert H100.node.nic_bytes_per_s_per_gpu == 50e9
 
 
 def test_35_thresholds_of_megatron() -> None:
-    assert lim.data_critical_tokens(BEYOND, inner=16 / 8) == near(1237)
-    assert lim.data_critical_tokens(BEYOND, inner=64 / 8) == near(309)
-    assert 2048 > 1237 > 309 and lim.data_critical_tokens(BEYOND) < 4096
+    assert book.data_critical_tokens(BEYOND, inner=16 / 8) == near(1237)
+    assert book.data_critical_tokens(BEYOND, inner=64 / 8) == near(309)
+    assert 2048 > 1237 > 309 and book.data_critical_tokens(BEYOND) < 4096
     for ways, gpus in ((16, 768), (64, 3072)):  # the planner's own form of it
-        leaf = c.axis_seconds(1.0, H100.levels(gpus), ways, gpus // ways)["leaf"]
+        leaf = axis_seconds(1.0, H100.levels(gpus), ways, gpus // ways)["leaf"]
         assert PEAK * leaf == near(BEYOND * 8 / ways, 0.05)
 
 
@@ -312,21 +311,21 @@ def test_36_deepseek() -> None:
     shape = SHAPES["deepseek-v3"]
     assert (shape.active, shape.experts) == (8, 256) and Layout(ep=64, pp=16).gpus == 1024
     assert shape.active_parameters == near(37e9, 0.02)
-    half, whole = (c.axis_seconds(1.0, H800.levels(1024 * x), 1024, x)["leaf"] for x in (2, 64))
+    half, whole = (axis_seconds(1.0, H800.levels(1024 * x), 1024, x)["leaf"] for x in (2, 64))
     assert whole / half == near(2, 0.02)
-    assert lim.data_critical_tokens(BEYOND, groups=2) == BEYOND / 2
+    assert book.data_critical_tokens(BEYOND, groups=2) == BEYOND / 2
 
 
 def test_37_pipeline_divides_the_threshold() -> None:
-    assert lim.data_critical_tokens(BEYOND, inner=16) == BEYOND / 16
-    eight, staged = (c.axis_seconds(1.0, H100.levels(16384), ways, 128)["leaf"] for ways in (8, 8 * 16))
+    assert book.data_critical_tokens(BEYOND, inner=16) == BEYOND / 16
+    eight, staged = (axis_seconds(1.0, H100.levels(16384), ways, 128)["leaf"] for ways in (8, 8 * 16))
     assert eight / staged == near(16, 0.01)
 
 
 def test_38_reduction_in_the_network() -> None:
     array = 1e9
-    ring = c.levels_all_reduce_s(array, H100.levels(1024))
-    assert ring / c.levels_all_reduce_s(array, H100.levels(1024), in_network=True) == near(2, 0.05)
+    ring = book.levels_all_reduce_s(array, H100.levels(1024))
+    assert ring / book.levels_all_reduce_s(array, H100.levels(1024), in_network=True) == near(2, 0.05)
     curve = H100.curve("all_reduce", 8)
     assert curve and curve.in_network_bus_bytes_per_s
     assert curve.in_network_bus_bytes_per_s / curve.at(10e9) == near(1.3)
@@ -335,17 +334,17 @@ def test_38_reduction_in_the_network() -> None:
 
 def test_39_nvl72() -> None:
     assert NVL72.node.egress_bytes_per_s == 3.6e12
-    beyond = lim.alpha_beyond(NVL72)
+    beyond = book.alpha_beyond(NVL72)
     assert beyond == 625 and BEYOND / beyond == near(4, 0.02)
-    assert lim.alpha_node(NVL72) == 2500 > beyond
+    assert book.alpha_node(NVL72) == 2500 > beyond
 
 
 def test_40_bubbles() -> None:
-    assert lim.bubble_fraction(4, 12) == 3 / 15
-    hop = lim.pipeline_hop_s(1e6, 8192, 16, W_NODE)
+    assert bubble_fraction(4, 12) == 3 / 15
+    hop = pipeline_hop_s(1e6, 8192, 16, W_NODE)
     assert hop == pytest.approx(2e6 * 8192 / (400e9 * 16))
-    assert lim.pipeline_comms_s(1e6, 8192, 16, 8, W_NODE) == pytest.approx(22 * hop)
-    per_layer = lim.pipeline_comms_per_layer_s(1e6, 8192, 80, W_NODE)
+    assert pipeline_comms_s(1e6, 8192, 16, 8, W_NODE) == pytest.approx(22 * hop)
+    per_layer = book.pipeline_comms_per_layer_s(1e6, 8192, 80, W_NODE)
     assert per_layer == pytest.approx(3e6 * 8192 / (400e9 * 80))
     one = plan(LLAMA_70B, H100, 64, 64 * 4096, 4096, training=True)
     assert not any(t.layout.zero == 3 and t.layout.pp > 1 for t in one.ranked)  # it would gather per microbatch
@@ -353,13 +352,13 @@ def test_40_bubbles() -> None:
 
 def test_41_sparse_exchange_and_offloaded_weights() -> None:
     for members in (8, 16, 32, 64, 128, 256):
-        share, approximate = c.sparse_share(members, 8)
+        share, approximate = book.sparse_share(members, 8)
         assert share == pytest.approx((1 - ((members - 1) / members) ** 8) * (members - 1) / members)
         assert approximate == pytest.approx(min(8 / members, 1) * (members - 1) / members)
         assert share < approximate
-    assert c.sparse_share(8, 8)[0] == near(0.574, 1e-3)
-    assert c.sparse_share(256, 8)[0] / c.sparse_share(256, 8)[1] == near(0.986, 1e-3)
-    passes = [weight_pass_s(140e9, h.chip.host_link_bytes_per_s) for h in (H100, GH200, NVL72)]
+    assert book.sparse_share(8, 8)[0] == near(0.574, 1e-3)
+    assert book.sparse_share(256, 8)[0] / book.sparse_share(256, 8)[1] == near(0.986, 1e-3)
+    passes = [book.weight_pass_s(140e9, h.chip.host_link_bytes_per_s) for h in (H100, GH200, NVL72)]
     assert passes == [near(2.19), near(0.311), near(0.156)]
 
 
@@ -390,8 +389,8 @@ def test_42_the_recipe_experts(name: str, fine: bool) -> None:
     assert (shape.ffn > 8 * BEYOND) is fine
     sparse_from = 8 * shape.active  # GPUs from which an exchange is sparse
     members = max(2 * sparse_from, 64)
-    assert lim.expert_limit(shape.ffn, shape.active, members, BEYOND, 8) is fine
-    times = lim.expert_parallel(1e6, shape.hidden, shape.ffn, shape.active, members, PEAK, W_NODE, 8)
+    assert book.expert_limit(shape.ffn, shape.active, members, BEYOND, 8) is fine
+    times = book.expert_parallel(1e6, shape.hidden, shape.ffn, shape.active, members, PEAK, W_NODE, 8)
     assert times.compute_bound is fine
     found = plan(shape, H100, 512, 512 * 8192, 4096, training=True)
     wide = min(t.step_s for t in found.ranked if t.layout.ep * t.layout.tp > 16)
@@ -400,11 +399,11 @@ def test_42_the_recipe_experts(name: str, fine: bool) -> None:
 
 def test_expert_limit_is_where_the_times_meet() -> None:
     for ffn, active, members in ((2048, 8, 16), (2048, 8, 32), (32768, 2, 64), (16384, 2, 64), (65536, 1, 16)):
-        times = lim.expert_parallel(1e6, 7168, ffn, active, members, PEAK, W_NODE, 8)
-        assert times.compute_bound is lim.expert_limit(ffn, active, members, BEYOND, 8)
-    exchange = c.exchange_seconds(2e6 * 7168, H100.levels(64), 4)
+        times = book.expert_parallel(1e6, 7168, ffn, active, members, PEAK, W_NODE, 8)
+        assert times.compute_bound is book.expert_limit(ffn, active, members, BEYOND, 8)
+    exchange = exchange_seconds(2e6 * 7168, H100.levels(64), 4)
     assert exchange["node"] == pytest.approx(2e6 * 7168 * 4 * 63 / 64**2 / W)  # each GPU sends to 4 of 64
-    assert 2 * exchange["leaf"] == pytest.approx(lim.expert_parallel(1e6, 7168, 1, 4, 64, PEAK, W_NODE, 8).comms_s)
+    assert 2 * exchange["leaf"] == pytest.approx(book.expert_parallel(1e6, 7168, 1, 4, 64, PEAK, W_NODE, 8).comms_s)
 
 
 # -- inference
@@ -425,13 +424,13 @@ def test_bytes_between_ranks() -> None:
 
 def test_latency_of_small_messages() -> None:
     assert H100.costs
-    small = c.latency_s(1, H100.costs.node_hop_s, c.all_reduce_s(8192, 8, W))
+    small = latency_s(1, H100.costs.node_hop_s, book.all_reduce_s(8192, 8, W))
     assert small == near(3e-6, 0.2)
-    assert c.latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
-    assert (c.ring_hops(8), c.tree_hops(8), c.tree_hops(9)) == (7, 3, 4)
-    measured = c.measured_s(4096, H100, 8)
+    assert latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
+    assert (book.ring_hops(8), book.tree_hops(8), book.tree_hops(9)) == (7, 3, 4)
+    measured = measured_s(4096, H100, 8)
     assert measured == near(3e-6)
-    assert c.measured_s(4096, B200, 8) is None
+    assert measured_s(4096, B200, 8) is None
 
 
 def test_measured_bandwidth_by_size() -> None:
@@ -441,8 +440,8 @@ def test_measured_bandwidth_by_size() -> None:
     sizes = [2.0**i for i in range(4, 40)]
     rates = [curve.at(s) for s in sizes]
     assert rates == sorted(rates) and max(rates) < W
-    large = c.measured_s(10e9, H100, 8, passes=1)
-    assert large and large / c.all_gather_s(10e9, 8, W) == near(450 / 370)
+    large = measured_s(10e9, H100, 8, passes=1)
+    assert large and large / book.all_gather_s(10e9, 8, W) == near(450 / 370)
 
 
 def test_decode_is_additive_in_weights_and_kv() -> None:
@@ -471,7 +470,7 @@ def test_stages_cost_bubbles_hops_and_reading_weights_again() -> None:
     time = train_step(LLAMA_70B, H100, Layout(tp=8, pp=4, dp=2), 64 * 4096, 4096)
     m = time.microbatches
     assert 1 < m <= 32 and time.layout.gpus == 64
-    hops = 2 * lim.pipeline_comms_s(32 * 4096, LLAMA_70B.hidden, m, 4, W_NODE)
+    hops = 2 * pipeline_comms_s(32 * 4096, LLAMA_70B.hidden, m, 4, W_NODE)
     assert time.fixed_s == pytest.approx(time.overlapped_s * 3 / m + hops)
     weights = 2 * (LLAMA_70B.parameters - LLAMA_70B.embedding_parameters) / 32
     assert time.memory_s == pytest.approx(3 * m * weights / H100.chip.hbm_bytes_per_s)
@@ -488,9 +487,9 @@ def test_matrix_work_of_llama_70b() -> None:
 
 def test_levels_by_hand() -> None:
     levels = (Level("a", 4, 1, 10.0), Level("b", 3, 4, 8.0))
-    assert c.level_seconds(120.0, levels) == (pytest.approx(9.0), pytest.approx(10.0))
-    assert c.axis_seconds(120.0, levels, 2, 2)["a"] == pytest.approx(120 / (2 * 2 * 10))
-    assert c.axis_seconds(120.0, levels, 4, 3) == {"a": 0.0, "b": pytest.approx(120 / 8 * 2 / 3)}
+    assert book.level_seconds(120.0, levels) == (pytest.approx(9.0), pytest.approx(10.0))
+    assert axis_seconds(120.0, levels, 2, 2)["a"] == pytest.approx(120 / (2 * 2 * 10))
+    assert axis_seconds(120.0, levels, 4, 3) == {"a": 0.0, "b": pytest.approx(120 / 8 * 2 / 3)}
 
 
 def comms(time: LayoutTime) -> float:

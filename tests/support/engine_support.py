@@ -30,6 +30,11 @@ def digest(tokens: Sequence[int], before: int = 0) -> int:
     return crc32(array("q", tokens).tobytes(), before)
 
 
+def output_ids(choice: Any) -> list[int]:
+    """The tokens of one of a request's sequences that come after its prompt."""
+    return list(choice.tokens[len(choice.request.prompt_ids) :])
+
+
 def continuation(said: int, seed: int, choice: int) -> int:
     """A token that depends on the digest of all that was said, on the seed (32 bits) and on the choice."""
     return digest([seed, choice], said) % CONFIG.vocab
