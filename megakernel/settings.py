@@ -82,7 +82,6 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
         Setting("max num batched tokens", "tokens that one step computes at most", "512", "--max-num-batched-tokens"),
-        Setting("kv cache dtype", "auto or the compute dtype: the two do not differ yet", "auto", "--kv-cache-dtype"),
         Setting(
             "max queued requests",
             "sequences that may wait for their first step; more are turned away with 503",

@@ -55,7 +55,6 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "max model len": positive,
     "max num seqs": positive,
     "max num batched tokens": positive,
-    "kv cache dtype": str,
     "max queued requests": positive,
     "max body bytes": positive,
     "request timeout": _seconds,
@@ -132,10 +131,6 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.api.service import Service
 
     given = {name: _value(args, name) for name in _TYPES}
-    if given["kv cache dtype"] not in ("auto", given["dtype"]):
-        raise MegakernelError(
-            f"--kv-cache-dtype {given['kv cache dtype']}: the KV cache has the compute dtype; set --dtype, or auto"
-        )
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
     with sock, _open(given) as llm:
