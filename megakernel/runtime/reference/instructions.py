@@ -1,7 +1,7 @@
 """The meaning of the instruction set: one short NumPy function per instruction, slow and obviously right.
 
-All arithmetic is float32; a result is rounded once, where it is stored. Dot products are BLAS's, so unlike in the
-other backends the last bits of a row may depend on the rows beside it.
+All values are float32; a result is rounded to its buffer's type once, where it is stored. The order in which dot
+products are added is the BLAS's affair, so they are added in float64, where it hardly ever changes the float32 result.
 """
 
 from __future__ import annotations
@@ -60,6 +60,15 @@ def _peers(d: Dims) -> Iterable[int]:
     return (d.rank,) if d.one_hop else range(d.tp)
 
 
+def _product(a: F32, b: F32) -> F32:
+    """a @ b, added in float64 and rounded once.
+
+    Two orders of the additions, of two BLASes or with other rows beside a row, differ after that in less than one
+    number of ten million.
+    """
+    return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
     scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x / scale * weight
@@ -96,7 +105,7 @@ def _norm(c: Context, weight: F32, row: int, rows: int) -> None:
 def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     d = c.dims
     r = slice(row, row + rows)
-    t = c.read(Buffer.H, r) @ c.read(Buffer.W_QKV, slice(col, col + cols)).T
+    t = _product(c.read(Buffer.H, r), c.read(Buffer.W_QKV, slice(col, col + cols)).T)
     if d.attention_bias:
         t += c.read(Buffer.B_QKV, slice(col, col + cols))
     column = np.arange(col, col + cols)
@@ -192,10 +201,10 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
     """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
     q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
-    scores = q @ keys.T * np.float32(c.dims.head_dim**-0.5)
+    scores = _product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
-    return np.concatenate([m, p.sum(axis=1, keepdims=True), p @ values], axis=1)
+    return np.concatenate([m, p.sum(axis=1, keepdims=True), _product(p, values)], axis=1)
 
 
 def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
@@ -224,7 +233,7 @@ def mlp_norm(c: Context, row: int, rows: int) -> None:
 def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     r, columns = slice(row, row + rows), slice(col, col + cols)
     h = c.read(Buffer.H, r)
-    gate, up = (h @ c.read(Buffer.W_GATE_UP, (i, columns)).T for i in (0, 1))
+    gate, up = (_product(h, c.read(Buffer.W_GATE_UP, (i, columns)).T) for i in (0, 1))
     if c.dims.mlp_bias:
         gate, up = (t + c.read(Buffer.B_GATE_UP, (i, columns)) for i, t in enumerate((gate, up)))
     with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
@@ -239,7 +248,7 @@ def _add_to_residual(
     c: Context, source: Buffer, weight: Buffer, bias: Buffer | None, row: int, rows: int, col: int, cols: int
 ) -> None:
     r, columns = slice(row, row + rows), slice(col, col + cols)
-    t = c.read(source, r) @ c.read(weight, columns).T
+    t = _product(c.read(source, r), c.read(weight, columns).T)
     if bias is not None:
         t += c.read(bias, columns)
     c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
@@ -255,7 +264,7 @@ def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
-    t = c.read(source, slice(row, row + rows)) @ c.read(weight, columns).T
+    t = _product(c.read(source, slice(row, row + rows)), c.read(weight, columns).T)
     c.store(Buffer.REDUCE, owners(c.dims, row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
 
 
@@ -299,7 +308,7 @@ def final_norm(c: Context, row: int, rows: int) -> None:
 
 
 def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    logits = c.read(Buffer.Y, slice(row, row + rows)) @ c.read(Buffer.LM_HEAD, slice(col, col + cols)).T
+    logits = _product(c.read(Buffer.Y, slice(row, row + rows)), c.read(Buffer.LM_HEAD, slice(col, col + cols)).T)
     columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + cols)
     for i, line in enumerate(logits, row):
         c.store(Buffer.LOGITS, (i // c.dims.own_logit_rows,), (i, columns), line)
