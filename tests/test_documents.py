@@ -1,0 +1,289 @@
+"""README.md and docs/: every command that they show is one that can be typed, and runs unless NOT_RUN says why not.
+
+A document is run from top to bottom, in an empty folder, as a reader would, and in seconds: SMALLER adds flags behind
+those of the document. The places that it names exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from commands import run
+
+import megakernel
+from megakernel.cli import parser
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# What a command is, as a regular expression: why tests only parse it.
+NOT_RUN = {
+    r"gpu\.py|-m gpu": "needs a GPU",
+    r"^pip": "needs the package index; it is how CI begins",
+    r"^pytest$": "is what runs this",
+    r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
+    r"runtime\.cuda\.compile": "compiles what tests/cuda/test_cubin.py does",
+    r"benchmarks/pictures": "writes docs/*.png anew",
+    r"(compile_verify|engine_overhead|ranks|verifier)\.py": "takes from a quarter of a minute to an hour",
+    r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
+    r"llama_cpp\.py": "needs llama.cpp's sources, and takes an hour",
+}
+
+# The first that fits: flags that make the command short, or let it find the server that this document has started.
+_LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
+SMALLER = {
+    r"bench latency": "--prompt-tokens 16 --tokens 2 --runs 1",
+    r"bench throughput": _LOAD,
+    r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
+    r"bench serve": f"{_LOAD} --base-url URL",
+    r"^megakernel serve": "--port 0 --json",
+    r"simulate .*--tokens 8192": "--tokens 256",
+    r"overlaps\.py": "--rounds 1 --tokens 16",
+    r"predictions\.py": "--batches 1",
+    r"predictions_host\.py": "--predict-only -o FILE",
+}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`]+)`")
+_INLINE_COMMAND = re.compile(r"(?:\w+=\S+ )*(?:(?:megakernel|python|pytest|pip|bench) \S|benchmarks/\S+\.py \S)")
+_VERB = re.compile(r"(?:megakernel )?(?:bench )?\w+")
+_RUNS_ANOTHER = re.compile(r"^(?:\w+=\S* |compute-sanitizer (?:--tool \w+ )?)+")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, or a block of Python, of a document."""
+
+    place: str
+    words: tuple[str, ...] = ()
+    code: str = ""
+
+    def __str__(self) -> str:
+        return shlex.join(self.words) or "python block"
+
+
+def steps(document: Path) -> list[Step]:
+    text = document.read_text()
+    found = [s for m in _FENCE.finditer(text) for s in _fenced(document, text, m)]
+    spans = _FENCE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+    for match in _SPAN.finditer(spans):
+        code = " ".join(match[1].split())
+        if _INLINE_COMMAND.match(code):
+            if _VERB.fullmatch(code) and text[text.rfind("\n", 0, match.start()) + 1] != "|":
+                code += " --help"  # a sentence names a verb; a table shows what to type
+            found += _commands(_place(document, text, match.start()), code)
+    return sorted(found, key=lambda s: int(s.place.rpartition(":")[2]))
+
+
+def _place(document: Path, text: str, at: int) -> str:
+    return f"{document.relative_to(ROOT)}:{text.count(chr(10), 0, at) + 1}"
+
+
+def _fenced(document: Path, text: str, block: re.Match[str]) -> Iterator[Step]:
+    if block[1] == "python":
+        yield Step(_place(document, text, block.start()), code=block[2])
+    elif not block[1]:  # blocks of another language are no commands
+        for line in re.finditer(r"[^\n]+", block[2]):
+            yield from _commands(_place(document, text, block.start(2) + line.start()), line[0])
+
+
+def _commands(place: str, line: str) -> Iterator[Step]:
+    """The commands of a line of shell, each without what only says how to run it."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not set(word) <= set("&|;"):
+            words.append(word)
+        elif words:
+            words = shlex.split(_RUNS_ANOTHER.sub("", shlex.join(words)))
+            program = ["megakernel"] if words[0] == "bench" else ["python"] if words[0].endswith(".py") else []
+            yield Step(place, (*program, *words))
+            words = []
+
+
+ALL = {document: steps(document) for document in DOCUMENTS}
+
+
+def fitting(table: dict[str, str], step: Step) -> str | None:
+    return next((value for pattern, value in table.items() if re.search(pattern, " ".join(step.words))), None)
+
+
+def script_at(path: str) -> Path:
+    """A script of this repository; words in capitals stand for any."""
+    found = sorted(ROOT.glob(re.sub(r"\b[A-Z]+\b", "*", path)))
+    assert found, f"there is no {path}"
+    return found[0]
+
+
+# -- what can be typed
+
+
+@pytest.mark.parametrize("step", {s.words: s for found in ALL.values() for s in found if s.words}.values(), ids=str)
+def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
+    match [word for word in step.words if word != "-P"]:
+        case "megakernel", *rest:
+            try:
+                parser().parse_args(rest)
+            except SystemExit as e:
+                assert e.code == 0, f"{step.place}: {capsys.readouterr().err}"  # 0: --help
+        case "pip", "install", *rest:
+            extras = {e for word in rest for e in re.findall(r"^\.\[(.*)\]$", word)}
+            assert extras <= set(PROJECT["project"]["optional-dependencies"]), step.place
+        case ["pytest", *rest] | ["python", "-m", "pytest", *rest]:
+            markers = [line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
+            for flag, word in zip(["", *rest], rest, strict=False):
+                assert word in markers if flag == "-m" else word[0] == "-" or (ROOT / word).exists(), (step.place, word)
+        case "python", "-m", module:
+            assert importlib.util.find_spec(module), step.place
+        case "python", script, *rest:
+            command = [sys.executable, "-c", _ONLY_PARSE, str(script_at(script)), *rest]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{step.place}: {done.stderr}"
+        case _:
+            pytest.fail(f"{step.place}: how is {step} parsed?")
+
+
+# Runs a script up to where it has parsed its command line.
+_ONLY_PARSE = """
+import argparse, os, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+def parse_and_exit(*arguments, **options):
+    parse(*arguments, **options)
+    sys.exit(0)
+argparse.ArgumentParser.parse_args = parse_and_exit
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit("it does not parse its command line")
+"""
+
+
+@functools.cache
+def known_flags() -> set[str]:
+    """Of all verbs, and of all scripts in benchmarks/."""
+
+    def of(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for verb in action.choices.values():
+                    yield from of(verb)
+
+    scripts = "".join(path.read_text() for path in ROOT.glob("benchmarks/**/*.py"))
+    return {*of(parser()), *re.findall(r'"(--[a-z][\w-]*)"', scripts)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_flags_exist(document: Path) -> None:
+    """Those that stand for themselves, as `--tp 2|4|8` does."""
+    spans = _SPAN.findall(_FENCE.sub("", document.read_text()))
+    flags = {word for span in spans if span.startswith("--") for word in re.findall(r"(?<!\S)--[\w-]+", span)}
+    assert flags <= known_flags(), sorted(flags - known_flags())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_places_exist(document: Path) -> None:
+    """Links, and paths of sources in backticks, which may leave out the package's folder and have *."""
+    text = _FENCE.sub("", document.read_text())
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert "://" in link or (document.parent / link).exists(), link
+    for path in re.findall(r"`(?:python )?((?:[\w.*-]+/)+[\w.*-]+\.(?:py|toml|h|cuh|cu|cpp|json|csv))[` ]", text):
+        assert any(next(folder.glob(path), None) for folder in (ROOT, ROOT / "megakernel", document.parent)), path
+
+
+# -- what runs
+
+
+class Reader:
+    """Types a document's commands in a folder of its own, but those that another document had and nothing builds on."""
+
+    _typed: ClassVar[set[tuple[str, ...]]] = set()
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self._servers: list[subprocess.Popen[str]] = []
+        self._url = "http://127.0.0.1:8000"
+
+    def knows(self, step: Step) -> bool:
+        words = tuple(word for word in step.words if word != "--json")
+        known = bool(words) and words in self._typed and not {"-o", "--save", "serve"} & set(words)
+        self._typed.add(words)
+        return known
+
+    def follow(self, step: Step) -> str:
+        """What went wrong, or nothing."""
+        if step.code:
+            try:
+                exec(compile(step.code.replace("http://127.0.0.1:8000", self._url), step.place, "exec"), {})
+            except Exception as e:
+                return f"{type(e).__name__}: {e}"
+            return ""
+        more = (fitting(SMALLER, step) or "").replace("URL", self._url)
+        match [*step.words, *more.split()]:
+            case "megakernel", "serve", *rest if "--help" not in rest:
+                return self._serve(rest)
+            case "megakernel", *rest:
+                status, _, err = run(self._capsys, *rest)
+                return f"status {status}: {err}" if status else ""
+            case "python", script, *rest:
+                command = [sys.executable, str(script_at(script)), *rest]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+                return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
+            case words:
+                return f"how is {words[0]} run?"
+
+    def _serve(self, arguments: list[str]) -> str:
+        code = "import sys; from megakernel.cli import main; sys.exit(main())"
+        command = [sys.executable, "-P", "-c", code, "serve", *arguments]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._servers.append(server)
+        assert server.stdout is not None and server.stderr is not None
+        ready: dict[str, Any] = json.loads(server.stdout.readline() or "{}")
+        if "url" not in ready:
+            return server.stderr.read()
+        self._url = ready["url"].removesuffix("/v1")
+        return ""
+
+    def leave(self) -> None:
+        for server in self._servers:
+            server.terminate()
+        for server in self._servers:
+            server.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("document", [d for d, found in ALL.items() if found], ids=lambda d: d.name)
+@pytest.mark.usefixtures("smollm2")
+def test_a_document_can_be_followed(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    reader, wrong = Reader(capsys), []
+    try:
+        for step in ALL[document]:
+            if fitting(NOT_RUN, step) is None and not reader.knows(step) and (problem := reader.follow(step)):
+                wrong.append(f"{step.place}: {step}: {problem}")
+    finally:
+        reader.leave()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_reason_has_its_command() -> None:
+    texts = [" ".join(step.words) for found in ALL.values() for step in found]
+    for pattern in (*NOT_RUN, *SMALLER):
+        assert any(re.search(pattern, text) for text in texts), f"no document has a command like {pattern}"
