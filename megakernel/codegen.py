@@ -1,6 +1,6 @@
 """Writes what other languages and readers need of the declared tables: `python -m megakernel.codegen [--check]`.
 
-csrc/common/isa.h       opcodes, operand structs, dims, step view, buffers, trace record
+csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
 csrc/cuda/params.h      arguments of a launch of the CUDA interpreter, pages of shared memory
 docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
@@ -10,115 +10,161 @@ All are committed; `--check` exits with 1 where a committed file differs from wh
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import inspect
 import sys
+import textwrap
+from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from . import settings, trace
 from .isa import (
     BUFFERS,
     DIM_FIELDS,
-    INSTRUCTIONS,
-    SHARD_UNIT,
+    OPERATIONS,
+    PHASE_FIELDS,
+    RESULTS,
     STEP_FIELDS,
     Buffer,
+    Dims,
     Dtype,
-    Matmul,
+    Operation,
+    Result,
+    Rows,
     Space,
     Stream,
+    Units,
+    dims,
     launch,
     pages,
+    phases,
     record,
 )
+from .isa.phases import NO_BUFFER
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
 
-def _constants() -> list[str]:
-    pairs = {
-        "kWords": record.WORDS,
-        "kOperandWord": record.OPERAND_WORD,
-        "kWaitWord": record.WAIT_WORD,
-        "kWaits": record.WAITS,
-        "kSignalWord": record.SIGNAL_WORD,
-        "kSignals": record.SIGNALS,
-        "kLayerShift": record.LAYER_SHIFT,
-        "kLayerMask": record.LAYER_MASK,
-        "kCounterMask": record.COUNTER_MASK,
-        "kRankShift": record.RANK_SHIFT,
-        "kRankMask": record.RANK_MASK,
-        "kAllRanks": record.ALL_RANKS,
-        "kOwner": record.OWNER,
-        "kShardUnit": SHARD_UNIT,
-        "kNext": record.NEXT,
-        "kIndexed": record.INDEXED,
-        "kTracePrologue": trace.PROLOGUE,
-        "kTraceEpilogue": trace.EPILOGUE,
-    }
-    return [f"constexpr int32_t {name} = {value};" for name, value in pairs.items()]
-
-
-# The derived sizes of megakernel/isa/dims.py, which says what they mean; tests compare the two.
-_DIM_FUNCTIONS = (
-    ("row_blocks()", "return (tokens + row_block - 1) / row_block;"),
-    ("pages_per_seq()", "return (max_context + page - 1) / page;"),
-    ("own_rows()", "return one_hop ? tokens : (row_blocks() + tp - 1) / tp * row_block;"),
-    ("own_logit_rows()", "return (logit_rows + tp - 1) / tp;"),
-    ("rank_heads()", "return share(heads);"),
-    ("first_head()", "return start(heads);"),
-    (
-        "rank_kv_heads()",
-        "return rank_heads() ? (first_head() + rank_heads() + group_size() - 1) / group_size() - first_kv_head() : 0;",
-    ),
-    ("first_kv_head()", "return first_head() / group_size();"),
-    ("rank_ffn()", "return low(ffn - first_ffn(), kShardUnit * share(units(ffn)));"),
-    ("first_ffn()", "return low(ffn, kShardUnit * start(units(ffn)));"),
-    ("rank_vocab()", "return low(vocab - first_vocab(), kShardUnit * share(units(vocab)));"),
-    ("first_vocab()", "return low(vocab, kShardUnit * start(units(vocab)));"),
-    ("head_ranks()", "return low(heads, tp);"),
-    ("ffn_ranks()", "return low(units(ffn), tp);"),
-    ("q_cols()", "return rank_heads() * head_dim;"),
-    ("kv_cols()", "return rank_kv_heads() * head_dim;"),
-    ("o_cols()", "return replicated_o ? heads * head_dim : q_cols();"),
-    ("o_first()", "return replicated_o ? first_head() * head_dim : 0;"),
-    ("group_size()", "return heads / kv_heads;"),
-    (
-        "query_head(int32_t kv_head)",
-        "const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0;",
-    ),
-    (
-        "query_head_end(int32_t kv_head)",
-        "return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads());",
-    ),
+# Constants of C++: under the names that they have in these modules, or after `=` there, and before it in C++.
+_WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
+_COMMON = (
+    *((record, _WORDS), (dims, "shard_unit"), (phases, "max_phases"), (record, "next indexed")),
+    (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
+_CUDA = (
+    (launch, "threads pages page_bytes slots claim_slots"),
+    (pages, "tile_rows=page_rows tile_inner=k_step box_rows chunk piece=dot_piece pieces dot_input_pages norm_bytes"),
+    (pages, "consumer_warps=units query_tile"),
+    (launch, "shared_bytes map_bytes clock_stamps prologue body epilogue queues"),
+)
+
+
+def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
+    named = [(module, *name.partition("=")) for module, names in groups for name in names.split()]
+    values = {_camel(name): getattr(module, (own or name).upper()) for module, name, _, own in named}
+    return [f"constexpr int32_t k{name} = {value};" for name, value in values.items()]
+
+
+# Methods of Dims that C++ has too, translated from their Python. What is derived is worked out once for each program.
+_DERIVED = (
+    *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "group_size", "rank_heads", "first_head"),
+    *("first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab", "head_ranks"),
+    *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
+)
+_FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
+_HELPERS = ("ceil_div", "shard_units", "share", "start")
+
+
+def _c(node: ast.expr) -> str:
+    """A Python expression over whole numbers that are not negative, in C++."""
+    match node:
+        case ast.BinOp(left, op, right):
+            signs = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"}
+            return f"({_c(left)} {signs[type(op)]} {_c(right)})"
+        case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), a), ast.FloorDiv(), b)):
+            return f"(({_c(a)} + {_c(b)} - 1) / {_c(b)})"
+        case ast.Compare(left, [op], [right]):
+            return f"({_c(left)} {({ast.Lt: '<', ast.Gt: '>'})[type(op)]} {_c(right)})"
+        case ast.IfExp(test, yes, no):
+            return f"({_c(test)} ? {_c(yes)} : {_c(no)})"
+        case ast.Call(ast.Name(name), arguments):
+            names = {"min": "lower_of", "max": "higher_of"}
+            return f"{names.get(name, name)}({', '.join(map(_c, arguments))})"
+        case ast.Attribute(ast.Name("self"), name):
+            return name if name in dict(DIM_FIELDS) else f"{name}()"
+        case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):
+            return f"{name}({', '.join(map(_c, arguments))})"
+        case ast.Name("SHARD_UNIT"):
+            return "kShardUnit"
+        case ast.Name(name):
+            return name
+        case ast.Constant(int(value)):
+            return str(value)
+    raise AssertionError(f"no C++ for {ast.unparse(node)}")
+
+
+def _function(source: Callable[..., Any]) -> tuple[str, str]:
+    """(parameters, body) in C++ of a Python function that returns an expression, or one of two."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    parameters = ", ".join(f"int32_t {a.arg}" for a in definition.args.args if a.arg != "self")
+    lines = []
+    for statement in definition.body:
+        match statement:
+            case ast.Expr(ast.Constant(str())):
+                continue
+            case ast.If(test, [ast.Return(ast.expr() as value)], []):
+                lines.append(f"if ({_c(test)}) return {_c(value)};")
+            case ast.Return(ast.expr() as value):
+                lines.append(f"return {_c(value)};")
+            case _:
+                raise AssertionError(f"no C++ for {ast.unparse(statement)}")
+    return parameters, " ".join(lines)
+
+
+def _method(name: str) -> str:
+    member: Any = getattr(Dims, name)
+    parameters, body = _function(getattr(member, "fget", member))
+    return f"  MK_DIMS_FN int32_t {name}({parameters}) const {{ {body} }}"
 
 
 def _sizes() -> list[str]:
     """Dims with what is derived from them as fields, under the same names."""
-    functions = [(name, body) for name, body in _DIM_FUNCTIONS if not name.endswith("()")]
-    derived = [name.removesuffix("()") for name, _ in _DIM_FUNCTIONS if name.endswith("()")]
     return [
         "// Dims, and what is derived from them, worked out once: that takes divisions.",
         "struct Sizes : Dims {",
-        *(f"  int32_t {name}_;" for name in derived),
-        *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in derived),
-        *(f"  MK_DIMS_FN int32_t {signature} const {{ {body} }}" for signature, body in functions),
+        *(f"  int32_t {name}_;" for name in _DERIVED),
+        *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in _DERIVED),
+        *map(_method, _FUNCTIONS),
         "};",
         "",
         "MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {",
         "  Sizes s;",
         "  static_cast<Dims&>(s) = d;",
-        *(f"  s.{name}_ = d.{name}();" for name in derived),
+        *(f"  s.{name}_ = d.{name}();" for name in _DERIVED),
         "  return s;",
         "}",
     ]
 
 
-def _matmul(m: Matmul) -> str:
-    """Operands of MK_MATMULS."""
-    inner = f"d.{m.inner}" + ("" if m.inner in dict(DIM_FIELDS) else "()")
-    output = -1 if m.output is None else m.output.value
-    return f"{m.weights.name}, {m.inputs.name}, {inner}, {m.width}, {output}"
+def _helpers() -> list[str]:
+    out = [
+        "MK_DIMS_FN inline int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }",
+        "MK_DIMS_FN inline int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }",
+    ]
+    for name in _HELPERS:
+        parameters, body = _function(getattr(dims, name))
+        out.append(f"MK_DIMS_FN inline int32_t {name}({parameters}) {{ {body} }}")
+    return out
+
+
+def _enum(name: str, values: type[IntEnum], kind: str = "int32_t") -> str:
+    members = ", ".join(f"k{_camel(v.name)} = {v.value}" for v in values)
+    return f"enum class {name} : {kind} {{ {members} }};"
 
 
 def _camel(name: str) -> str:
@@ -127,66 +173,52 @@ def _camel(name: str) -> str:
 
 def header() -> str:
     """Text of csrc/common/isa.h."""
+    layouts = {spec.layout: spec.operands for spec in OPERATIONS.values()}
     out = [
         "// Generated by `python -m megakernel.codegen` from megakernel/isa and megakernel/trace. Do not edit.",
         "#pragma once",
         '#include "integers.h"',
         "",
-        "namespace mk {",
-        "",
-        *_constants(),
-        "",
-        "enum class Dtype : int32_t { " + ", ".join(f"{d.name} = {d.value}" for d in Dtype) + " };",
-        "",
-        "enum class Buffer : int32_t {",
-        *(f"  {b.name} = {b.value},  // {BUFFERS[b].what}" for b in Buffer),
-        "};",
-        f"constexpr int32_t kBuffers = {len(Buffer)};",
-        "constexpr bool kLayered[kBuffers] = {" + ", ".join(str(BUFFERS[b].layered).lower() for b in Buffer) + "};",
-        "",
-        "// name, Name, opcode",
-        "#define MK_INSTRUCTIONS(X) \\",
-        " \\\n".join(f"  X({i.name}, {_camel(i.name)}, {i.opcode})" for i in INSTRUCTIONS),
-        "",
-        "// name, weights, inputs, inner length of `d`, matrices side by side, buffer that is stored by tiles or -1",
-        "#define MK_MATMULS(X) \\",
-        " \\\n".join(f"  X({i.name}, {_matmul(i.matmul)})" for i in INSTRUCTIONS if i.matmul),
-        "",
-        "enum class Opcode : int32_t {",
-        *(f"  {i.name} = {i.opcode}," for i in INSTRUCTIONS),
-        "};",
-        f"constexpr int32_t kOpcodes = {max(i.opcode for i in INSTRUCTIONS) + 1};",
-        "",
-        "// Operands of each instruction, laid over words 1..15 of its record.",
-    ]
-    for i in INSTRUCTIONS:
-        body = " ".join(f"int32_t {name};" for name in i.operands)
-        out.append(f"struct {_camel(i.name)} {{ {body + ' ' if body else ''}}};")
-    layouts = list(dict.fromkeys(i.operands for i in INSTRUCTIONS))
-    out += ["", "// Equal of instructions whose operands are the same, in the same order.", "template <class Operands>"]
-    out += ["constexpr int32_t kLayout = -1;"]
-    out += [
-        f"template <> constexpr int32_t kLayout<{_camel(i.name)}> = {layouts.index(i.operands)};" for i in INSTRUCTIONS
-    ]
-    out += ["", "struct Dims {"]
-    out += [f"  {'float' if kind is float else 'int32_t'} {name};" for name, kind in DIM_FIELDS]
-    out += [
         "#ifdef __CUDACC__",
         "#define MK_DIMS_FN __host__ __device__",
         "#else",
         "#define MK_DIMS_FN",
         "#endif",
-        *(f"  MK_DIMS_FN int32_t {signature} const {{ {body} }}" for signature, body in _DIM_FUNCTIONS),
         "",
-        " protected:",
-        "  MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }",
-        "  MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }",
-        "  MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }",
-        "  MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }",
+        "namespace mk {",
+        "",
+        *_constants(_COMMON),
+        "",
+        "enum class Dtype : int32_t { " + ", ".join(f"{d.name} = {d.value}" for d in Dtype) + " };",
+        "",
+        "enum class Buffer : int32_t {",
+        f"  kNone = {NO_BUFFER},",
+        *(f"  {b.name} = {b.value},  // {BUFFERS[b].what}" for b in Buffer),
         "};",
+        f"constexpr int32_t kBuffers = {len(Buffer)};",
+        "constexpr bool kLayered[kBuffers] = {" + ", ".join(str(BUFFERS[b].layered).lower() for b in Buffer) + "};",
         "",
-        *_sizes(),
+        _enum("Operation", Operation),
+        f"constexpr int32_t kOperations = {max(Operation) + 1};",
+        _enum("Rows", Rows),
+        _enum("Result", Result),
+        _enum("Units", Units),
         "",
+        "// A phase as one rank sees it; kMaxPhases + 1 of them, by number.",
+        "struct Phase {",
+        *(f"  {f.kind} {f.name};{'  // ' + f.what if f.what else ''}" for f in PHASE_FIELDS),
+        "};",
+        f"static_assert(sizeof(Phase) == {4 * len(PHASE_FIELDS)});",
+        "",
+        "// Operands of each operation, laid over words 1..15 of its records.",
+    ]
+    for name, operands in layouts.items():
+        body = " ".join(f"int32_t {operand};" for operand in operands)
+        out.append(f"struct {name} {{ {body + ' ' if body else ''}}};")
+    out += ["", *_helpers(), "", "struct Dims {"]
+    out += [f"  {'float' if kind is float else 'int32_t'} {name};" for name, kind in DIM_FIELDS]
+    out += [*map(_method, (*_DERIVED, *_FUNCTIONS)), "};", "", *_sizes(), ""]
+    out += [
         "// The step table, by field.",
         "struct StepView {",
         *(f"  const {'float' if f.is_float else 'int32_t'}* {f.name};  // {f.what}" for f in STEP_FIELDS),
@@ -222,29 +254,6 @@ def header() -> str:
 
 def params() -> str:
     """Text of csrc/cuda/params.h."""
-    constants = {
-        "kThreads": launch.THREADS,
-        "kPages": launch.PAGES,
-        "kPageBytes": launch.PAGE_BYTES,
-        "kSlots": launch.SLOTS,
-        "kClaimSlots": launch.CLAIM_SLOTS,
-        "kTileRows": pages.PAGE_ROWS,
-        "kTileInner": pages.K_STEP,
-        "kBoxRows": pages.BOX_ROWS,
-        "kChunk": pages.CHUNK,
-        "kPiece": pages.DOT_PIECE,
-        "kPieces": pages.PIECES,
-        "kDotInputPages": pages.DOT_INPUT_PAGES,
-        "kConsumerWarps": pages.UNITS,
-        "kQueryTile": pages.QUERY_TILE,
-        "kSharedBytes": launch.SHARED_BYTES,
-        "kMapBytes": launch.MAP_BYTES,
-        "kClockStamps": launch.CLOCK_STAMPS,
-        "kPrologue": launch.PROLOGUE,
-        "kBody": launch.BODY,
-        "kEpilogue": launch.EPILOGUE,
-        "kQueues": launch.QUEUES,
-    }
     out = [
         "// Generated by `python -m megakernel.codegen` from megakernel/isa/{launch,pages}.py. Do not edit.",
         "#pragma once",
@@ -252,7 +261,7 @@ def params() -> str:
         "",
         "namespace mk {",
         "",
-        *(f"constexpr int32_t {name} = {value};" for name, value in constants.items()),
+        *_constants(_CUDA),
         "",
         "// Warps of a block; the others are consumers.",
         f"enum : int32_t {{ {', '.join(_warp(role) for role in launch.SERVICE_WARPS)}, kConsumerWarp }};",
@@ -300,24 +309,18 @@ def _pages_reference() -> list[str]:
         "| --- | --- | --- |",
         *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in Stream),
         "",
-        "Per tile of `rows` × `cols` outputs, with K the inner length; ⌈⌉ all divisions.",
+        "Per tile of `rows` × `cols` outputs of a matmul, with K the inner length and M the matrices side by side;"
+        " all divisions are rounded up.",
         "",
-        "| matmul | weights | inputs | K | output by tiles | weight pages | input pages | output pages |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| result | weight pages | input pages | output pages |",
+        "| --- | --- | --- | --- |",
     ]
-    for i in INSTRUCTIONS:
-        if i.matmul is None:
-            continue
-        m, wide = i.matmul, f"{i.matmul.width} · cols" if i.matmul.width > 1 else "cols"
-        columns = {Dtype.F32: p.ROW_BYTES // 4, None: p.ROW_BYTES // 2}
-        stored = f"cols / {columns[BUFFERS[m.output].dtype]}" if m.output is not None else "—"
-        name = f"`{m.output.name}`" if m.output is not None else "—"
-        of_weights = f"K / {p.K_STEP} · " + (f"{m.width} · " if m.width > 1 else "") + f"(cols / {p.PAGE_ROWS})"
-        of_inputs = f"K / {p.K_STEP} · ({wide} / {p.CHUNK})"
-        out.append(
-            f"| `{i.name}` | `{m.weights.name}` | `{m.inputs.name}` | {m.inner} | {name} | {of_weights} | {of_inputs} |"
-            f" {stored} |"
-        )
+    of_weights, of_inputs = f"K / {p.K_STEP} · M · (cols / {p.PAGE_ROWS})", f"K / {p.K_STEP} · (M · cols / {p.CHUNK})"
+    for result in RESULTS:
+        output = "—"
+        if result in p.BY_PAGES:
+            output = f"cols / {p.ROW_BYTES // (4 if result is Result.RESIDUAL else 2)}"
+        out.append(f"| `{result.name}` | {of_weights} | {of_inputs} | {output} |")
     laps = f"weight pages / ({launch.PAGES} − X, rounded down to an even number)"
     out += [
         "",
@@ -325,7 +328,7 @@ def _pages_reference() -> list[str]:
         f" X = rows · (K / {p.DOT_PIECE}) / {p.PIECES}, at most {p.DOT_INPUT_PAGES}, input pages X · ({laps});"
         " no output pages.",
         "",
-        f"`attention`, per pass of {p.UNITS} units ({p.QUERY_TILE} query rows × heads of one KV head), KV block and"
+        f"Attention, per pass of {p.UNITS} units ({p.QUERY_TILE} query rows × heads of one KV head), KV block and"
         f" KV head of the pass: 2 · (head_dim / {p.K_STEP}) input pages; for an item of padding one. Others take none.",
         "",
         "Consumers release a k step when the products of the next one are under way, weights of dots when they are used"
@@ -341,13 +344,20 @@ def reference() -> str:
         "",
         "Generated by `python -m megakernel.codegen` from `megakernel/isa`.",
         "",
-        "| opcode | name | family | operands | meaning | stored as |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "A phase is an operation with its parameters (`megakernel/isa/phases.py`); the phases of a model are in"
+        " `megakernel/model/families`. A record names its phase by number.",
+        "",
+        "| number | operation | family | operands | meaning |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for i in INSTRUCTIONS:
-        operands = ", ".join(i.operands) or "—"
-        meaning = i.semantics.replace("|", "\\|")
-        out.append(f"| {i.opcode} | `{i.name}` | {i.family.name.lower()} | {operands} | {meaning} | {i.output} |")
+    for operation, spec in OPERATIONS.items():
+        operands = ", ".join(spec.operands) or "—"
+        meaning = spec.meaning.replace("|", "\\|")
+        out.append(
+            f"| {operation.value} | {operation.name.lower()} | {spec.family.name.lower()} | {operands} | {meaning} |"
+        )
+    out += ["", "## Results of a matmul", "", "| result | meaning |", "| --- | --- |"]
+    out += [f"| `{result.name}` | {meaning} |" for result, meaning in RESULTS.items()]
     out += ["", "## Pages", "", *_pages_reference()]
     out += [
         "",
@@ -356,11 +366,11 @@ def reference() -> str:
         "| id | name | space | type | per layer | what |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for b, spec in BUFFERS.items():
-        dtype = "compute" if spec.dtype is None else spec.dtype.name.lower()
-        layered = "yes" if spec.layered else "no"
-        space = Space(spec.space).value
-        out.append(f"| {b.value} | `{b.name}` | {space} | {dtype} | {layered} | {spec.what} |")
+    for b, buffer in BUFFERS.items():
+        dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
+        layered = "yes" if buffer.layered else "no"
+        space = Space(buffer.space).value
+        out.append(f"| {b.value} | `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
     out += ["", "## Step table", "", "| field | length | type | what |", "| --- | --- | --- | --- |"]
     for f in STEP_FIELDS:
         length = " × ".join(f.of) + (f" + {f.plus}" if f.plus else "")

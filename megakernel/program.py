@@ -13,6 +13,8 @@ Besides its streams a rank may have queues: records that belong to the body and 
 body, `drain` instructions claim them in order. In a trace and in messages, record i of the queues is instruction
 len(body.records) + i.
 
+`forward` says what the phases are that records name by number.
+
 With more than one rank a program ends in a barrier over all of them: every stream's last instruction comes after
 every instruction of every rank. It is the only edge between launches.
 """
@@ -30,11 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import MegakernelError
-from .isa import INSTRUCTIONS, Dims, Family
-from .isa.record import WORDS, Records, opcode
+from .isa import Dims, Forward
+from .isa.record import WORDS, Records, phase_number
 
 _MAGIC = b"MKPROG\0"
-VERSION = 4
+VERSION = 5
 SEGMENTS = ("prologue", "body", "epilogue")
 
 
@@ -54,6 +56,7 @@ class Program:
     """Immutable. `machine` is a name, for people; `counters` is the size of one counter block."""
 
     dims: Dims
+    forward: Forward
     machine: str
     ranks: int
     workers: int
@@ -92,7 +95,7 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def phases(self, index: int) -> list[Segment]:
-        """Segment `index` as a list of phases, each all instructions of one kind, on the streams of all ranks.
+        """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
 
         One phase after the other, each with a barrier behind it over all ranks, the body's again for each layer, is the
         sequential meaning of the program: no counter is needed. Joins and drains are gone, a queue's instructions are
@@ -107,8 +110,8 @@ class Program:
             dealt = claimed * self.workers + (np.arange(len(claimed)) - first) % self.workers
             streams = np.concatenate([streams, dealt])
         out = []
-        for instruction in (i for i in INSTRUCTIONS if i.family is not Family.CONTROL):
-            rows = np.flatnonzero(opcode(records) == instruction.opcode)
+        for phase in self.forward.segments[index]:
+            rows = np.flatnonzero(phase_number(records) == phase.number)
             rows = rows[np.argsort(streams[rows], kind="stable")]
             lengths = np.bincount(streams[rows], minlength=self.ranks * self.workers)
             if len(rows):
@@ -139,6 +142,7 @@ class Program:
     def to_bytes(self) -> bytes:
         header = {
             "dims": asdict(self.dims),
+            "forward": self.forward.to_json(),
             "machine": self.machine,
             "ranks": self.ranks,
             "workers": self.workers,
@@ -195,6 +199,7 @@ def _parse(payload: bytes) -> Program:
     totals = {s: arrays[f"totals_{s}"].reshape(header["ranks"], -1) for s in ("first", "middle", "last")}
     return Program(
         dims=Dims(**header["dims"]),
+        forward=Forward.from_json(header["forward"]),
         machine=header["machine"],
         ranks=header["ranks"],
         workers=header["workers"],

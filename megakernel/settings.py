@@ -42,12 +42,25 @@ SETTINGS: dict[str, Setting] = {
             "--backend",
         ),
         Setting("dtype", "auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
+        Setting(
+            "weights",
+            "type of the matrices in memory: auto (what is computed in), f32 or q8_0 (not on a GPU)",
+            "auto",
+            "--weights",
+        ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
             "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
         ),
         Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
+        Setting(
+            "norm",
+            "norms of a layer: auto, own (it begins with its attention norm), next (it ends with the next layer's) or "
+            "inside (in the matmuls that read them; for few rows)",
+            "auto",
+            "--norm",
+        ),
         Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
         Setting(
             "matmul",
@@ -113,6 +126,12 @@ SETTINGS: dict[str, Setting] = {
             "1: processes check that ranks store at others only what their instructions declare (slow)",
             "0",
             env="MEGAKERNEL_AUDIT",
+        ),
+        Setting(
+            "check steps",
+            "1: every step table is checked before it is launched (slow)",
+            "0",
+            env="MEGAKERNEL_CHECK_STEPS",
         ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),

@@ -1,9 +1,9 @@
 """Which instruction, on which worker, after what?"""
 
-from .choose import settle
+from .candidates import with_matmul
 from .compile import compile_program
 from .describe import describe
 from .disasm import disassemble
 from .options import Options
 
-__all__ = ["Options", "compile_program", "describe", "disassemble", "settle"]
+__all__ = ["Options", "compile_program", "describe", "disassemble", "with_matmul"]

@@ -7,61 +7,57 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Column, Dims, Instruction, itemsize, link_bytes, tile_work
+from ..isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_work
 from ..machine import Machine
 
 
-def seconds(instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
+def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     """[n] predicted seconds of each instruction on one worker, which has an even share of the machine's rates.
 
     Loads overlap arithmetic inside a worker, so the slower of the two counts. Attention's work is in the step
     table; here it costs its dispatch only.
     """
     share = float(machine.workers)
-    memory = instruction.cost(columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
-    return np.maximum(_arithmetic(instruction, columns, dims, machine), memory) + machine.dispatch_s
+    memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
+    return np.maximum(_arithmetic(phase, columns, dims, machine), memory) + machine.dispatch_s
 
 
-def phase_seconds(instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
-    """Predicted seconds of all of a rank's instructions of one kind, when its workers have no other work.
+def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
+    """Predicted seconds of all of a rank's instructions of one phase, when its workers have no other work.
 
     Arithmetic, memory and link overlap; workers share memory unevenly when few of them read. Then a signal, and as
     long again where it has to follow stores to other ranks.
     """
-    arithmetic = _arithmetic(instruction, columns, dims, machine) + machine.dispatch_s
-    _, memory, link = unit_seconds(instruction, columns, dims, machine)
+    arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
+    _, memory, link = unit_seconds(phase, columns, dims, machine)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
     return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
 
 
-def unit_seconds(
-    instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
-) -> tuple[float, float, float]:
+def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
     """Seconds for which a rank's instructions keep all of its arithmetic, its memory and its link busy."""
-    arithmetic = float(_arithmetic(instruction, columns, dims, machine).sum()) / machine.workers
-    memory = float(instruction.cost(columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
-    link = float(link_bytes(instruction, columns, dims).sum()) / machine.link_bytes_per_s
+    arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
+    memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
+    link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
     return arithmetic, memory, link
 
 
-def _arithmetic(
-    instruction: Instruction, columns: dict[str, Column], dims: Dims, machine: Machine
-) -> NDArray[np.float64]:
-    cost = instruction.cost(columns, dims)
+def _arithmetic(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
+    work = cost(phase, columns, dims)
     share = float(machine.workers)
-    if instruction.matmul and dims.pages and not dims.dots:
+    if phase.is_matmul and dims.units == Units.TENSOR:
         rows, cols = (columns[name].astype(np.int64) for name in ("rows", "cols"))
-        flops, loads = tile_work(instruction.matmul, rows, cols, dims)
+        flops, loads = tile_work(phase, rows, cols, dims)
         matrix, cache = flops / machine.matrix_flops, loads / machine.cache_bytes_per_s
         tiles: NDArray[np.float64] = share * np.maximum(matrix, cache)
         return tiles
-    return cost.matrix_flops * (share / _matmul_flops(dims, machine)) + cost.vector_flops * (
+    return work.matrix_flops * (share / _matmul_flops(dims, machine)) + work.vector_flops * (
         share / machine.vector_flops
     )
 
 
 def _matmul_flops(dims: Dims, machine: Machine) -> float:
-    return machine.vector_flops if dims.dots else machine.matrix_flops
+    return machine.vector_flops if dims.units == Units.DOTS else machine.matrix_flops
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:

@@ -1,4 +1,4 @@
-"""Which tasks must precede which, derived from the regions that the instruction table declares.
+"""Which tasks must precede which, derived from the regions that phases declare.
 
 Tasks are handled in groups: those of one phase in one row block. On the layers that can tell neighbours apart
 (prologue, body, body, epilogue) every two groups that touch a common part of the same rank's copy of a buffer, one of
@@ -14,14 +14,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind
-from .lower import Phase, Tasks, kinds
+from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
 from .regions import block_box, boxes, hulls, nonempty
+from .tasks import PhaseTasks, Tasks, ordinals
 
 PROLOGUE, BODY, EPILOGUE = range(3)
 
@@ -40,16 +40,17 @@ class Touch:
 class Group:
     """Tasks of one phase that share a block. `index` is NONE for real groups, else how the table picks.
 
-    `kind` counts the segment's kinds of instructions in program order: the same on every rank.
+    `tasks` is the index of its PhaseTasks in the segment; `ordinal` counts the segment's phases in program order: it is
+    the same on every rank.
     """
 
     segment: int
-    phase: int
-    kind: int
+    tasks: int
+    ordinal: int
     rank: int
     block: int
     index: Index
-    members: NDArray[np.int64]  # tasks of the phase; none for a virtual group
+    members: NDArray[np.int64]  # indices of its tasks; none for a virtual group
     touches: tuple[Touch, ...]
 
     @property
@@ -74,9 +75,9 @@ def derive(tasks: Tasks) -> Dependencies:
     """Transitive reduction of the conflicts."""
     groups = [
         group
-        for segment, phases in enumerate(tasks.segments)
-        for number, (phase, kind) in enumerate(zip(phases, kinds(phases), strict=True))
-        for group in _groups(segment, number, kind, phase, replace(tasks.dims, rank=phase.rank))
+        for segment, parts in enumerate(tasks.segments)
+        for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True))
+        for group in _groups(segment, number, ordinal, part, tasks.rank_dims[part.rank])
     ]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.layers, 2), EPILOGUE]
     node_group = [g for copy in copies for g, group in enumerate(groups) if group.segment == copy]
@@ -104,13 +105,13 @@ def derive(tasks: Tasks) -> Dependencies:
     return found
 
 
-def _groups(segment: int, number: int, kind: int, phase: Phase, d: Dims) -> Iterator[Group]:
+def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
     """Real groups by block, then virtual ones by row block."""
-    accesses = phase.instruction.accesses(phase.columns, d)
-    order = np.argsort(phase.block, kind="stable")
-    starts = np.flatnonzero(np.diff(phase.block[order], prepend=-1))
+    touched_by = accesses(part.phase, part.columns, d)
+    order = np.argsort(part.block, kind="stable")
+    starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
     touches: list[list[Touch]] = [[] for _ in starts]
-    for access in (a for a in accesses if a.index in (Index.NONE, Index.LOGIT_OWNER)):
+    for access in (a for a in touched_by if a.index in (Index.NONE, Index.LOGIT_OWNER)):
         around = hulls(boxes(access)[order], starts)
         ranks = (
             [_ranks(rank, d) for rank in access.rank[order[starts]]] if isinstance(access.rank, np.ndarray) else None
@@ -119,15 +120,15 @@ def _groups(segment: int, number: int, kind: int, phase: Phase, d: Dims) -> Iter
         for g in np.flatnonzero(nonempty(around)).tolist():
             at = one if ranks is None else ranks[g]
             touches[g].append(Touch(access.buffer, at, access.kind is not Kind.READ, tuple(around[g].tolist())))
-    blocks = phase.block[order[starts]].tolist()
+    blocks = part.block[order[starts]].tolist()
     for block, members, touched in zip(blocks, np.split(order, starts[1:]), touches, strict=True):
         if touched:
-            yield Group(segment, number, kind, d.rank, block, Index.NONE, members, tuple(touched))
+            yield Group(segment, number, ordinal, d.rank, block, Index.NONE, members, tuple(touched))
     for index in (Index.ITEM, Index.LOGIT_ROW):
-        picked = [a for a in accesses if a.index is index]
+        picked = [a for a in touched_by if a.index is index]
         for block in range(d.row_blocks) if picked else ():
-            owner = block % d.tp
-            if index is Index.LOGIT_ROW and not d.one_hop and owner != d.rank:
+            owner = d.owner(block * d.row_block)
+            if index is Index.LOGIT_ROW and not d.replicated_residual and owner != d.rank:
                 continue
             parts = tuple(
                 Touch(
@@ -138,7 +139,7 @@ def _groups(segment: int, number: int, kind: int, phase: Phase, d: Dims) -> Iter
                 )
                 for access in picked
             )
-            yield Group(segment, number, kind, d.rank, block, index, np.zeros(0, np.int64), parts)
+            yield Group(segment, number, ordinal, d.rank, block, index, np.zeros(0, np.int64), parts)
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
                 touched[t.buffer, layer, rank].append((row, row_end, col, col_end, node, int(t.writes)))
     pairs = [_overlapping(np.array(sorted(rows), dtype=np.int64)) for rows in touched.values()]
     a, b = np.concatenate(pairs, axis=1)
-    run = np.array(node_copy) * (1 + max(g.kind for g in groups)) + [groups[g].kind for g in node_group]
+    run = np.array(node_copy) * (1 + max(g.ordinal for g in groups)) + [groups[g].ordinal for g in node_group]
     keep = run[a] < run[b]
     pair = np.unique(b[keep] * len(run) + a[keep])
     producer = (pair % len(run)).tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE, Dims, link_bytes
+from ..isa import MAX_PHASES, Dims, Forward, Units, link_bytes
 from ..isa import record as rec
 from ..isa.record import Records
 from ..program import Program, Segment
@@ -19,14 +19,14 @@ def describe(program: Program) -> dict[str, Any]:
     """Counts of one launch, JSON-ready.
 
     instructions            all ranks, body unrolled
-    by_opcode               the same by instruction name
-    per_layer               one layer's by instruction name
+    by_opcode               the same by name of the phase
+    per_layer               one layer's by name of the phase
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
     all_to_all_per_layer    counters of a layer that every instruction of a phase signals and every instruction of
                             another waits for, more than one each: a barrier between the two
     waits_per_instruction   {number of wait words: instructions}, body unrolled
     matmul                  dots or tensor; None for a CPU
-    lowering                how the O projection and the residual stream are shared; None for one rank
+    lowering                see the function of that name
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store at other ranks
     link_bytes              of one launch, declared stores of all ranks
     """
@@ -34,18 +34,18 @@ def describe(program: Program) -> dict[str, Any]:
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
     layer = _link(program, (program.body, program.queues))
     ends = _link(program, (program.prologue,)) + _link(program, (program.epilogue,))
-    by_opcode: Counter[str] = Counter()
+    by_phase: Counter[str] = Counter()
     waits: Counter[int] = Counter()
     for segment, runs in segments:
-        for name, count in _names(segment.records).items():
-            by_opcode[name] += count * runs
+        for name, count in _names(program, segment.records).items():
+            by_phase[name] += count * runs
         used = np.count_nonzero(rec.waits(segment.records), axis=1)
         for number, count in zip(*np.unique(used, return_counts=True), strict=True):
             waits[int(number)] += int(count) * runs
     return {
         "instructions": program.instructions,
-        "by_opcode": dict(by_opcode),
-        "per_layer": _names(np.concatenate([program.body.records, program.queues.records])),
+        "by_opcode": dict(by_phase),
+        "per_layer": _names(program, program.numbered(1)[0]),
         "workers": program.workers,
         "ranks": program.ranks,
         "layers": layers,
@@ -53,18 +53,21 @@ def describe(program: Program) -> dict[str, Any]:
         "bytes": len(program.to_bytes()),
         "all_to_all_per_layer": _all_to_all(program),
         "waits_per_instruction": dict(sorted(waits.items())),
-        "matmul": ("dots" if dims.dots else "tensor") if dims.pages else None,
-        "lowering": None if dims.tp == 1 else _lowering(dims),
+        "matmul": None if dims.units == Units.CORE else Units(dims.units).name.lower(),
+        "lowering": lowering(dims, program.forward),
         "link_bytes_per_layer": layer.tolist(),
         "link_bytes": int(layers * layer.sum() + ends.sum()),
     }
 
 
-def _lowering(dims: Dims) -> dict[str, str]:
-    return {
+def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
+    """Where a layer's norms are computed; of many ranks also how they share the O projection and the residual."""
+    inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
+    ranks = {
         "o": "replicated" if dims.replicated_o else "sharded",
-        "residual": "replicated" if dims.one_hop else "dealt",
+        "residual": "replicated" if dims.replicated_residual else "dealt",
     }
+    return (ranks if dims.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
 
 
 def _link(program: Program, segments: Sequence[Segment]) -> NDArray[np.int64]:
@@ -72,10 +75,10 @@ def _link(program: Program, segments: Sequence[Segment]) -> NDArray[np.int64]:
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for rank in range(program.ranks):
         records = _of_rank(program, segments, rank)
-        for number in np.unique(rec.opcode(records)):
-            instruction = BY_OPCODE[int(number)]
-            columns = instruction.columns(records[rec.opcode(records) == number])
-            out[rank] += link_bytes(instruction, columns, program.rank_dims(rank))
+        numbers = rec.phase_number(records)
+        for number in np.unique(numbers).tolist():
+            phase = program.forward.by_number[number]
+            out[rank] += link_bytes(phase, phase.columns(records[numbers == number]), program.rank_dims(rank))
     return out
 
 
@@ -87,9 +90,9 @@ def _of_rank(program: Program, segments: Sequence[Segment], rank: int) -> Record
     return np.concatenate(parts)
 
 
-def _names(records: Records) -> dict[str, int]:
-    numbers, counts = np.unique(rec.opcode(records), return_counts=True)
-    return {BY_OPCODE[int(n)].name: int(c) for n, c in zip(numbers, counts, strict=True)}
+def _names(program: Program, records: Records) -> dict[str, int]:
+    counts = np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1).tolist()
+    return {phase.name: counts[n] for n, phase in program.forward.by_number.items() if counts[n]}
 
 
 def _all_to_all(program: Program) -> int:
@@ -99,7 +102,7 @@ def _all_to_all(program: Program) -> int:
     """
     body = (program.body, program.queues)
     ranks = [_of_rank(program, body, rank) for rank in range(program.ranks)]
-    sizes = [np.bincount(rec.opcode(records), minlength=max(BY_OPCODE) + 1)[:, None] for records in ranks]
+    sizes = [np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1)[:, None] for records in ranks]
     size, most = np.sum(sizes, axis=0), 0
     for rank, (records, own) in enumerate(zip(ranks, sizes, strict=True)):
         signals = np.sum([_users(program, r, rec.signals(r), to=rank) for r in ranks], axis=0)
@@ -110,7 +113,7 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """[opcode, counter]: instructions whose words `named` name a rank's counter. A grid's name counts for each member.
+    """[phase, counter]: instructions whose words `named` name a rank's counter. A grid's name counts for each member.
 
     `to`: whose counters, where the words say so.
     """
@@ -119,15 +122,14 @@ def _users(program: Program, records: Records, named: Records, to: int | None = 
     if to is not None:
         used &= np.isin(rec.word_rank(named), (to, rec.OWNER, rec.ALL_RANKS))
     row, slot = np.nonzero(used)
-    word, kind = named[row, slot], rec.opcode(records)[row]
-    attention = BY_NAME["attention"]
-    out = np.zeros((max(BY_OPCODE) + 1, program.counters), dtype=np.int64)
+    word, number = named[row, slot], rec.phase_number(records)[row]
+    out = np.zeros((MAX_PHASES + 1, program.counters), dtype=np.int64)
     plain = word & rec.INDEXED == 0
-    np.add.at(out, (kind[plain], rec.word_counter(word[plain])), 1)
-    for r, w in zip(row[~plain], word[~plain], strict=True):
-        groups = int(attention.columns(records[[r]])["groups"][0]) if to is None else 1
+    np.add.at(out, (number[plain], rec.word_counter(word[plain])), 1)
+    for r, n, w in zip(row[~plain], number[~plain].tolist(), word[~plain], strict=True):
+        groups = int(program.forward.by_number[n].columns(records[[r]])["groups"][0]) if to is None else 1
         members = np.arange(dims.row_blocks * groups)
         if to is not None and rec.word_rank(w) == rec.OWNER:
-            members = members[members % dims.tp == to]
-        out[attention.opcode, rec.word_counter(w) + members] += 1
+            members = members[dims.owner(members * dims.row_block) == to]
+        out[n, rec.word_counter(w) + members] += 1
     return out

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_OPCODE, Dtype
+from ..isa import Dtype, Forward
 from ..isa import record as rec
 from ..program import Program, Segment
+
+Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # of layer 0 and of a later one; [ranks, counters]
 
 
 def disassemble(program: Program) -> Iterator[str]:
@@ -29,16 +31,15 @@ def disassemble(program: Program) -> Iterator[str]:
     first, middle, last = program.totals_first, program.totals_middle, program.totals_last
     body = (first, first if d.layers == 1 else middle)
     streams, queues = ("worker", program.workers), ("queue", program.rank_queues)
-    yield from _segment("prologue", program.prologue, streams, (first, first))
-    yield from _segment(f"body, layers 0 to {d.layers - 1}", program.body, streams, body)
-    yield from _segment("queues of the body", program.queues, queues, body, start=len(program.body.records))
-    yield from _segment("epilogue", program.epilogue, streams, (last, last))
+    yield from _segment("prologue", program.prologue, streams, (first, first), program.forward)
+    yield from _segment(f"body, layers 0 to {d.layers - 1}", program.body, streams, body, program.forward)
+    yield from _segment("queues of the body", program.queues, queues, body, program.forward, len(program.body.records))
+    yield from _segment("epilogue", program.epilogue, streams, (last, last), program.forward)
 
 
-Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # of layer 0 and of a later one; [ranks, counters]
-
-
-def _segment(title: str, segment: Segment, of: tuple[str, int], totals: Totals, start: int = 0) -> Iterator[str]:
+def _segment(
+    title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
+) -> Iterator[str]:
     """`of`: what records are dealt to, and how many of those a rank has."""
     name, each = of
     if each:
@@ -46,26 +47,15 @@ def _segment(title: str, segment: Segment, of: tuple[str, int], totals: Totals, 
     for stream in range(len(segment.offsets) - 1):
         rank, number = divmod(stream, each)
         yield f"  rank {rank} {name} {number}:"
-        records = segment.stream(stream)
-        if len(records):
-            yield from _lines(records, rank, start + int(segment.offsets[stream]), totals)
-
-
-def _lines(records: rec.Records, rank: int, start: int, totals: Totals) -> Iterator[str]:
-    opcodes = rec.opcode(records)
-    for i, record in enumerate(records):
-        instruction = BY_OPCODE[int(opcodes[i])]
-        operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(instruction.operands)].tolist()
-        text = [f"    {start + i:6d}  {instruction.name:<12}"]
-        text += [f"{name}={value}" for name, value in zip(instruction.operands, operands, strict=True)]
-        waits, signals = rec.waits(record), rec.signals(record)
-        text += (
-            ["wait", *(_wait(word, rank, totals) for word in waits[waits != 0].reshape(-1, 1))] if waits.any() else []
-        )
-        text += (
-            ["signal", *(_signal(word, rank) for word in signals[signals != 0].reshape(-1, 1))] if signals.any() else []
-        )
-        yield " ".join(text)
+        for i, record in enumerate(segment.stream(stream), start + int(segment.offsets[stream])):
+            phase = forward.by_number[int(rec.phase_number(record))]
+            operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(phase.operands)].tolist()
+            text = [f"    {i:6d}  {phase.name:<12}"]
+            text += [f"{operand}={value}" for operand, value in zip(phase.operands, operands, strict=True)]
+            waits, signals = (words[words != 0].reshape(-1, 1) for words in (rec.waits(record), rec.signals(record)))
+            text += ["wait", *(_wait(word, rank, totals) for word in waits)] if len(waits) else []
+            text += ["signal", *(_signal(word, rank) for word in signals)] if len(signals) else []
+            yield " ".join(text)
 
 
 def _wait(word: rec.Records, rank: int, totals: Totals) -> str:

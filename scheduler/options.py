@@ -9,7 +9,7 @@ from ..errors import MegakernelError
 CHOICES: dict[str, tuple[str, ...]] = {
     "o": ("auto", "sharded", "replicated"),
     "residual": ("auto", "dealt", "replicated"),
-    "norm": ("auto", "own", "next"),
+    "norm": ("auto", "own", "next", "inside"),
     "queue": ("none", "attention", "body"),
     "matmul": ("auto", "dots", "tensor"),
 }
@@ -17,15 +17,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """`auto` takes what `choose` predicts to be faster. Only `o` and `matmul` are part of the numerics class.
+    """`auto` takes what is predicted to be faster. Only `o` and `matmul` are part of the numerics class.
 
     o              O projection: W_O sharded by head, or all of it on every rank
     residual       token rows dealt to owner ranks, or all on every rank
-    norm           a layer begins with its own attention norm, or ends with the next one's
+    norm           a layer begins with its own attention norm, or ends with the next one's, or each matmul that reads
+                   normalised rows normalises them itself
     queue          what workers claim at run time: nothing, attention, or the whole layer body
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
                    off: phases one after the other
-    matmul         dot products, for few rows, or matrix units; `settle` says what auto is. Nothing to a CPU
+    matmul         dot products, for few rows, or matrix units; `with_matmul` says what auto is. Nothing to a CPU
     overlap_ranks  off: what comes from another rank is waited for by whole phases, not by row blocks
     """
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ..isa import Dims, Family
 from ..machine import Machine
 from .cost import NORM_LAG, REDUCE_LAG, panel_blocks, seconds, unit_seconds
-from .lower import Phase, kinds
+from .tasks import PhaseTasks, ordinals
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where and when each instruction of a phase runs: its worker and its position in the segment's order.
+    """Where and when each of some tasks runs: its worker and its position in the segment's order.
 
     Positions are those of one order of all ranks.
     """
@@ -25,7 +25,7 @@ class Placed:
     order: NDArray[np.int64]
 
 
-def place(phases: list[Phase], dims: Dims, machine: Machine, *, interleave: bool = True) -> list[Placed]:
+def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, *, interleave: bool = True) -> list[Placed]:
     """Place one segment.
 
     Stages (matmuls and attention) run one after the other; inside a stage, panels of row blocks in order, and inside
@@ -34,39 +34,39 @@ def place(phases: list[Phase], dims: Dims, machine: Machine, *, interleave: bool
     two stages, a norm, a reduction or sampling, is ordered so that its inputs are then long complete and its
     consumers far away, so neither side waits. Without `interleave` phases run one after the other.
     """
-    kind = kinds(phases)
+    kind = ordinals(segment)
     blocks = panel_blocks(dims, machine)
-    panels = [phase.block // blocks for phase in phases]
+    panels = [tasks.block // blocks for tasks in segment]
     count = max(int(panel.max()) + 1 for panel in panels)
-    starts = _turns(phases, kind, count, dims, machine) if interleave else [(k, 1 / count) for k in kind]
+    starts = _turns(segment, kind, count, dims, machine) if interleave else [(k, 1 / count) for k in kind]
     keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
     workers: dict[int, NDArray[np.int64]] = {}
     for rank in range(dims.tp):
-        own = [i for i, phase in enumerate(phases) if phase.rank == rank]
-        parts = [(phases[i], panels[i], keys[i]) for i in own]
+        own = [i for i, tasks in enumerate(segment) if tasks.rank == rank]
+        parts = [(segment[i], panels[i], keys[i]) for i in own]
         placed = _workers(parts, replace(dims, rank=rank), machine, pipelined=count > 1)
         workers |= dict(zip(own, placed, strict=True))
-    sizes = np.cumsum([0, *map(len, phases)])
+    sizes = np.cumsum([0, *map(len, segment)])
     kind_of, panel_of = np.repeat(kind, np.diff(sizes)), np.concatenate(panels)
-    cols = np.concatenate([phase.columns.get("col", np.zeros_like(phase.block)) for phase in phases])
-    rows = np.concatenate([phase.columns.get("row", np.zeros_like(phase.block)) for phase in phases])
+    cols = np.concatenate([tasks.columns.get("col", np.zeros_like(tasks.block)) for tasks in segment])
+    rows = np.concatenate([tasks.columns.get("row", np.zeros_like(tasks.block)) for tasks in segment])
     order = np.empty(len(kind_of), dtype=np.int64)
     order[np.lexsort((rows, cols, panel_of, kind_of, np.concatenate(keys)))] = np.arange(len(order))
-    return [Placed(workers[i], order[sizes[i] : sizes[i + 1]]) for i in range(len(phases))]
+    return [Placed(workers[i], order[sizes[i] : sizes[i + 1]]) for i in range(len(segment))]
 
 
 def _turns(
-    phases: list[Phase], kind: list[int], panels: int, dims: Dims, machine: Machine
+    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
 ) -> list[tuple[float, float]]:
-    """The sort key of each phase's first panel, and the step from one panel to the next.
+    """The sort key of the first panel of each phase, and the step from one panel to the next.
 
     A stage has a unit of keys; what precedes it lies about midway between the end of its panel in the stage before and
     its start in this one. Two stages that take turns share two units: the second lags the first by a panel, and one
     more for each kind between them. A layer that ends with the next one's norm has nothing to wait for behind it: what
     follows its last stage does so panel by panel.
     """
-    of_kind = {k: [p for p, number in zip(phases, kind, strict=True) if number == k] for k in kind}
-    stages = [k for k, members in of_kind.items() if members[0].instruction.family in _STAGES]
+    of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
+    stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
     turns: dict[int, tuple[float, float]] = {}
     for number, stage in enumerate(stages, 1):
         turns.setdefault(stage, (number, 1 / panels))
@@ -97,20 +97,20 @@ _STAGES = (Family.MATMUL, Family.ATTENTION)
 _LEFT = 7 / 16
 
 
-def _complementary(first: list[Phase], second: list[Phase], dims: Dims, machine: Machine) -> bool:
+def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
     """Whether one stage is bound by arithmetic and the other by memory or the link."""
     bound = []
-    for phases in (first, second):
-        if any(phase.instruction.family is not Family.MATMUL for phase in phases):
+    for stage in (first, second):
+        if not stage[0].phase.is_matmul:
             return False
-        units = [unit_seconds(p.instruction, p.columns, replace(dims, rank=p.rank), machine) for p in phases]
+        units = [unit_seconds(p.phase, p.columns, replace(dims, rank=p.rank), machine) for p in stage]
         arithmetic, memory, link = np.max(units, axis=0)
         bound.append(bool(arithmetic > max(memory, link)))
     return bound[0] != bound[1]
 
 
 def _workers(
-    parts: list[tuple[Phase, NDArray[np.int32], NDArray[np.floating[Any]]]],
+    parts: list[tuple[PhaseTasks, NDArray[np.int32], NDArray[np.floating[Any]]]],
     dims: Dims,
     machine: Machine,
     *,
@@ -118,24 +118,24 @@ def _workers(
 ) -> list[NDArray[np.int64]]:
     """Give each task, in the order of keys, to the worker that is free first. Attention's go by their slot.
 
-    `parts`: a rank's phases, with the panel and the key of each task. With one panel a phase starts when the one
+    `parts`: a rank's tasks, with the panel and the key of each task. With one panel a phase starts when the one
     before has ended, so all workers are free; with more, a phase begins where workers run out of the last one, so the
     load carries over.
     """
     load = np.zeros(machine.workers)
-    out = [np.arange(len(phase)) % machine.workers for phase, _, _ in parts]
-    costs = [seconds(phase.instruction, phase.columns, dims, machine) for phase, _, _ in parts]
+    out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
+    costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]
     chunks = []
-    for i, (phase, panel, key) in enumerate(parts):
-        if phase.instruction.family is not Family.ATTENTION:
-            order = np.lexsort((phase.columns["row"], phase.columns.get("col", phase.block), panel))
-            for tasks in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
-                chunks.append((float(key[tasks[0]]), i, tasks))
-    for _, i, tasks in sorted(chunks, key=lambda chunk: chunk[:2]):
+    for i, (tasks, panel, key) in enumerate(parts):
+        if tasks.phase.family is not Family.ATTENTION:
+            order = np.lexsort((tasks.columns["row"], tasks.columns.get("col", tasks.block), panel))
+            for members in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
+                chunks.append((float(key[members[0]]), i, members))
+    for _, i, members in sorted(chunks, key=lambda chunk: chunk[:2]):
         if not pipelined:
             load[:] = 0.0
-        out[i][tasks] = worker = _first_free(len(tasks), float(costs[i][tasks].mean()), load)
-        load += np.bincount(worker, weights=costs[i][tasks], minlength=machine.workers)
+        out[i][members] = worker = _first_free(len(members), float(costs[i][members].mean()), load)
+        load += np.bincount(worker, weights=costs[i][members], minlength=machine.workers)
     return out
 
 

@@ -11,27 +11,16 @@ from __future__ import annotations
 from collections import Counter as Counting
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Index
-from ..isa.record import (
-    ALL_RANKS,
-    COUNTER_MASK,
-    INDEXED,
-    NEXT,
-    OWNER,
-    SIGNALS,
-    WAITS,
-    counter_word,
-    word_counter,
-    word_rank,
-)
+from ..isa import record as rec
 from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies
-from .lower import Phase, Tasks, head_groups
-from .regions import block_rows
+from .regions import block_rows, head_groups
+from .tasks import PhaseTasks, Tasks
 
 Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]
@@ -48,16 +37,18 @@ class Counter:
     rank: int
 
     def signal(self, *, next_layer: bool = False) -> int:
-        return counter_word(self.number, rank=self.rank, next_layer=next_layer)
+        return rec.counter_word(self.number, rank=self.rank, next_layer=next_layer)
 
 
 @dataclass(frozen=True)
 class Join:
-    """A `join` instruction that runs before `tasks` of a phase, where these have more waits than a record holds."""
+    """A `join` instruction that runs before `members` of the `tasks` of a segment, where these have more waits than a
+    record holds.
+    """
 
     segment: int
-    phase: int
-    tasks: NDArray[np.int64]
+    tasks: int
+    members: NDArray[np.int64]
     waits: Words  # [waits]
     signal: Words  # [1]
 
@@ -94,8 +85,8 @@ class _Builder:
         self.tasks = tasks
         self.groups = dependencies.groups
         self.homes: list[int] = []  # of each counter: a rank, or SHARED
-        self.waits = [[np.zeros((len(p), WAITS), np.int32) for p in s] for s in tasks.segments]
-        self.signals = [[np.zeros((len(p), SIGNALS), np.int32) for p in s] for s in tasks.segments]
+        self.waits = [[np.zeros((len(p), rec.WAITS), np.int32) for p in s] for s in tasks.segments]
+        self.signals = [[np.zeros((len(p), rec.SIGNALS), np.int32) for p in s] for s in tasks.segments]
         self.joins: list[Join] = []
         self.arrivals_by_table: dict[Counter, int] = {}
         self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> counters of its rank
@@ -120,7 +111,7 @@ class _Builder:
     def _family(self, g: int) -> tuple[int, ...]:
         """Groups of all ranks that take over together what comes from several ranks, or goes to several."""
         group = self.groups[g]
-        family = (group.segment, group.kind, int(group.virtual))
+        family = (group.segment, group.ordinal, int(group.virtual))
         return (*family, group.block) if self.by_blocks else family
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
@@ -132,7 +123,7 @@ class _Builder:
         for family, members in by_family.items():
             ranks = {self.groups[g].rank for g in members}
             if len(ranks) > 1 or not (self.by_blocks or self.groups[producer].rank in ranks):
-                out[ALL_RANKS].update(self.families[family])
+                out[rec.ALL_RANKS].update(self.families[family])
             else:
                 out[ranks.pop()].update(members)
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
@@ -152,27 +143,28 @@ class _Builder:
             group = self.groups[g]
             if group.rank in ready:
                 continue
-            groups = int(self._phase(g).columns["groups"][0])
+            groups = int(self._tasks(g).columns["groups"][0])
             ready[group.rank] = self._new(group.rank, dims.row_blocks * groups), groups
-            waits, signals = (words[group.segment][group.phase] for words in (self.waits, self.signals))
-            waits[:, 0] = counter_word(ready[group.rank][0], indexed=True)
-            signals[:, 0] = counter_word(done, rank=self._output_rank(group.rank), indexed=True)
-        feeds: dict[int, NDArray[np.bool_]] = {}  # phase: [tasks, head groups]
+            waits, signals = (words[group.segment][group.tasks] for words in (self.waits, self.signals))
+            waits[:, 0] = rec.counter_word(ready[group.rank][0], indexed=True)
+            signals[:, 0] = rec.counter_word(done, rank=self._output_rank(group.rank), indexed=True)
+        feeds: dict[int, NDArray[np.bool_]] = {}  # index of tasks: [tasks, head groups]
         for producer, consumer in sorted(self.to_items):
             group, item = self.groups[producer], self.groups[consumer]
             first, groups = ready[item.rank]
-            if group.phase not in feeds:
-                attention = self._phase(consumer)
+            if group.tasks not in feeds:
+                attention = self._tasks(consumer)
                 size = int(attention.columns["group_heads"][0])
-                rank_dims = replace(dims, rank=item.rank)
-                feeds[group.phase] = head_groups(self._phase(producer), attention.instruction, rank_dims, size)
-            touched = feeds[group.phase][group.members]
+                made = self._tasks(producer)
+                rank_dims = self.tasks.rank_dims[item.rank]
+                feeds[group.tasks] = head_groups(made.phase, made.columns, attention.phase, rank_dims, size)
+            touched = feeds[group.tasks][group.members]
             if group.rank != item.rank or not touched.any(axis=1).all():
                 raise AssertionError("attention items wait for tasks of their rank that write what they read")
             for head_group in range(groups):
                 counter = Counter(first + item.block * groups + head_group, item.rank)
                 _append(
-                    self.signals[group.segment][group.phase], group.members[touched[:, head_group]], counter.signal()
+                    self.signals[group.segment][group.tasks], group.members[touched[:, head_group]], counter.signal()
                 )
         self._attention_done(items, done)
 
@@ -183,27 +175,27 @@ class _Builder:
             group = self.groups[g]
             low, high = block_rows(dims, group.block)
             to = self._output_rank(group.rank)
-            counter = Counter(done + group.block, group.block % dims.tp if to == OWNER else to)
-            heads = replace(dims, rank=group.rank).rank_kv_heads
+            counter = Counter(done + group.block, dims.owner(low) if to == rec.OWNER else to)
+            heads = self.tasks.rank_dims[group.rank].rank_kv_heads
             self.arrivals_by_table[counter] = self.arrivals_by_table.get(counter, 0) + (high - low) * heads
         for g in items:
             for consumer in {c for _, successors in self.within.pop(g, ()) for c in successors}:
-                at = (self.groups[consumer].rank, ALL_RANKS)
+                at = (self.groups[consumer].rank, rec.ALL_RANKS)
                 blocks = {c.number for c in self.arrivals_by_table if c.rank in at} if not self.by_blocks else set()
                 self.waited[consumer] |= blocks or {done + self.groups[g].block}
 
-    def _phase(self, g: int) -> Phase:
-        return self.tasks.segments[self.groups[g].segment][self.groups[g].phase]
+    def _tasks(self, g: int) -> PhaseTasks:
+        return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def _output_rank(self, rank: int) -> int:
         """Rank in the signal word of attention on `rank`."""
         dims = self.tasks.dims
         if not dims.replicated_o:
             return rank
-        return ALL_RANKS if dims.one_hop else OWNER
+        return rec.ALL_RANKS if dims.replicated_residual else rec.OWNER
 
     def final_row_grid(self) -> None:
-        """Number the counters that final rows pick from before all others of their kind, in row-block order."""
+        """Number the counters that final rows pick from before all others, in row-block order."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -214,13 +206,13 @@ class _Builder:
                 raise AssertionError("a final row must wait for exactly one counter of the last layer")
             rank, successors = picked.pop()
             self.shared["onward", rank, successors] = Counter(base + self.groups[g].block, rank)
-            phase = self.groups[g]
-            self.waits[phase.segment][phase.phase][:, 0] = counter_word(base, indexed=True)
+            group = self.groups[g]
+            self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> None:
         """Signals of each group, and which counters its successors wait for."""
         for producer, group in enumerate(self.groups):
-            words = self.signals[group.segment][group.phase]
+            words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
                 counter = self._counter(f"within {group.segment}", rank, successors)
                 _append(words, group.members, counter.signal())
@@ -236,7 +228,7 @@ class _Builder:
     def _counter(self, run: str, rank: int, successors: frozenset[int]) -> Counter:
         key = run, rank, successors
         if key not in self.shared:
-            self.shared[key] = Counter(self._new(SHARED if rank == ALL_RANKS else rank), rank)
+            self.shared[key] = Counter(self._new(SHARED if rank == rec.ALL_RANKS else rank), rank)
         return self.shared[key]
 
     def prologue_done(self) -> None:
@@ -279,7 +271,7 @@ class _Builder:
         for counter, producers in sorted(fed_counters.items()):
             for producer in sorted(producers):
                 group = self.groups[producer]
-                _append(self.signals[group.segment][group.phase], group.members, counter.signal())
+                _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def wait_for_groups(self) -> None:
         """Waits of each group; through joins where they are more than its records have room for."""
@@ -287,15 +279,15 @@ class _Builder:
             group = self.groups[consumer]
             if group.virtual:
                 continue
-            words = self.waits[group.segment][group.phase]
-            room = WAITS - int(np.count_nonzero(words[group.members[0]]))
-            wanted = [counter_word(counter) for counter in sorted(self.waited[consumer])]
+            words = self.waits[group.segment][group.tasks]
+            room = rec.WAITS - int(np.count_nonzero(words[group.members[0]]))
+            wanted = [rec.counter_word(counter) for counter in sorted(self.waited[consumer])]
             while len(wanted) > room:
-                head, wanted = wanted[:WAITS], wanted[WAITS:]
+                head, wanted = wanted[: rec.WAITS], wanted[rec.WAITS :]
                 joined = Counter(self._new(group.rank), group.rank)
                 signal = np.array([joined.signal()], np.int32)
-                self.joins.append(Join(group.segment, group.phase, group.members, np.array(head, np.int32), signal))
-                wanted.append(counter_word(joined.number))
+                self.joins.append(Join(group.segment, group.tasks, group.members, np.array(head, np.int32), signal))
+                wanted.append(rec.counter_word(joined.number))
             for word in wanted:
                 _append(words, group.members, word)
 
@@ -313,7 +305,7 @@ class _Builder:
         body, onward = self._arrivals(BODY, counters)
         epilogue, _ = self._arrivals(EPILOGUE, counters)
         for counter, arrivals in self.arrivals_by_table.items():
-            body[slice(None) if counter.rank == ALL_RANKS else counter.rank, numbers[counter.number]] += arrivals
+            body[slice(None) if counter.rank == rec.ALL_RANKS else counter.rank, numbers[counter.number]] += arrivals
         ends = None if barrier is None else (int(numbers[barrier]), int(numbers[barrier + 1]))
         if ends:
             epilogue[:, ends[0]] += workers
@@ -340,20 +332,20 @@ class _Builder:
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
         )
-        words = words[(words != 0) & (words & INDEXED == 0)]
+        words = words[(words != 0) & (words & rec.INDEXED == 0)]
         out = []
-        for part in (words[words & NEXT == 0], words[words & NEXT != 0]):
-            to = word_rank(part).astype(np.int64)
-            counts = np.bincount(to * counters + word_counter(part), minlength=(ALL_RANKS + 1) * counters)
+        for part in (words[words & rec.NEXT == 0], words[words & rec.NEXT != 0]):
+            to = rec.word_rank(part).astype(np.int64)
+            counts = np.bincount(to * counters + rec.word_counter(part), minlength=(rec.ALL_RANKS + 1) * counters)
             counts = counts.reshape(-1, counters).astype(np.int32)
-            out.append(counts[:tp] + counts[ALL_RANKS])
+            out.append(counts[:tp] + counts[rec.ALL_RANKS])
         return out[0], out[1]
 
 
 def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
     """Give each word its counter's final number, in place."""
     named = words[words != 0]
-    words[words != 0] = named & ~COUNTER_MASK | numbers[word_counter(named)] + 1
+    words[words != 0] = named & ~rec.COUNTER_MASK | numbers[rec.word_counter(named)] + 1
 
 
 def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:

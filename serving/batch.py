@@ -38,7 +38,7 @@ class Batch:
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: dict[Sequence, None] = {}
-        self._max_seqs, self._page = dims.max_seqs, dims.page
+        self._max_seqs, self._page = dims.max_seqs, dims.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
         self._slots = list(range(dims.max_seqs - 1, -1, -1))

@@ -110,7 +110,10 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
 
 
 def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
-    works = [step_work(s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied) for s, _ in steps]
+    def work(s: Step) -> Work:
+        return step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied)
+
+    works = [work(step) for step, _ in steps]
     return Phase(
         rows=sum(sum(step.rows) for step, _ in steps),
         step_s=[seconds for _, seconds in steps],

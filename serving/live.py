@@ -104,7 +104,8 @@ class Live:
         """Record a step that has just ended after `wall_s`, and what the engine holds then."""
         now = perf_counter()
         rows = step.rows
-        work = step_work(step.program.dims, rows, step.contexts, step.logit_rows, tied=self._tied)
+        forward, dims = step.program.forward, step.program.dims
+        work = step_work(forward, dims, rows, step.contexts, step.logit_rows, tied=self._tied)
         reached = achieved(work, self.ceilings, wall_s)
         bound = reached.fraction * wall_s
         sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))

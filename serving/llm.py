@@ -11,8 +11,9 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
+from ..model.stored import stored_as
 from ..runtime import choose_backend, create, join_ranks, rank_machine
-from ..scheduler import Options, compile_program, settle
+from ..scheduler import Options, compile_program, with_matmul
 from .batch import SCORED_ROWS
 from .engine import Engine, Step, Token
 from .memory import kv_capacity
@@ -44,7 +45,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Completion):
     """A prompt and its `n` choices; the attributes of the first are the result's own.
 
     prompt_logprobs[i] is the log-probability of prompt token i after those before it; None for the first one.
@@ -55,34 +56,6 @@ class Result:
     prompt_logprobs: list[float | None] | None
     prompt_top_logprobs: list[dict[int, float] | None] | None
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
-
-    @property
-    def text(self) -> str | None:
-        return self.choices[0].text
-
-    @property
-    def finish_reason(self) -> str:
-        return self.choices[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[float]:
-        return self.choices[0].logprobs
-
-    @property
-    def top_logprobs(self) -> list[dict[int, float]] | None:
-        return self.choices[0].top_logprobs
-
-    @property
-    def ttft_s(self) -> float | None:
-        return self.choices[0].ttft_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        return self.choices[0].tpot_s
-
 
 class LLM:
     """A model ready to generate.
@@ -91,6 +64,7 @@ class LLM:
     tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
     backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
     dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16
+    weights      type that matrices have in memory: auto (what is computed in), f32 or q8_0 (not on a GPU)
     threads      CPU threads; None: the cores that this process may use
     max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
     max_seqs     sequences that run at once
@@ -112,6 +86,7 @@ class LLM:
         step_tokens: int = 512,
         prefix_cache: bool = True,
         ranks: str = "threads",
+        weights: str = "auto",
     ) -> None:
         for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
@@ -120,8 +95,8 @@ class LLM:
             raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
         join_ranks(tp)
         wanted = parse_dtype(dtype)
-        checkpoint = open_checkpoint(model) if isinstance(model, str) else model
-        backend, wanted = choose_backend(backend, checkpoint.config, wanted)
+        checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
+        backend, wanted = choose_backend(backend, checkpoint.config, wanted, checkpoint.storage)
         self.machine = rank_machine(backend, threads, tp)
         self.model = checkpoint.name
         self.config = checkpoint.config
@@ -129,7 +104,7 @@ class LLM:
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
-        options = settle(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
+        options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         programs = Programs(
             partial(
@@ -141,12 +116,13 @@ class LLM:
                 max_context=context,
                 tp=tp,
                 options=options,
+                storage=checkpoint.storage,
             ),
             step_tokens,
             max(max_seqs, SCORED_ROWS),
         )
         dims = programs.get(1, 1).dims
-        pages = -(-kv_tokens // dims.page)
+        pages = -(-kv_tokens // dims.kv_page)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(
             create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads, ranks=ranks),
@@ -157,6 +133,12 @@ class LLM:
             eos_ids=eos,
             prefix_cache=prefix_cache,
         )
+
+    @property
+    def about(self) -> dict[str, str | int]:
+        """What runs, for people and reports."""
+        names = {"model": self.model, "backend": self.engine.backend.name, "dtype": self.dtype.name.lower()}
+        return {**names, "threads": self.threads}
 
     def generate(
         self,
@@ -288,9 +270,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _result(request: Request, transcripts: Sequence[Transcript]) -> Result:
     scored = request.params.prompt_logprobs is not None
+    choices = [_completion(*both) for both in zip(request.choices, transcripts, strict=True)]
     return Result(
+        **vars(choices[0]),
         prompt_ids=request.prompt_ids,
-        choices=[_completion(*both) for both in zip(request.choices, transcripts, strict=True)],
+        choices=choices,
         prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
         prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
     )

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dims, Dtype
-from ..isa.buffers import Space
+from ..isa import Buffer, Dims, Dtype, Forward
 from ..model.checkpoint import weight_dims
-from ..model.config import LlamaConfig
+from ..model.config import ModelConfig
+from ..roofline.work import model_weights
 
 log = logging.getLogger(__name__)
 
 KV_SHARE = 0.25  # of memory, for the KV pool
 
 
-def weight_bytes(dims: Dims, *, tied: bool) -> int:
+def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
     """Bytes of all weights of one rank; tied embeddings count once."""
-    total = 0
-    for buffer, spec in BUFFERS.items():
-        if spec.space is Space.WEIGHT and not (tied and buffer is Buffer.LM_HEAD):
-            copies = dims.layers if spec.layered else 1
-            total += copies * math.prod(spec.shape(dims, 0)) * spec.resolve_dtype(dims).itemsize
-    return total
+    weights = model_weights(forward, dims)
+    return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
 
 
-def kv_token_bytes(config: LlamaConfig, dtype: Dtype, tp: int = 1) -> int:
+def kv_token_bytes(config: ModelConfig, dtype: Dtype, tp: int = 1) -> int:
     """Bytes of K and V of one token, all layers and all ranks; more ranks may hold the same KV head."""
     dims = replace(weight_dims(config, dtype), tp=tp)
     columns = sum(replace(dims, rank=rank).kv_cols for rank in range(tp))
@@ -35,7 +30,7 @@ def kv_token_bytes(config: LlamaConfig, dtype: Dtype, tp: int = 1) -> int:
 
 
 def kv_capacity(
-    config: LlamaConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int, tp: int = 1
+    config: ModelConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int, tp: int = 1
 ) -> tuple[int, int]:
     """(tokens a sequence may reach, tokens of the KV pool), where `tp` ranks share memory.
 

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from ..runtime.step import SampleRow
+from ..runtime.step import FLOATS, SampleRow
 from .pages import ROOT, page_hash
 from .sampling import SamplingParams
 
@@ -68,13 +68,8 @@ class Sequence:
         row = SampleRow(
             index=index,
             prompt_length=len(self.request.prompt_ids),
-            temperature=p.temperature,
-            top_p=p.top_p,
-            min_p=p.min_p,
             top_k=max(p.top_k, 0),
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-            repetition_penalty=p.repetition_penalty,
+            **{name: getattr(p, name) for name in FLOATS},
             seed=self.request.seed,
             choice=self.choice,
             bias=dict(p.logit_bias) | (dict.fromkeys(self.request.stop_ids, float("-inf")) if early else {}),

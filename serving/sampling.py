@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ MAX_TOP_LOGPROBS = 20
 # Together they stay below the bias pairs that a program has room for per row.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
+_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # numbers above 0 of float32, which step tables hold
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._real("temperature", self.temperature, 0.0, math.inf)
-        self._real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self._real("temperature", self.temperature, 0.0, _MOST)
+        self._real("top_p", self.top_p, _LEAST, 1.0)
         self._real("min_p", self.min_p, 0.0, 1.0)
         self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        self._real("repetition_penalty", self.repetition_penalty, _LEAST, _MOST)
         self._whole("top_k", self.top_k, -1, 2**31 - 1)
         self._whole("n", self.n, 1, MAX_CHOICES)
         if self.best_of is not None and self.best_of != self.n:
@@ -73,12 +73,10 @@ class SamplingParams:
             self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise _error("min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})")
-        if self.seed is not None:
-            self._whole("seed", self.seed, 0, 2**64 - 1)
-        if self.logprobs is not None:
-            self._whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            self._whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        optional = {"seed": 2**64 - 1, "logprobs": MAX_TOP_LOGPROBS, "prompt_logprobs": MAX_TOP_LOGPROBS}
+        for name, most in optional.items():
+            if (value := getattr(self, name)) is not None:
+                self._whole(name, value, 0, most)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise _error("stop", text, "must be strings that are not empty")
@@ -97,14 +95,10 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @staticmethod
-    def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-        """`low` <= value <= `high` (< where `open_low`), and finite."""
+    def _real(name: str, value: Any, low: float, high: float) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-            bounds = f"{'above' if open_low else 'at least'} {low:g}"
-            if high < math.inf:
-                bounds += f" and at most {high:g}"
-            raise _error(name, value, f"must be a finite number {bounds}")
+        if not number or not low <= value <= high:
+            raise _error(name, value, f"must be a number from {low:g} to {high:g}")
 
     @staticmethod
     def _whole(name: str, value: Any, low: int, high: int) -> None:

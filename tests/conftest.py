@@ -1,7 +1,8 @@
-"""Fixtures that need a real model; Ctrl-C."""
+"""Fixtures that need a real model; what holds for every test."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -17,5 +18,8 @@ def smollm2() -> Path:
 
 
 def pytest_sessionstart() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and so has every process that this one starts."""
+    """Step tables are checked. A shell has what it starts in the background ignore Ctrl-C, and so has every process
+    that this one starts.
+    """
+    os.environ["MEGAKERNEL_CHECK_STEPS"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)

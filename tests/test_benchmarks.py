@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 from model_helpers import byte_model, tiny_gguf
 from tiny_llama import error, hf_logits, make_llama
@@ -16,6 +18,7 @@ from tiny_llama import error, hf_logits, make_llama
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import open_checkpoint
 from megakernel.model.checkpoint import weight_dims
+from megakernel.runtime.cuda.availability import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SPEED = BENCHMARKS / "speed"
@@ -41,29 +44,20 @@ def test_many_requests_through_the_server(tmp_path: Path) -> None:
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges the CUDA backend, so it is judged by transformers."""
     monkeypatch.syspath_prepend(SPEED)
-    import torch
     from torch_llama import TorchLlama
 
     hf, checkpoint = make_llama(3, attention_bias=True, mlp_bias=True)
-    dims = weight_dims(checkpoint.config, Dtype.F32)
-
-    class Weights:
-        def __init__(self) -> None:
-            self.dims = dims
-
-        def array(self, buffer: Buffer, layer: int, *, dims: object) -> object:
-            return checkpoint.load(buffer, layer, Dtype.F32)
-
+    weights = SimpleNamespace(
+        dims=weight_dims(checkpoint.config, Dtype.F32),
+        array=lambda buffer, layer, *, dims: checkpoint.load(buffer, layer, Dtype.F32),
+    )
     tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
-    model = TorchLlama(Weights(), 20, torch.float32)
-    cut = 13
-    parts = [model(torch.tensor(t), torch.arange(a, a + len(t))) for a, t in ((0, tokens[:cut]), (cut, tokens[cut:]))]
+    model = TorchLlama(weights, checkpoint.config, 20, torch.float32)
+    parts = [model(torch.tensor(tokens[a:b]), torch.arange(a, b)) for a, b in ((0, 13), (13, 20))]
     assert error(torch.cat(parts).numpy(), hf_logits(hf, tokens)) < 1e-4
 
 
 def test_gpu_figures_need_a_gpu() -> None:
-    from megakernel.runtime.cuda.availability import missing
-
     if missing() is None:
         pytest.skip("there is one")
     done = subprocess.run([sys.executable, str(SPEED / "gpu.py")], capture_output=True, text=True)
@@ -99,12 +93,8 @@ def test_committed_results_have_a_run_on_a_line(monkeypatch: pytest.MonkeyPatch)
     from record import text
 
     runs = [{"a": [1.5, None], "b": {"x": "y"}}, {"a": [], "b": {}}]
-    figures = {
-        "one": {"two": 2},
-        "runs": runs,
-        "parts": {"first": runs, "n": [1, 2]},
-        "rates": {"1": {}, "2": {"k": 1}},
-    }
+    figures = {"one": {"two": 2}, "runs": runs, "parts": {"first": runs, "n": [1, 2]}}
+    figures["rates"] = {"1": {}, "2": {"k": 1}}
     lines = text(figures).splitlines()
     assert json.loads(text(figures)) == figures
     assert [line.strip().rstrip(",") for line in lines[3:5]] == [json.dumps(run) for run in runs]

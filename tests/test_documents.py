@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from commands import run
+from commands import command, run
 
 import megakernel
 from megakernel.cli import parser
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What a command is, as a regular expression: why tests only parse it.
@@ -76,29 +77,22 @@ class Step:
         return shlex.join(self.words) or "python block"
 
 
-def steps(document: Path) -> list[Step]:
+def steps(document: Path) -> Iterator[Step]:
     text = document.read_text()
-    found = [s for m in _FENCE.finditer(text) for s in _fenced(document, text, m)]
-    spans = _FENCE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
-    for match in _SPAN.finditer(spans):
-        code = " ".join(match[1].split())
-        if _INLINE_COMMAND.match(code):
-            if _VERB.fullmatch(code) and text[text.rfind("\n", 0, match.start()) + 1] != "|":
-                code += " --help"  # a sentence names a verb; a table shows what to type
-            found += _commands(_place(document, text, match.start()), code)
-    return sorted(found, key=lambda s: int(s.place.rpartition(":")[2]))
-
-
-def _place(document: Path, text: str, at: int) -> str:
-    return f"{document.relative_to(ROOT)}:{text.count(chr(10), 0, at) + 1}"
-
-
-def _fenced(document: Path, text: str, block: re.Match[str]) -> Iterator[Step]:
-    if block[1] == "python":
-        yield Step(_place(document, text, block.start()), code=block[2])
-    elif not block[1]:  # blocks of another language are no commands
-        for line in re.finditer(r"[^\n]+", block[2]):
-            yield from _commands(_place(document, text, block.start(2) + line.start()), line[0])
+    for match in re.finditer(f"{_FENCE.pattern}|{_SPAN.pattern}", text, _FENCE.flags):
+        place = f"{document.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+        language, block, span = match.groups()
+        if span is not None:
+            code = " ".join(span.split())
+            if _INLINE_COMMAND.match(code):
+                if _VERB.fullmatch(code) and text[text.rfind("\n", 0, match.start()) + 1] != "|":
+                    code += " --help"  # a sentence names a verb; a table shows what to type
+                yield from _commands(place, code)
+        elif language == "python":
+            yield Step(place, code=block)
+        elif not language:  # blocks of another language are no commands
+            for line in block.splitlines():
+                yield from _commands(place, line)
 
 
 def _commands(place: str, line: str) -> Iterator[Step]:
@@ -116,18 +110,25 @@ def _commands(place: str, line: str) -> Iterator[Step]:
             words = []
 
 
-ALL = {document: steps(document) for document in DOCUMENTS}
+ALL = {document: list(steps(document)) for document in DOCUMENTS}
 
 
 def fitting(table: dict[str, str], step: Step) -> str | None:
     return next((value for pattern, value in table.items() if re.search(pattern, " ".join(step.words))), None)
 
 
-def script_at(path: str) -> Path:
-    """A script of this repository; words in capitals stand for any."""
-    found = sorted(ROOT.glob(re.sub(r"\b[A-Z]+\b", "*", path)))
+def place_of(path: str, *folders: Path) -> Path:
+    """The first place of this name in the repository, or in these folders; words in capitals stand for any."""
+    pattern = re.sub(r"\b[A-Z]+\b", "*", path)
+    found = [place for folder in (ROOT, *folders) for place in sorted(folder.glob(pattern))]
     assert found, f"there is no {path}"
     return found[0]
+
+
+def went_wrong(*arguments: str) -> str:
+    """What Python says if it fails, or nothing."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 
 # -- what can be typed
@@ -151,9 +152,8 @@ def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> Non
         case "python", "-m", module:
             assert importlib.util.find_spec(module), step.place
         case "python", script, *rest:
-            command = [sys.executable, "-c", _ONLY_PARSE, str(script_at(script)), *rest]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, f"{step.place}: {done.stderr}"
+            problem = went_wrong("-c", _ONLY_PARSE, str(place_of(script)), *rest)
+            assert not problem, f"{step.place}: {problem}"
         case _:
             pytest.fail(f"{step.place}: how is {step} parsed?")
 
@@ -176,19 +176,16 @@ sys.exit("it does not parse its command line")
 @functools.cache
 def known_flags() -> set[str]:
     """Of all verbs, and of all scripts in benchmarks/."""
-
-    def of(parser: argparse.ArgumentParser) -> Iterator[str]:
-        for action in parser._actions:
-            yield from action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                for verb in action.choices.values():
-                    yield from of(verb)
-
     scripts = "".join(path.read_text() for path in ROOT.glob("benchmarks/**/*.py"))
-    return {*of(parser()), *re.findall(r'"(--[a-z][\w-]*)"', scripts)}
+    flags, left = set(re.findall(r'"(--[a-z][\w-]*)"', scripts)), [parser()]
+    while left:
+        for action in left.pop()._actions:
+            flags.update(action.option_strings)
+            left += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
+    return flags
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@EACH_DOCUMENT
 def test_flags_exist(document: Path) -> None:
     """Those that stand for themselves, as `--tp 2|4|8` does."""
     spans = _SPAN.findall(_FENCE.sub("", document.read_text()))
@@ -196,14 +193,14 @@ def test_flags_exist(document: Path) -> None:
     assert flags <= known_flags(), sorted(flags - known_flags())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@EACH_DOCUMENT
 def test_places_exist(document: Path) -> None:
     """Links, and paths of sources in backticks, which may leave out the package's folder and have *."""
     text = _FENCE.sub("", document.read_text())
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
     for path in re.findall(r"`(?:python )?((?:[\w.*-]+/)+[\w.*-]+\.(?:py|toml|h|cuh|cu|cpp|json|csv))[` ]", text):
-        assert any(next(folder.glob(path), None) for folder in (ROOT, ROOT / "megakernel", document.parent)), path
+        place_of(path, ROOT / "megakernel", document.parent)
 
 
 # -- what runs
@@ -241,16 +238,13 @@ class Reader:
                 status, _, err = run(self._capsys, *rest)
                 return f"status {status}: {err}" if status else ""
             case "python", script, *rest:
-                command = [sys.executable, str(script_at(script)), *rest]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-                return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
+                return went_wrong(str(place_of(script)), *rest)
             case words:
                 return f"how is {words[0]} run?"
 
     def _serve(self, arguments: list[str]) -> str:
-        code = "import sys; from megakernel.cli import main; sys.exit(main())"
-        command = [sys.executable, "-P", "-c", code, "serve", *arguments]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        serve = command("serve", *arguments)
+        server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._servers.append(server)
         assert server.stdout is not None and server.stderr is not None
         ready: dict[str, Any] = json.loads(server.stdout.readline() or "{}")
@@ -266,7 +260,7 @@ class Reader:
             server.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("document", [d for d, found in ALL.items() if found], ids=lambda d: d.name)
+@EACH_DOCUMENT
 @pytest.mark.usefixtures("smollm2")
 def test_a_document_can_be_followed(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -284,6 +278,6 @@ def test_a_document_can_be_followed(
 
 
 def test_each_reason_has_its_command() -> None:
-    texts = [" ".join(step.words) for found in ALL.values() for step in found]
+    texts = "\n".join(" ".join(step.words) for found in ALL.values() for step in found)
     for pattern in (*NOT_RUN, *SMALLER):
-        assert any(re.search(pattern, text) for text in texts), f"no document has a command like {pattern}"
+        assert re.search(pattern, texts, re.MULTILINE), f"no document has a command like {pattern}"

@@ -24,7 +24,7 @@ from record import options, write
 from steps import backend, compiled
 
 from megakernel import machine as machines
-from megakernel.isa import BY_NAME, Dtype, attention_cost
+from megakernel.isa import Dtype, attention_cost
 from megakernel.isa import record as rec
 from megakernel.isa.record import Records
 from megakernel.model import load_config
@@ -32,6 +32,7 @@ from megakernel.program import Program, Segment
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.runtime import Chunk, build_step
 from megakernel.runtime.cpu.native import probe_read
+from megakernel.scheduler import Options
 
 # A shape of no model that predictions are made for.
 CONFIG = replace(
@@ -56,21 +57,18 @@ def best(work: Callable[[], object], seconds: float = 0.3) -> float:
     return min(times)
 
 
-def record(name: str, *operands: int) -> Records:
-    return rec.encode(BY_NAME[name].opcode, operands)
-
-
 def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
     """FLOP/s of one core by rows of a matmul tile, and by (row, head) pairs of an attention item.
 
     Each from launches that run one instruction once and many times over: the difference has neither launch nor call.
     """
     config = replace(CONFIG, layers=1)
-    program = compiled(config, machines.host(1), 96, context=CONTEXT, dtype=dtype)
+    program = compiled(config, machines.host(1), 96, context=CONTEXT, dtype=dtype, options=Options(norm="own"))
     dims = program.dims
     cpu = backend("cpu", config, dims, dtype=dtype, threads=1)
 
-    def seconds_each(one: Records, start: int, rows: int) -> float:
+    def seconds_each(phase: str, operands: tuple[int, ...], start: int, rows: int) -> float:
+        one = rec.encode(program.forward.by_name[phase].number, operands)
         table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.pages_per_seq))])
         once, many = (repeated(program, one, n) for n in (1, 1 + REPEATS))
         times = [best(lambda p=p: cpu.launch(p, table)) for p in (once, many)]  # type: ignore[misc]
@@ -78,13 +76,13 @@ def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
 
     matmul, attention = {}, {}
     for rows in ROWS:
-        seconds = seconds_each(record("o_proj", 0, rows, 0, 256), 0, rows)
+        seconds = seconds_each("o_proj", (0, rows, 0, 256), 0, rows)
         matmul[rows] = 2.0 * rows * 256 * dims.o_cols / seconds
     for rows in ATTENTION_ROWS:
         pairs = sum(CONTEXT - rows + 1 + i for i in range(rows))
-        seconds = seconds_each(record("attention", 0, 1, dims.rank_kv_heads), CONTEXT - rows, rows)
+        seconds = seconds_each("attention", (0, 1, dims.rank_kv_heads), CONTEXT - rows, rows)
         attention[rows * dims.group_size] = attention_cost(dims, dims.kv_heads, pairs)[0] / seconds
-    vector = {96: 4.0 * 96 * dims.hidden / seconds_each(record("attn_norm", 0, 96), 0, 96)}
+    vector = {96: 4.0 * 96 * dims.hidden / seconds_each("attn_norm", (0, 96), 0, 96)}
     cpu.close()
     return {"matmul_flops": matmul, "attention_flops": attention, "vector_flops": vector}
 

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import options, text, write
 
 from megakernel import LLM, SamplingParams
-from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.model import ModelConfig, RandomCheckpoint
 
 TINY = RandomCheckpoint(
     "tiny",
-    LlamaConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048),
+    ModelConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048),
     0,
 )
 

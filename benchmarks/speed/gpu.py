@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import made, options, text
 
 from megakernel.cli import doctor_gpu
+from megakernel.isa import Units
 from megakernel.runtime import Chunk, SampleRow, build_step
 
 Json = dict[str, Any]
@@ -120,7 +121,7 @@ def decode(model: str, trace_file: Path | None) -> Json:
 
     it = Decode(model)
     dims, backend = it.program.dims, it.backend
-    work = step_work(dims, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
+    work = step_work(it.program.forward, dims, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
     expected = it.run()[1]
     out: Json = {"work": asdict(work), "steps": STEPS, "prompt": PROMPT}
 
@@ -228,7 +229,7 @@ def torch_decode(model: str) -> Json:
 
     it = Decode(model)
     expected = [int(np.frombuffer(b, np.int32)[0]) for b in _rows(it.run()[1])]
-    llama = TorchLlama(it.backend, 1024, torch.bfloat16)
+    llama = TorchLlama(it.backend, it.llm.config, 1024, torch.bfloat16)
     compiled = torch.compile(llama, mode="max-autotune", fullgraph=True)
     ids = torch.tensor(prompt(it.llm.config.vocab, PROMPT), device=DEVICE)
     positions = torch.arange(len(ids), device=DEVICE)
@@ -299,12 +300,10 @@ def mixed(_: Path | None) -> Json:
         else:
             chunks.append(Chunk(i, 0, tokens, pages, [SampleRow(rows - 1)]))
     table = build_step(program.dims, chunks)
-    work = step_work(
-        program.dims, [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts, decodes + prompts
-    )
-    dense = step_work(
-        program.dims, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts
-    )
+    sizes = program.forward, program.dims
+    mixed_rows, contexts = [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts
+    work = step_work(*sizes, mixed_rows, contexts, decodes + prompts)
+    dense = step_work(*sizes, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)
     out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
     expected = _bits(backend.launch(program, table))
 
@@ -399,7 +398,7 @@ def _scores(step: int) -> Json:
     tokens, positions = torch.tensor(ids, device=DEVICE), torch.arange(length, device=DEVICE)
     with torch.inference_mode():
         truth, theirs = (
-            TorchLlama(backend, length, dtype)(tokens, positions)[-SCORED:].double().log_softmax(-1)
+            TorchLlama(backend, llm.config, length, dtype)(tokens, positions)[-SCORED:].double().log_softmax(-1)
             for dtype in (torch.float32, torch.bfloat16)
         )
         mine = torch.tensor(ours, device=DEVICE).double().log_softmax(-1)
@@ -415,7 +414,7 @@ def _scores(step: int) -> Json:
             }
 
         out = {"ours": against(mine), "torch_bf16": against(theirs), "same_bits": ours.tobytes() == again.tobytes()}
-    out["dots"] = bool(program.dims.dots)
+    out["units"] = Units(program.dims.units).name.lower()
     llm.close()
     return out
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megakernel.isa import BUFFERS, Buffer, Dims, Space
+from megakernel.isa import BUFFERS, Buffer, Dims
+from megakernel.model import ModelConfig
+from megakernel.model.families import weights
 
 _B = Buffer
 
@@ -30,18 +32,17 @@ class TorchLlama(torch.nn.Module):
     values: torch.Tensor
     places: torch.Tensor
 
-    def __init__(self, backend: Any, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(self, backend: Any, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.dims: Dims = replace(backend.dims, tp=1, rank=0)
         self.dtype = dtype
         d = self.dims
-        for buffer, spec in BUFFERS.items():
-            if spec.space is Space.WEIGHT:
-                for layer in range(d.layers if spec.layered else 1):
-                    weight = torch.from_dlpack(backend.array(buffer, layer, dims=d))
-                    bits = weight.dtype in (torch.uint16, torch.int16)
-                    weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
-                    self.register_buffer(f"{buffer.name}_{layer}", weight)
+        for buffer in weights(config, d):
+            for layer in range(d.layers if BUFFERS[buffer].layered else 1):
+                weight = torch.from_dlpack(backend.array(buffer, layer, dims=d))
+                bits = weight.dtype in (torch.uint16, torch.int16)
+                weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
+                self.register_buffer(f"{buffer.name}_{layer}", weight)
         where = self._weight(_B.INV_FREQ).device
         positions = torch.arange(capacity, device=where, dtype=torch.float32)
         angle = positions[:, None] * self._weight(_B.INV_FREQ)
@@ -56,6 +57,10 @@ class TorchLlama(torch.nn.Module):
         weight: torch.Tensor = getattr(self, f"{buffer.name}_{layer}")
         return weight
 
+    def _biased(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
+        """With a bias where the model has one, in the type of `x`."""
+        return x + self._weight(buffer, layer).to(x.dtype) if hasattr(self, f"{buffer.name}_{layer}") else x
+
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits, float32, of every token. tokens and positions are [n]; the tokens before them are in the cache."""
         d = self.dims
@@ -64,7 +69,7 @@ class TorchLlama(torch.nn.Module):
         mask = self.places[None, :] <= positions[:, None]
         for layer in range(d.layers):
             h = self._norm(x, _B.ATTN_NORM, layer)
-            qkv = functional.linear(h, self._weight(_B.W_QKV, layer)) + self._weight(_B.B_QKV, layer).to(self.dtype)
+            qkv = self._biased(functional.linear(h, self._weight(_B.W_QKV, layer)), _B.B_QKV, layer)
             q, k, v = qkv.split((d.q_cols, d.kv_cols, d.kv_cols), dim=-1)
             q = self._rotate(q.view(-1, d.heads, d.head_dim), cos, sin)
             k = self._rotate(k.view(-1, d.kv_heads, d.head_dim), cos, sin)
@@ -78,15 +83,12 @@ class TorchLlama(torch.nn.Module):
                 enable_gqa=d.heads != d.kv_heads,
             )
             heads = attended[0].transpose(0, 1).reshape(-1, d.q_cols)
-            x = x + functional.linear(heads, self._weight(_B.W_O, layer)).float() + self._weight(_B.B_O, layer)
+            x = x + self._biased(functional.linear(heads, self._weight(_B.W_O, layer)).float(), _B.B_O, layer)
             h = self._norm(x, _B.MLP_NORM, layer)
-            gate, up = (
-                functional.linear(h, self._weight(_B.W_GATE_UP, layer)[i])
-                + self._weight(_B.B_GATE_UP, layer)[i].to(self.dtype)
-                for i in range(2)
-            )
+            both = torch.stack([functional.linear(h, w) for w in self._weight(_B.W_GATE_UP, layer)], dim=1)
+            gate, up = self._biased(both, _B.B_GATE_UP, layer).unbind(1)
             down = functional.linear(functional.silu(gate) * up, self._weight(_B.W_DOWN, layer))
-            x = x + down.float() + self._weight(_B.B_DOWN, layer)
+            x = x + self._biased(down.float(), _B.B_DOWN, layer)
         return functional.linear(self._norm(x, _B.FINAL_NORM, 0), self._weight(_B.LM_HEAD)).float()
 
     def _norm(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megakernel.isa import Dims, Dtype
 from megakernel.machine import Machine
-from megakernel.model import LlamaConfig
+from megakernel.model import ModelConfig
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program
 from megakernel.runtime import create
@@ -14,14 +14,14 @@ from megakernel.scheduler import compile_program
 
 
 def compiled(
-    config: LlamaConfig, machine: Machine, tokens: int, *, context: int, seqs: int = 1, **more: Any
+    config: ModelConfig, machine: Machine, tokens: int, *, context: int, seqs: int = 1, **more: Any
 ) -> Program:
     """In bf16 unless told otherwise, with a row of logits for each of `seqs` sequences."""
     sizes = {"tokens": tokens, "logit_rows": seqs, "max_seqs": seqs, "max_context": context}
     return compile_program(config, machine, **{"dtype": Dtype.BF16} | sizes | more)
 
 
-def backend(name: str, config: LlamaConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:
+def backend(name: str, config: ModelConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:
     """In bf16 unless told otherwise, with room for one sequence, or for `pages`."""
     checkpoint = RandomCheckpoint("random", config, seed=0)
     return create(name, checkpoint, dims, pages or dims.pages_per_seq, **{"dtype": Dtype.BF16} | more)

@@ -2,6 +2,12 @@
 #pragma once
 #include "integers.h"
 
+#ifdef __CUDACC__
+#define MK_DIMS_FN __host__ __device__
+#else
+#define MK_DIMS_FN
+#endif
+
 namespace mk {
 
 constexpr int32_t kWords = 32;
@@ -10,22 +16,22 @@ constexpr int32_t kWaitWord = 16;
 constexpr int32_t kWaits = 8;
 constexpr int32_t kSignalWord = 24;
 constexpr int32_t kSignals = 8;
-constexpr int32_t kLayerShift = 8;
-constexpr int32_t kLayerMask = 4095;
 constexpr int32_t kCounterMask = 16777215;
 constexpr int32_t kRankShift = 24;
 constexpr int32_t kRankMask = 15;
 constexpr int32_t kAllRanks = 15;
 constexpr int32_t kOwner = 14;
 constexpr int32_t kShardUnit = 32;
+constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 
-enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2 };
+enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, Q8_0 = 3 };
 
 enum class Buffer : int32_t {
+  kNone = -1,
   EMBED = 0,  // token embeddings
   INV_FREQ = 1,  // RoPE inverse frequencies, scaling applied
   ATTN_NORM = 2,  // RMS norm before attention
@@ -60,108 +66,44 @@ enum class Buffer : int32_t {
 constexpr int32_t kBuffers = 30;
 constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false};
 
-// name, Name, opcode
-#define MK_INSTRUCTIONS(X) \
-  X(embed, Embed, 1) \
-  X(rope, Rope, 2) \
-  X(first_norm, FirstNorm, 3) \
-  X(attn_norm, AttnNorm, 4) \
-  X(qkv_rope, QkvRope, 5) \
-  X(attention, Attention, 6) \
-  X(o_proj, OProj, 7) \
-  X(o_partial, OPartial, 8) \
-  X(o_reduce, OReduce, 9) \
-  X(mlp_norm, MlpNorm, 10) \
-  X(gate_up_silu, GateUpSilu, 11) \
-  X(down_proj, DownProj, 12) \
-  X(down_partial, DownPartial, 13) \
-  X(down_reduce, DownReduce, 14) \
-  X(next_norm, NextNorm, 15) \
-  X(final_norm, FinalNorm, 16) \
-  X(lm_head, LmHead, 17) \
-  X(sample, Sample, 18) \
-  X(join, Join, 19) \
-  X(drain, Drain, 20)
+enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9 };
+constexpr int32_t kOperations = 10;
+enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
+enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5 };
+enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
 
-// name, weights, inputs, inner length of `d`, matrices side by side, buffer that is stored by tiles or -1
-#define MK_MATMULS(X) \
-  X(qkv_rope, W_QKV, H, d.hidden, 1, -1) \
-  X(o_proj, W_O, ATTN, d.o_cols(), 1, 15) \
-  X(o_partial, W_O, ATTN, d.o_cols(), 1, 29) \
-  X(gate_up_silu, W_GATE_UP, H, d.hidden, 2, 19) \
-  X(down_proj, W_DOWN, ACT, d.rank_ffn(), 1, 15) \
-  X(down_partial, W_DOWN, ACT, d.rank_ffn(), 1, 29) \
-  X(lm_head, LM_HEAD, Y, d.hidden, 1, -1)
-
-enum class Opcode : int32_t {
-  embed = 1,
-  rope = 2,
-  first_norm = 3,
-  attn_norm = 4,
-  qkv_rope = 5,
-  attention = 6,
-  o_proj = 7,
-  o_partial = 8,
-  o_reduce = 9,
-  mlp_norm = 10,
-  gate_up_silu = 11,
-  down_proj = 12,
-  down_partial = 13,
-  down_reduce = 14,
-  next_norm = 15,
-  final_norm = 16,
-  lm_head = 17,
-  sample = 18,
-  join = 19,
-  drain = 20,
+// A phase as one rank sees it; kMaxPhases + 1 of them, by number.
+struct Phase {
+  Operation operation;
+  Rows rows;
+  Result result;  // of a matmul
+  Buffer weights;
+  Buffer bias;  // kNone: there is none, as in the next
+  Buffer norm;  // scale of the norm on the way in
+  Buffer inputs;
+  Buffer output;
+  int32_t ahead;  // layers from this one to that of the weights
+  Dtype storage;  // of a matmul's weights
+  int32_t inner;  // length of a dot product
+  int32_t width;  // output columns
+  int32_t matrices;  // side by side
+  int32_t ranks;  // of a reduction: ranks that have partials
 };
-constexpr int32_t kOpcodes = 21;
+static_assert(sizeof(Phase) == 56);
 
-// Operands of each instruction, laid over words 1..15 of its record.
-struct Embed { int32_t row; int32_t rows; };
-struct Rope { int32_t row; int32_t rows; };
-struct FirstNorm { int32_t row; int32_t rows; };
-struct AttnNorm { int32_t row; int32_t rows; };
-struct QkvRope { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
-struct OProj { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct OPartial { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct OReduce { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct MlpNorm { int32_t row; int32_t rows; };
-struct GateUpSilu { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct DownProj { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct DownPartial { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct DownReduce { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct NextNorm { int32_t row; int32_t rows; };
-struct FinalNorm { int32_t row; int32_t rows; };
-struct LmHead { int32_t row; int32_t rows; int32_t col; int32_t cols; };
-struct Sample { int32_t row; int32_t rows; };
+// Operands of each operation, laid over words 1..15 of its records.
 struct Join { };
 struct Drain { int32_t queue; int32_t end; };
+struct Run { int32_t row; int32_t rows; };
+struct Tile { int32_t row; int32_t rows; int32_t col; int32_t cols; };
+struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
 
-// Equal of instructions whose operands are the same, in the same order.
-template <class Operands>
-constexpr int32_t kLayout = -1;
-template <> constexpr int32_t kLayout<Embed> = 0;
-template <> constexpr int32_t kLayout<Rope> = 0;
-template <> constexpr int32_t kLayout<FirstNorm> = 0;
-template <> constexpr int32_t kLayout<AttnNorm> = 0;
-template <> constexpr int32_t kLayout<QkvRope> = 1;
-template <> constexpr int32_t kLayout<Attention> = 2;
-template <> constexpr int32_t kLayout<OProj> = 1;
-template <> constexpr int32_t kLayout<OPartial> = 1;
-template <> constexpr int32_t kLayout<OReduce> = 1;
-template <> constexpr int32_t kLayout<MlpNorm> = 0;
-template <> constexpr int32_t kLayout<GateUpSilu> = 1;
-template <> constexpr int32_t kLayout<DownProj> = 1;
-template <> constexpr int32_t kLayout<DownPartial> = 1;
-template <> constexpr int32_t kLayout<DownReduce> = 1;
-template <> constexpr int32_t kLayout<NextNorm> = 0;
-template <> constexpr int32_t kLayout<FinalNorm> = 0;
-template <> constexpr int32_t kLayout<LmHead> = 1;
-template <> constexpr int32_t kLayout<Sample> = 0;
-template <> constexpr int32_t kLayout<Join> = 3;
-template <> constexpr int32_t kLayout<Drain> = 4;
+MK_DIMS_FN inline int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }
+MK_DIMS_FN inline int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }
+MK_DIMS_FN inline int32_t ceil_div(int32_t a, int32_t b) { return ((a + b - 1) / b); }
+MK_DIMS_FN inline int32_t shard_units(int32_t columns) { return ceil_div(columns, kShardUnit); }
+MK_DIMS_FN inline int32_t share(int32_t units, int32_t ranks, int32_t rank) { return ((units / ranks) + (rank < (units % ranks))); }
+MK_DIMS_FN inline int32_t start(int32_t units, int32_t ranks, int32_t rank) { return ((rank * (units / ranks)) + lower_of(rank, (units % ranks))); }
 
 struct Dims {
   int32_t vocab;
@@ -171,12 +113,10 @@ struct Dims {
   int32_t heads;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t attention_bias;
-  int32_t mlp_bias;
   float rms_eps;
   int32_t dtype;
   int32_t kv_block;
-  int32_t page;
+  int32_t kv_page;
   int32_t row_block;
   int32_t tokens;
   int32_t logit_rows;
@@ -189,42 +129,33 @@ struct Dims {
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;
-  int32_t one_hop;
-  int32_t norm_ahead;
-  int32_t pages;
-  int32_t dots;
-#ifdef __CUDACC__
-#define MK_DIMS_FN __host__ __device__
-#else
-#define MK_DIMS_FN
-#endif
-  MK_DIMS_FN int32_t row_blocks() const { return (tokens + row_block - 1) / row_block; }
-  MK_DIMS_FN int32_t pages_per_seq() const { return (max_context + page - 1) / page; }
-  MK_DIMS_FN int32_t own_rows() const { return one_hop ? tokens : (row_blocks() + tp - 1) / tp * row_block; }
-  MK_DIMS_FN int32_t own_logit_rows() const { return (logit_rows + tp - 1) / tp; }
-  MK_DIMS_FN int32_t rank_heads() const { return share(heads); }
-  MK_DIMS_FN int32_t first_head() const { return start(heads); }
-  MK_DIMS_FN int32_t rank_kv_heads() const { return rank_heads() ? (first_head() + rank_heads() + group_size() - 1) / group_size() - first_kv_head() : 0; }
-  MK_DIMS_FN int32_t first_kv_head() const { return first_head() / group_size(); }
-  MK_DIMS_FN int32_t rank_ffn() const { return low(ffn - first_ffn(), kShardUnit * share(units(ffn))); }
-  MK_DIMS_FN int32_t first_ffn() const { return low(ffn, kShardUnit * start(units(ffn))); }
-  MK_DIMS_FN int32_t rank_vocab() const { return low(vocab - first_vocab(), kShardUnit * share(units(vocab))); }
-  MK_DIMS_FN int32_t first_vocab() const { return low(vocab, kShardUnit * start(units(vocab))); }
-  MK_DIMS_FN int32_t head_ranks() const { return low(heads, tp); }
-  MK_DIMS_FN int32_t ffn_ranks() const { return low(units(ffn), tp); }
-  MK_DIMS_FN int32_t q_cols() const { return rank_heads() * head_dim; }
-  MK_DIMS_FN int32_t kv_cols() const { return rank_kv_heads() * head_dim; }
-  MK_DIMS_FN int32_t o_cols() const { return replicated_o ? heads * head_dim : q_cols(); }
-  MK_DIMS_FN int32_t o_first() const { return replicated_o ? first_head() * head_dim : 0; }
-  MK_DIMS_FN int32_t group_size() const { return heads / kv_heads; }
-  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0; }
-  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads()); }
-
- protected:
-  MK_DIMS_FN static int32_t low(int32_t a, int32_t b) { return a < b ? a : b; }
-  MK_DIMS_FN static int32_t units(int32_t n) { return (n + kShardUnit - 1) / kShardUnit; }
-  MK_DIMS_FN int32_t share(int32_t n) const { return n / tp + (rank < n % tp ? 1 : 0); }
-  MK_DIMS_FN int32_t start(int32_t n) const { return rank * (n / tp) + low(rank, n % tp); }
+  int32_t replicated_residual;
+  int32_t units;
+  int32_t ring_pages;
+  MK_DIMS_FN int32_t row_blocks() const { return ceil_div(tokens, row_block); }
+  MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }
+  MK_DIMS_FN int32_t own_rows() const { return (replicated_residual ? tokens : (ceil_div(row_blocks(), tp) * row_block)); }
+  MK_DIMS_FN int32_t own_logit_rows() const { return ceil_div(logit_rows, tp); }
+  MK_DIMS_FN int32_t group_size() const { return (heads / kv_heads); }
+  MK_DIMS_FN int32_t rank_heads() const { return share(heads, tp, rank); }
+  MK_DIMS_FN int32_t first_head() const { return start(heads, tp, rank); }
+  MK_DIMS_FN int32_t first_kv_head() const { return (first_head() / group_size()); }
+  MK_DIMS_FN int32_t rank_kv_heads() const { return (rank_heads() ? (ceil_div((first_head() + rank_heads()), group_size()) - first_kv_head()) : 0); }
+  MK_DIMS_FN int32_t first_ffn() const { return lower_of(ffn, (kShardUnit * start(shard_units(ffn), tp, rank))); }
+  MK_DIMS_FN int32_t rank_ffn() const { return lower_of((ffn - first_ffn()), (kShardUnit * share(shard_units(ffn), tp, rank))); }
+  MK_DIMS_FN int32_t first_vocab() const { return lower_of(vocab, (kShardUnit * start(shard_units(vocab), tp, rank))); }
+  MK_DIMS_FN int32_t rank_vocab() const { return lower_of((vocab - first_vocab()), (kShardUnit * share(shard_units(vocab), tp, rank))); }
+  MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
+  MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
+  MK_DIMS_FN int32_t kv_cols() const { return (rank_kv_heads() * head_dim); }
+  MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }
+  MK_DIMS_FN int32_t o_cols() const { return (replicated_o ? (heads * head_dim) : q_cols()); }
+  MK_DIMS_FN int32_t o_first() const { return (replicated_o ? (first_head() * head_dim) : 0); }
+  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
+  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
+  MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
+  MK_DIMS_FN int32_t reduce_place(int32_t row) const { if (replicated_residual) return row; return ((((row / row_block) / tp) * row_block) + (row % row_block)); }
+  MK_DIMS_FN int32_t reduce_row(int32_t from_rank, int32_t row) const { return ((from_rank * own_rows()) + reduce_place(row)); }
 };
 
 // Dims, and what is derived from them, worked out once: that takes divisions.
@@ -233,42 +164,45 @@ struct Sizes : Dims {
   int32_t pages_per_seq_;
   int32_t own_rows_;
   int32_t own_logit_rows_;
+  int32_t group_size_;
   int32_t rank_heads_;
   int32_t first_head_;
-  int32_t rank_kv_heads_;
   int32_t first_kv_head_;
-  int32_t rank_ffn_;
+  int32_t rank_kv_heads_;
   int32_t first_ffn_;
-  int32_t rank_vocab_;
+  int32_t rank_ffn_;
   int32_t first_vocab_;
+  int32_t rank_vocab_;
   int32_t head_ranks_;
-  int32_t ffn_ranks_;
   int32_t q_cols_;
   int32_t kv_cols_;
+  int32_t qkv_cols_;
   int32_t o_cols_;
   int32_t o_first_;
-  int32_t group_size_;
   MK_DIMS_FN int32_t row_blocks() const { return row_blocks_; }
   MK_DIMS_FN int32_t pages_per_seq() const { return pages_per_seq_; }
   MK_DIMS_FN int32_t own_rows() const { return own_rows_; }
   MK_DIMS_FN int32_t own_logit_rows() const { return own_logit_rows_; }
+  MK_DIMS_FN int32_t group_size() const { return group_size_; }
   MK_DIMS_FN int32_t rank_heads() const { return rank_heads_; }
   MK_DIMS_FN int32_t first_head() const { return first_head_; }
-  MK_DIMS_FN int32_t rank_kv_heads() const { return rank_kv_heads_; }
   MK_DIMS_FN int32_t first_kv_head() const { return first_kv_head_; }
-  MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
+  MK_DIMS_FN int32_t rank_kv_heads() const { return rank_kv_heads_; }
   MK_DIMS_FN int32_t first_ffn() const { return first_ffn_; }
-  MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
+  MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
   MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
+  MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
   MK_DIMS_FN int32_t head_ranks() const { return head_ranks_; }
-  MK_DIMS_FN int32_t ffn_ranks() const { return ffn_ranks_; }
   MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
   MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
+  MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
   MK_DIMS_FN int32_t o_cols() const { return o_cols_; }
   MK_DIMS_FN int32_t o_first() const { return o_first_; }
-  MK_DIMS_FN int32_t group_size() const { return group_size_; }
-  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { const int32_t h = (first_kv_head() + kv_head) * group_size() - first_head(); return h > 0 ? h : 0; }
-  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return low((first_kv_head() + kv_head + 1) * group_size() - first_head(), rank_heads()); }
+  MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
+  MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
+  MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
+  MK_DIMS_FN int32_t reduce_place(int32_t row) const { if (replicated_residual) return row; return ((((row / row_block) / tp) * row_block) + (row % row_block)); }
+  MK_DIMS_FN int32_t reduce_row(int32_t from_rank, int32_t row) const { return ((from_rank * own_rows()) + reduce_place(row)); }
 };
 
 MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
@@ -278,21 +212,21 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.pages_per_seq_ = d.pages_per_seq();
   s.own_rows_ = d.own_rows();
   s.own_logit_rows_ = d.own_logit_rows();
+  s.group_size_ = d.group_size();
   s.rank_heads_ = d.rank_heads();
   s.first_head_ = d.first_head();
-  s.rank_kv_heads_ = d.rank_kv_heads();
   s.first_kv_head_ = d.first_kv_head();
-  s.rank_ffn_ = d.rank_ffn();
+  s.rank_kv_heads_ = d.rank_kv_heads();
   s.first_ffn_ = d.first_ffn();
-  s.rank_vocab_ = d.rank_vocab();
+  s.rank_ffn_ = d.rank_ffn();
   s.first_vocab_ = d.first_vocab();
+  s.rank_vocab_ = d.rank_vocab();
   s.head_ranks_ = d.head_ranks();
-  s.ffn_ranks_ = d.ffn_ranks();
   s.q_cols_ = d.q_cols();
   s.kv_cols_ = d.kv_cols();
+  s.qkv_cols_ = d.qkv_cols();
   s.o_cols_ = d.o_cols();
   s.o_first_ = d.o_first();
-  s.group_size_ = d.group_size();
   return s;
 }
 

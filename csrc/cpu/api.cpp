@@ -1,4 +1,4 @@
-// The C interface that megakernel/runtime/native.py loads. Functions give 0 or a handle on success; on
+// The C interface that megakernel/runtime/cpu/native.py loads. Functions give 0 or a handle on success; on
 // failure -1 or null, and mk_error() says why.
 #include <string.h>
 
@@ -31,7 +31,6 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 }  // namespace
 
 struct mk_engine {
-  mk::Dims dims;  // of any rank
   std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
   std::unique_ptr<mk::Interpreter> interpreter;  // last: it ends before the weights that it reads
 };
@@ -52,7 +51,6 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
         const mk::Kernels& kernels =
             null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
         auto engine = std::make_unique<mk_engine>();
-        engine->dims = *dims;
         engine->interpreter =
             std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, deadlock_seconds,
                                               static_cast<std::atomic<int32_t>*>(abort));
@@ -64,37 +62,21 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
 // Aborts what runs, and returns when it has ended.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Bytes of one layer's packed buffer of rank dims->rank; 0 for a buffer that is not packed.
-MK_API int64_t mk_packed_bytes(const mk::Dims* dims, int32_t buffer) {
-  return mk::packed_shape(*dims, static_cast<mk::Buffer>(buffer)).bytes();
-}
+// Bytes of a packed matrix; of one whose rows come first in it, the place of the rows after them.
+MK_API int64_t mk_packed_bytes(const mk::Matrix* matrix) { return matrix->bytes(); }
 
 // Packs a row-major weight matrix of a rank into memory of the engine's own.
-MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, const void* source) {
+MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
+                       const mk::Matrix* matrix, const void* source) {
   return guarded(
       [&] {
-        const auto b = static_cast<mk::Buffer>(buffer);
-        mk::Dims dims = engine->dims;
-        dims.rank = rank;
-        const mk::PackedShape shape = mk::packed_shape(dims, b);
-        engine->weights.push_back({mk::allocate(shape.bytes()), free});
+        engine->weights.push_back({mk::allocate(matrix->bytes()), free});
         void* packed = engine->weights.back().get();
-        mk::pack(shape, dims.dtype == static_cast<int32_t>(mk::Dtype::BF16) ? 2 : 4, source, packed,
-                 engine->interpreter->threads());
-        engine->interpreter->bind(rank, b, layer, packed);
+        mk::pack(*matrix, source, packed, engine->interpreter->threads());
+        engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed);
         return 0;
       },
       -1);
-}
-
-// The rank's LM_HEAD is its rows of its packed EMBED.
-MK_API void mk_tie(mk_engine* engine, int32_t rank) {
-  mk::Dims dims = engine->dims;
-  dims.rank = rank;
-  const mk::PackedShape shape = mk::packed_shape(dims, mk::Buffer::EMBED);
-  char* embed = static_cast<char*>(engine->interpreter->bound(rank, mk::Buffer::EMBED, 0));
-  engine->interpreter->bind(rank, mk::Buffer::LM_HEAD, 0,
-                            embed + dims.first_vocab() / mk::kPanel * shape.panel_bytes);
 }
 
 // Borrows `data`, in the declared row-major layout, or packed where the buffer is.
@@ -173,9 +155,10 @@ MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   return count;
 }
 
-MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const int32_t* words, const int32_t* record,
-                       int32_t layer) {
-  engine->interpreter->execute(*dims, words, record, layer);
+// `phases`: kMaxPhases + 1, as rank dims->rank sees them.
+MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
+                       const int32_t* record, int32_t layer) {
+  engine->interpreter->execute(*dims, phases, words, record, layer);
 }
 
 MK_API void mk_fetch_ahead(mk_engine* engine, int32_t on) { engine->interpreter->fetch_ahead = on != 0; }

@@ -8,8 +8,6 @@
 
 #include <stdexcept>
 
-#include "../common/record.h"
-
 namespace mk {
 namespace {
 
@@ -24,15 +22,6 @@ char* last_words = nullptr;
 int64_t last_words_size = 0;
 struct sigaction before;
 thread_local const Call* current_call = nullptr;
-thread_local const int32_t* current_record = nullptr;
-
-const char* instruction_name(int opcode) {
-#define MK_NAME(name, Name, number) \
-  if (opcode == number) return #name;
-  MK_INSTRUCTIONS(MK_NAME)
-#undef MK_NAME
-  return "an unknown instruction";
-}
 
 void explain(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
@@ -44,8 +33,7 @@ void explain(int signal, siginfo_t* info, void*) {
             ? snprintf(text, sizeof text, "it touched another rank's memory outside of an instruction")
             : snprintf(text, sizeof text,
                        "%s (layer %d, record %d) touched another rank's memory outside of a remote store",
-                       instruction_name(record_opcode(current_record)), current_call->layer,
-                       current_call->number);
+                       current_call->name, current_call->layer, current_call->number);
     if (last_words != nullptr) {
       memcpy(last_words, text, static_cast<size_t>(n < last_words_size ? n : last_words_size));
     } else if (write(STDERR_FILENO, text, static_cast<size_t>(n)) > 0) {
@@ -98,10 +86,8 @@ void Audit::store(const Call& call, void* to, const void* from, int64_t bytes) {
       {reinterpret_cast<uint64_t>(to), bytes, call.segment, call.layer, call.number, call.dims->rank});
 }
 
-Audited::Audited(const Call& call, const int32_t* record) {
-  if (call.audit == nullptr) return;
-  current_call = &call;
-  current_record = record;
+Audited::Audited(const Call& call) {
+  if (call.audit != nullptr) current_call = &call;
 }
 
 Audited::~Audited() { current_call = nullptr; }

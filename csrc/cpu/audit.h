@@ -34,7 +34,7 @@ class Audit {
 // While it lives, faults of this thread are the call's, if that is audited.
 class Audited {
  public:
-  Audited(const Call& call, const int32_t* record);
+  explicit Audited(const Call& call);
   ~Audited();
 };
 

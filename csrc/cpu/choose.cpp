@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/record.h"
 #include "remote.h"
 
 namespace mk {
@@ -13,7 +14,7 @@ namespace {
 void nothing(const Call&, const int32_t*) {}
 
 void sample_zero(const Call& call, const int32_t* record) {
-  const Sample& op = *reinterpret_cast<const Sample*>(record + kOperandWord);
+  const Run& op = operands<Run>(record);
   const std::vector<int32_t> zeros(op.rows);  // of both types
   for (const Buffer buffer : {Buffer::TOKENS_OUT, Buffer::LOGPROBS_OUT}) {
     int32_t* out = call.copy<int32_t>(buffer, 0) + op.row;
@@ -32,7 +33,7 @@ const Kernels* null_kernels() {
     Kernels k{};
     k.name = "null";
     for (Op& op : k.ops) op = nothing;
-    k.ops[static_cast<int>(Opcode::sample)] = sample_zero;
+    k.ops[static_cast<int32_t>(Operation::kSample)] = sample_zero;
     k.attention_merge = nothing;
     return k;
   }();

@@ -2,9 +2,10 @@
 //
 // Every output has one accumulator that adds its products in ascending k, one fused multiply-add each where
 // the processor has it, whatever the number of rows, the tile or the register block: a row's bits depend on
-// nothing else.
+// nothing else. Quantised weights are multiplied as the float32 values that they stand for.
 #pragma once
-#include "simd.h"
+#include "rms_norm.h"
+#include "weights.h"
 
 namespace mk::MK_SIMD {
 
@@ -26,9 +27,7 @@ constexpr int panel_log2(int rows) {
   while (log2 > 0 && (rows * kPanelVectors << log2) > kAccumulators) --log2;
   return log2;
 }
-
-// Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
-constexpr int kPrefetchBytes = 2048;
+static_assert(1 << panel_log2(1) <= kWidePanels);
 
 // Weights of two k steps for one vector of columns.
 MK_INLINE void load_pair(const Bf16* p, int v, F32& even, F32& odd) {
@@ -44,7 +43,7 @@ MK_INLINE void load_pair(const float* p, int v, F32& even, F32& odd) {
 }
 
 // C[R][P panels] (+)= A W^T over k steps (even). A: rows kChunkStride apart within a chunk, chunks
-// chunk_stride apart.
+// chunk_stride apart; steps that begin inside a chunk end in it.
 template <int R, int P, class T>
 void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_stride, int k, float* c,
            int64_t ldc, bool resume) {
@@ -113,77 +112,128 @@ struct MicroTable {
 template <class T>
 constexpr MicroTable<T> kMicro{};
 
-// Chunk [begin, begin + kChunk) of k of `rows` rows of A as float32; a partial vector is filled
-// with zeros, so an odd k is followed by one.
+// Rows of a matmul's inputs on their way into the arithmetic: of the compute type; or of float32, and
+// normalised here.
 template <class T>
-inline void unpack_chunk(const T* a, int rows, int k, int begin, float* out) {
-  const int n = k - begin < kChunk ? k - begin : kChunk;
-  for (int r = 0; r < rows; ++r, out += kChunkStride) {
-    const T* row = a + int64_t{r} * k + begin;
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(out + i, load(row + i));
-    if (i < n) store(out + i, load(row + i, n - i));
-  }
-}
+class Inputs {
+ public:
+  explicit Inputs(const Call& call)
+      : rows_(call.inputs<char>()),
+        weight_(call.phase->norm == Buffer::kNone ? nullptr : call.at<float>(call.phase->norm)),
+        k_(call.phase->inner),
+        eps_(call.dims->rms_eps) {}
 
-// Rows [row, row + rows) of A [.][k] times panels [panel, panel + panels) of W. Results leave through
-// epilogue(first row, rows, first panel, panels, c, ldc), once per output.
-template <class T, class Epilogue>
-inline void gemm(const Call& call, const T* a, int k, const T* w, int row, int rows, int panel, int panels,
-                 const Epilogue& epilogue) {
-  const int even_k = k + k % 2;
-  const int64_t panel_stride = int64_t{even_k} * kPanel;
+  // What `unpack` gives from now on: rows [row, row + count), at most kTileRows.
+  void turn_to(int row, int count) {
+    first_ = row;
+    count_ = count;
+    if (weight_ == nullptr) return;
+    for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
+  }
+
+  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial vector is filled
+  // with zeros, so an odd k is followed by one.
+  void unpack(int begin, float* out) const {
+    const int n = lower_of(k_ - begin, kChunk);
+    for (int r = 0; r < count_; ++r, out += kChunkStride) {
+      if (weight_ != nullptr) {
+        const float *x = row<float>(r) + begin, *weight = weight_ + begin;
+        unpack_row(n, out, [&](int i, int lanes) {
+          return rounded(normalised(x + i, weight + i, scale_[r], lanes), T{});
+        });
+      } else {
+        const T* x = row<T>(r) + begin;
+        unpack_row(n, out, [&](int i, int lanes) { return load(x + i, lanes); });
+      }
+    }
+  }
+
+ private:
+  template <class E>
+  const E* row(int r) const {
+    return reinterpret_cast<const E*>(rows_) + int64_t{first_ + r} * k_;
+  }
+  template <class F>
+  static MK_INLINE void unpack_row(int n, float* out, const F& vector) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, vector(i, kLanes));
+    if (i < n) store(out + i, vector(i, n - i));
+  }
+
+  const char* rows_;
+  const float* weight_;
+  const int k_;
+  const float eps_;
+  int first_ = 0, count_ = 0;
+  float scale_[kTileRows];
+};
+
+// t = inputs weights^T + bias of the phase on a tile; W is the packed weights' type. kResult takes columns
+// [first, first + columns) of a row, every output once. Several matrices alternate by panels: then it takes
+// one panel's columns at a time, with t of the next matrix kPanel further.
+template <class T, class W, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
+inline void gemm(const Call& call, const Tile& tile) {
+  const Phase& phase = *call.phase;
+  const int k = phase.inner, even_k = k + k % 2, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
+  const float* const bias = call.bias();
   float* const c = call.scratch->tile;
   float* const x = call.scratch->activations;
-  const int row_end = row + rows, panel_end = panel + panels;
+  const int row_end = tile.row + tile.rows, col_end = tile.col + tile.cols;
+  const int panel = tile.col / kPanel * matrices;
+  const int panel_end = panel + panel_count(tile.col, tile.cols) * matrices;
+  Inputs<T> inputs(call);
+  const Weights<W> weights(call);
 
-  for (int r = row; r < row_end; r += kTileRows) {
-    const int tile_rows = row_end - r < kTileRows ? row_end - r : kTileRows;
-    const T* tile_a = a + int64_t{r} * k;
-    const int blocks = (tile_rows + kMicroRows - 1) / kMicroRows;
-    const int block_rows = (tile_rows + blocks - 1) / blocks;
+  for (int r = tile.row; r < row_end; r += kTileRows) {
+    const int rows = lower_of(row_end - r, kTileRows);
+    inputs.turn_to(r, rows);
+    const int blocks = ceil_div(rows, kMicroRows);
+    const int block_rows = ceil_div(rows, blocks);
     // Few rows: all of k fits the cache, so weights stream once and accumulators never leave the registers.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     if (whole_k) {
-      for (int begin = 0; begin < k; begin += kChunk) {
-        unpack_chunk(tile_a, tile_rows, k, begin, x + begin / kChunk * chunk_stride);
-      }
+      for (int begin = 0; begin < k; begin += kChunk) inputs.unpack(begin, x + begin / kChunk * chunk_stride);
     }
     for (int p = panel; p < panel_end; p += kTilePanels) {
-      const int tile_panels = panel_end - p < kTilePanels ? panel_end - p : kTilePanels;
+      const int panels = lower_of(panel_end - p, kTilePanels);
       const int step = whole_k ? even_k : kChunk;
       for (int begin = 0; begin < even_k; begin += step) {
-        const int steps = even_k - begin < step ? even_k - begin : step;
-        if (!whole_k) unpack_chunk(tile_a, tile_rows, k, begin, x);
+        const int steps = lower_of(even_k - begin, step);
+        if (!whole_k) inputs.unpack(begin, x);
         int log2 = panel_log2(block_rows);
-        for (int q = 0; q < tile_panels; q += 1 << log2) {
-          while (q + (1 << log2) > tile_panels) --log2;
+        for (int q = 0; q < panels; q += 1 << log2) {
+          while (q + (1 << log2) > panels) --log2;
           if (call.aborted()) return;
-          const T* block_w = w + (p + q) * panel_stride + int64_t{begin} * kPanel;
-          for (int i = 0; i < tile_rows; i += block_rows) {
-            const int n = tile_rows - i < block_rows ? tile_rows - i : block_rows;
-            kMicro<T>.entry[n][log2](x + int64_t{i} * kChunkStride, chunk_stride, block_w, panel_stride,
-                                     steps, c + i * ldc + q * kPanel, ldc, begin > 0);
+          const int part = weights.steps(steps);
+          for (int s = 0; s < steps; s += part) {
+            const int part_steps = lower_of(steps - s, part);
+            const auto* block_w = weights.block(p + q, 1 << log2, begin + s, part_steps);
+            const float* block_x = x + s / kChunk * chunk_stride + s % kChunk;
+            for (int i = 0; i < rows; i += block_rows) {
+              const int n = lower_of(rows - i, block_rows);
+              kMicro<typename Weights<W>::Element>.entry[n][log2](
+                  block_x + int64_t{i} * kChunkStride, chunk_stride, block_w, weights.panel_stride,
+                  part_steps, c + i * ldc + q * kPanel, ldc, begin + s > 0);
+            }
           }
         }
       }
-      epilogue(r, tile_rows, p, tile_panels, c, ldc);
+      const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;
+      const int run = matrices == 1 ? stop - start : kPanel;
+      for (int i = 0; i < rows; ++i) {
+        for (int from = start; from < stop; from += run) {
+          const int first = higher_of(from, tile.col), n = lower_of(from + run, col_end) - first;
+          float* t = c + i * ldc + int64_t{from - start} * matrices + first - from;
+          for (int m = 0; bias != nullptr && m < matrices; ++m) {
+            for (int j = 0; j < n; ++j) t[m * kPanel + j] += bias[m * phase.width + first + j];
+          }
+          kResult(call, r + i, first, n, t);
+        }
+      }
     }
   }
-}
-
-// The common case: a tile of plain columns; epilogue(row, first column, columns, row of c).
-template <class T, class Epilogue>
-inline void gemm_columns(const Call& call, const T* a, int k, const T* w, int row, int rows, int col,
-                         int cols, const Epilogue& epilogue) {
-  gemm(call, a, k, w, row, rows, col / kPanel, panel_count(col, cols),
-       [&](int r, int tile_rows, int p, int tile_panels, float* c, int64_t ldc) {
-         const int start = p * kPanel, stop = start + tile_panels * kPanel;
-         const int first = start > col ? start : col, end = stop < col + cols ? stop : col + cols;
-         for (int i = 0; i < tile_rows; ++i) epilogue(r + i, first, end - first, c + i * ldc + first - start);
-       });
 }
 
 }  // namespace mk::MK_SIMD

@@ -87,6 +87,7 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
     const Region regions[] = {
         {&s.activations, std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride},
         {&s.tile, int64_t{kTileRows} * kTilePanels * kPanel},
+        {&s.weights, int64_t{kWidePanels} * kWideSteps * kPanel},
         {&s.keys, model.head_dim * key_stride(model)},
         {&s.values, model.kv_block * padded},
         {&s.queries, pairs * model.head_dim + kPanel},
@@ -161,7 +162,7 @@ int64_t Interpreter::interval_bound(const Cursor& c) const {
     for (int32_t i = program_->begin(list, first); i < program_->begin(list, end); ++i) {
       const int32_t* record = program_->record(list, i);
       units += runs;
-      if (record_opcode(record) != static_cast<int32_t>(Opcode::attention)) continue;
+      if (program_->phase(c.rank, record).operation != Operation::kAttention) continue;
       const int32_t slot = operands<Attention>(record).slot;
       units += runs * (view(c).slot_items[slot + 1] - view(c).slot_items[slot]);
     }
@@ -206,10 +207,6 @@ void Interpreter::reset(Program& program) {
 
 std::string Interpreter::describe_block() const {
   static constexpr const char* kSegmentNames[] = {"prologue", "body", "epilogue"};
-  static const char* names[kOpcodes] = {};
-#define MK_NAME(name, Name, opcode) names[opcode] = #name;
-  MK_INSTRUCTIONS(MK_NAME)
-#undef MK_NAME
   for (Cursor c : cursors_) {
     if (c.segment == kSegments || c.record == nullptr || ready(c)) continue;
     const int32_t word = c.record[kWaitWord + c.blocked], counter = word_counter(word);
@@ -217,7 +214,7 @@ std::string Interpreter::describe_block() const {
         program_->launches * static_cast<uint32_t>(program_->total(c.rank, block(c), counter));
     return "rank " + std::to_string(c.rank) + " worker " + std::to_string(c.worker) + " waits in " +
            kSegmentNames[c.segment] + " record " + std::to_string(c.number) + " (" +
-           names[record_opcode(c.record)] + ", layer " + std::to_string(c.layer) + ") for " +
+           program_->name(c.record) + ", layer " + std::to_string(c.layer) + ") for " +
            (word & kIndexed ? "the grid at " : "") + "counter " + std::to_string(counter) + " of block " +
            std::to_string(block(c)) + ": value " +
            std::to_string(program_->counter(c.rank, block(c), counter).load()) + ", expected " +
@@ -283,10 +280,11 @@ bool Interpreter::settle(Cursor& c) {
 
 void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   c.record = record;
+  c.phase = &program_->phase(c.rank, record);
   c.number = number;
   c.prefetched = 0;
   c.item = c.item_end = 0;
-  if (record_opcode(record) == static_cast<int32_t>(Opcode::attention)) {
+  if (c.phase->operation == Operation::kAttention) {
     const int32_t slot = operands<Attention>(record).slot;
     c.item = view(c).slot_items[slot];
     c.item_end = view(c).slot_items[slot + 1];
@@ -328,7 +326,7 @@ bool Interpreter::ready(Cursor& c) const {
     bool holds;
     if (!(word & kIndexed)) {
       holds = met(c.rank, block(c), word_counter(word));
-    } else if (record_opcode(c.record) == static_cast<int32_t>(Opcode::attention)) {
+    } else if (c.phase->operation == Operation::kAttention) {
       holds = c.item == c.item_end || item_ready(c, word);
     } else {
       holds = rows_ready(c, word);
@@ -357,9 +355,9 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// final_norm: the row block of each logit row that the rank normalises.
+// A norm of logit rows: the row block of each that the rank normalises.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
-  const FinalNorm& op = operands<FinalNorm>(c.record);
+  const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
   for (int32_t i = op.row; i < op.row + op.rows; ++i) {
     const int32_t row = view(c).logit_rows[i];
@@ -381,11 +379,11 @@ bool Interpreter::step(Cursor& c, int thread) {
     c.wait_begin = c.load_begin = 0;
     stall<kTrace>(c);
   }
-  const int opcode = record_opcode(c.record);
-  if (opcode == static_cast<int32_t>(Opcode::drain) && claim(c)) return true;
+  if (c.phase->operation == Operation::kDrain && claim(c)) return true;
   Memory& memory = memory_[thread];
   int64_t& link_bytes = memory.link_bytes[c.rank];
   Call call{&program_->dims(c.rank),
+            c.phase,
             &view(c),
             buffers_.data(),
             &memory.scratch,
@@ -394,10 +392,11 @@ bool Interpreter::step(Cursor& c, int thread) {
             c.layer,
             0,
             audit.get(),
+            program_->name(c.record),
             c.segment,
             c.number};
-  const Audited audited(call, c.record);
-  if (opcode == static_cast<int32_t>(Opcode::attention)) {
+  const Audited audited(call);
+  if (c.phase->operation == Operation::kAttention) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;
       const bool final = run_item(call, c.record);
@@ -407,11 +406,11 @@ bool Interpreter::step(Cursor& c, int thread) {
       progress_[thread].instructions.fetch_add(1, std::memory_order_relaxed);
     }
   } else {
-    kernels_.ops[opcode](call, c.record);
-    if (kernels_.send[opcode]) {
+    kernels_.op (*c.phase)(call, c.record);
+    if (const Op send = kernels_.sender(*c.phase)) {
       const int64_t sent = link_bytes;
       const uint64_t computed = kTrace ? clock_ns() : 0;
-      kernels_.send[opcode](call, c.record);
+      send(call, c.record);
       if (kTrace && link_bytes > sent) {
         record_interval(c, kind, begin, computed, 0);
         kind = IntervalKind::STORE;
@@ -432,7 +431,7 @@ bool Interpreter::step(Cursor& c, int thread) {
 
 // True where the item's rows are final: it is no part of a split, or the last part to arrive.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
-  kernels_.ops[record_opcode(record)](call, record);
+  kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];
   if (split < 0) return true;
   if (call.aborted()) return false;
@@ -471,10 +470,14 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
 
 // Starts loads of the next slice of the record's weights; false where there is none left.
 bool Interpreter::prefetch(Cursor& c) {
-  const WeightSpan span = weight_span(program_->dims(c.rank), c.record);
+  if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
+  const WeightSpan span = weight_span(*c.phase, operands<Tile>(c.record));
   const int64_t end = std::min(span.bytes, kPrefetchLimit);
-  if (!fetch_ahead || c.prefetched >= end) return false;
-  const void* base = bound(c.rank, span.buffer, kLayered[static_cast<int>(span.buffer)] ? c.layer : 0);
+  if (c.prefetched >= end) return false;
+  const Buffer weights = c.phase->weights;
+  const bool layered = kLayered[static_cast<int32_t>(weights)];
+  const void* base =
+      bound(c.rank, weights, layered ? weights_layer(*c.phase, program_->dims(c.rank), c.layer) : 0);
   if (base == nullptr) return false;
   const int64_t slice = std::min(end, c.prefetched + kPrefetchSlice);
   for (; c.prefetched < slice; c.prefetched += 64)
@@ -530,16 +533,17 @@ int64_t Interpreter::link_bytes(int rank) const {
   return n;
 }
 
-void Interpreter::execute(const Dims& dims, const int32_t* step_words, const int32_t* record, int layer) {
+void Interpreter::execute(const Dims& dims, const Phase* phases, const int32_t* step_words,
+                          const int32_t* record, int layer) {
   const StepView view = step_view(step_words, dims);
+  const Phase& phase = phases[record_phase(record)];
   const int32_t running = 0;
   Memory& memory = memory_[0];
-  Call call{&dims, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
-            layer, 0};
-  const int opcode = record_opcode(record);
-  if (opcode != static_cast<int32_t>(Opcode::attention)) {
-    kernels_.ops[opcode](call, record);
-    if (kernels_.send[opcode]) kernels_.send[opcode](call, record);
+  Call call{&dims, &phase, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
+            layer};
+  if (phase.operation != Operation::kAttention) {
+    kernels_.op(phase)(call, record);
+    if (const Op send = kernels_.sender(phase)) send(call, record);
     return;
   }
   const int32_t slot = operands<Attention>(record).slot;

@@ -48,9 +48,10 @@ class Interpreter {
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
-  // One instruction of rank `dims.rank` on the calling thread, without waits and signals; attention runs all
-  // items of its slot.
-  void execute(const Dims& dims, const int32_t* step_words, const int32_t* record, int layer);
+  // One instruction of rank `dims.rank`, which has these phases, on the calling thread, without waits and
+  // signals; attention runs all items of its slot.
+  void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
+               int layer);
 
   // Bytes that a rank has stored at others so far.
   int64_t link_bytes(int rank) const;
@@ -71,8 +72,9 @@ class Interpreter {
     int segment = 0, layer = 0;
     int32_t next = 0;  // record in the segment
     const int32_t* record =
-        nullptr;         // to run now: that one, or what it, a drain, has claimed; null: not fetched
-    int32_t number = 0;  // of `record`, as in a trace
+        nullptr;  // to run now: that one, or what it, a drain, has claimed; null: not fetched
+    const Phase* phase = nullptr;  // of `record`, like the next
+    int32_t number = 0;            // as in a trace
     bool claimed = false;
     int32_t item = 0, item_end = 0;  // attention: work items to go
     int blocked = 0;                 // wait word that did not hold

@@ -3,13 +3,10 @@
 
 #include "../common/record.h"
 #include "ops/attention.h"
-#include "ops/embed.h"
-#include "ops/gate_up_silu.h"
-#include "ops/join.h"
-#include "ops/lm_head.h"
+#include "ops/gather.h"
+#include "ops/matmul.h"
 #include "ops/norm.h"
-#include "ops/qkv_rope.h"
-#include "ops/residual.h"
+#include "ops/reduce.h"
 #include "ops/sample.h"
 
 #define MK_STRING_(x) #x
@@ -54,20 +51,45 @@ double multiply_add(int64_t rounds, double* flops) {
   return sum(all);
 }
 
-// The declared table, filled in: an instruction without a function here does not compile.
+// Nothing: waits, signals and claims are the interpreter's.
+void nothing(const Call&, const int32_t*) {}
+
+template <class Operands, void (*kFunction)(const Call&, const Operands&)>
+void run(const Call& call, const int32_t* record) {
+  kFunction(call, operands<Operands>(record));
+}
+
+// An operation without a function here does not compile.
+template <class T>
+Op op(Operation operation) {
+  switch (operation) {
+    case Operation::kJoin:
+    case Operation::kDrain:
+      return nothing;
+    case Operation::kGather:
+      return run<Run, gather<T>>;
+    case Operation::kRope:
+      return run<Run, rope>;
+    case Operation::kNorm:
+      return run<Run, norm<T>>;
+    case Operation::kMatmul:
+      return run<Tile, matmul<T>>;
+    case Operation::kAttention:
+      return run<Attention, attention<T>>;
+    case Operation::kReduce:
+      return run<Tile, reduce<T>>;
+    case Operation::kSample:
+      return run<Run, sample>;
+  }
+  return nullptr;
+}
+
 template <class T>
 Kernels table() {
   Kernels k{};
   k.name = MK_STRING(MK_SIMD);
-#define MK_OP(name, Name, opcode) \
-  k.ops[opcode] = [](const Call& call, const int32_t* record) { name<T>(call, operands<Name>(record)); };
-  MK_INSTRUCTIONS(MK_OP)
-#undef MK_OP
-  k.send[static_cast<int>(Opcode::first_norm)] = send_norm<T>;
-  k.send[static_cast<int>(Opcode::attn_norm)] = send_norm<T>;
-  k.send[static_cast<int>(Opcode::mlp_norm)] = send_norm<T>;
-  k.send[static_cast<int>(Opcode::next_norm)] = send_norm<T>;
-  k.send[static_cast<int>(Opcode::final_norm)] = send_final_norm<T>;
+  for (int32_t i = 1; i < kOperations; ++i) k.ops[i] = op<T>(static_cast<Operation>(i));
+  k.send[static_cast<int32_t>(Operation::kNorm)] = run<Run, send_norm<T>>;
   k.attention_merge = attention_merge<T>;
   k.read = read;
   k.multiply_add = multiply_add;

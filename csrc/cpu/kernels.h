@@ -1,5 +1,4 @@
-// The seam between the interpreter and the arithmetic: one function per instruction, one table per SIMD
-// width.
+// The seam between the interpreter and the arithmetic: one function per operation, one table per SIMD width.
 #pragma once
 #include "../common/isa.h"
 
@@ -14,6 +13,16 @@ struct Bf16 {
 // Columns of a packed weight panel (packing.h).
 constexpr int kPanel = 16;
 
+// A block of quantised weights: so many k steps of a column have one scale (float16) and a signed byte each.
+constexpr int kQ8Steps = 32;
+
+// The blocks of a panel's columns, as they are packed (packing.h).
+struct Q8Block {
+  uint16_t scales[kPanel];
+  int8_t weights[kQ8Steps][kPanel];
+};
+static_assert(sizeof(Q8Block) == kPanel * (sizeof(uint16_t) + kQ8Steps));
+
 // Panels that hold columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
@@ -24,6 +33,8 @@ constexpr int kMaxMicroRows = 12;  // rows of the register block
 constexpr int kChunk = 256;        // k steps between two visits of the tile's accumulators
 constexpr int kChunkStride =
     kChunk + 16;                // floats; not a power of two, so rows fall into different cache sets
+constexpr int kWideSteps = 64;  // k steps of quantised weights that are widened together
+constexpr int kWidePanels = 4;  // panels of them: the most that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
 // Floats between two elements of the widened keys; like kChunkStride no power of two.
@@ -33,6 +44,7 @@ inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 struct Scratch {
   float* activations;  // rows of A in float32, by chunk
   float* tile;         // kTileRows x kTilePanels * kPanel accumulators
+  float* weights;      // widened panels: kWidePanels x kWideSteps * kPanel
   float* keys;         // head_dim x key_stride(dims)
   float* values;       // kv_block x head_dim, rows padded to kPanel
   float* queries;      // query rows x head_dim
@@ -46,51 +58,76 @@ struct Scratch {
 
 class Audit;
 
-// What an instruction's function may see.
+// The layer whose weights a phase reads in `layer`.
+inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
+  return lower_of(layer + phase.ahead, d.layers - 1);
+}
+
+// What an operation's function may see.
 struct Call {
   const Dims* dims;
+  const Phase* phase;  // as the rank sees it
   const StepView* step;
   void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
   const int32_t* abort;  // non-zero: leave soon, results no longer matter
   int64_t* link_bytes;   // stored by this rank at others
   int32_t layer;
-  int32_t item;                     // attention: the work item
+  int32_t item = 0;                 // attention: the work item
   Audit* audit = nullptr;           // checks remote stores; null: nobody does
-  int32_t segment = 0, number = 0;  // of the instruction, as in a trace; for the audit
+  const char* name = "";            // of the phase, for the audit like the next two
+  int32_t segment = 0, number = 0;  // of the instruction, as in a trace
 
+  template <class T>
+  MK_INLINE T* inputs() const {
+    return at<T>(phase->inputs);
+  }
+  template <class T>
+  MK_INLINE T* output() const {
+    return at<T>(phase->output);
+  }
+  template <class T>
+  MK_INLINE const T* weights() const {
+    return copy<T>(phase->weights, dims->rank, weights_layer(*phase, *dims, layer));
+  }
+  // Null where the phase has none.
+  MK_INLINE const float* bias() const {
+    return phase->bias == Buffer::kNone ? nullptr : at<float>(phase->bias);
+  }
   template <class T>
   MK_INLINE T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // The next layer's; in the last one its own.
-  template <class T>
-  MK_INLINE T* next(Buffer buffer) const {
-    Call ahead = *this;
-    if (layer + 1 < dims->layers) ++ahead.layer;
-    return ahead.at<T>(buffer);
-  }
   // A rank's copy. Others' are write-only.
   template <class T>
   MK_INLINE T* copy(Buffer buffer, int rank) const {
-    const int32_t b = static_cast<int32_t>(buffer);
-    return static_cast<T*>(
-        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? layer : 0)]);
+    return copy<T>(buffer, rank, layer);
   }
   MK_INLINE bool aborted() const { return __atomic_load_n(abort, __ATOMIC_RELAXED) != 0; }
+
+ private:
+  template <class T>
+  MK_INLINE T* copy(Buffer buffer, int rank, int32_t of_layer) const {
+    const int32_t b = static_cast<int32_t>(buffer);
+    return static_cast<T*>(
+        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? of_layer : 0)]);
+  }
 };
 
 using Op = void (*)(const Call& call, const int32_t* record);
 
 struct Kernels {
   const char* name;
-  Op ops[kOpcodes];
+  Op ops[kOperations];  // by Operation, like the next
   // What remains of an instruction after its op: copying results to other ranks, where that is work of its
   // own; else null.
-  Op send[kOpcodes];
-  Op attention_merge;                               // after all items of call.item's split: PARTIALS to ATTN
+  Op send[kOperations];
+  Op attention_merge;                               // after all items of call.item's split: the output rows
   double (*read)(const void* data, int64_t bytes);  // reads every byte, returns a sum so that it must
   double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that fill the FMA units
+
+  Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
+  Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
 // nullptr where the build or this processor lacks it.

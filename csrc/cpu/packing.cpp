@@ -12,105 +12,101 @@
 #include <sys/mman.h>
 #endif
 
-#include "../common/record.h"
-
 namespace mk {
 namespace {
 
+// What a panel has of a matrix: `count` columns, which are the source's rows from `row`.
+struct Columns {
+  int64_t row, count;
+
+  Columns(const Matrix& s, int64_t panel) {
+    const int64_t first = panel / s.matrices * kPanel;
+    row = panel % s.matrices * s.rows + first;
+    count = std::min<int64_t>(kPanel, s.rows - first);
+  }
+};
+
 template <class T, int kPair>
-void pack_panel(const PackedShape& s, const T* source, int64_t panel, T* out) {
-  const int64_t first = panel / s.matrices * kPanel;
-  const T* rows = source + (panel % s.matrices * s.rows + first) * s.k;
-  const int64_t columns = std::min<int64_t>(kPanel, s.rows - first);
-  if (columns < kPanel || s.k % 2) memset(out, 0, s.panel_bytes);
+void pack_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
+  const Columns columns(s, panel);
+  const T* rows = static_cast<const T*>(source) + columns.row * s.k;
   for (int64_t k = 0; k < s.k; k += kPair) {
-    T* line = out + k * kPanel;
+    T* line = static_cast<T*>(packed) + k * kPanel;
     const int64_t pair = std::min<int64_t>(kPair, s.k - k);
-    for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t c = 0; c < columns.count; ++c) {
       for (int64_t j = 0; j < pair; ++j) line[c * kPair + j] = rows[c * s.k + k + j];
     }
   }
 }
 
-}  // namespace
+// A block as rows have it.
+struct RowBlock {
+  uint16_t scale;
+  int8_t weights[kQ8Steps];
+};
+static_assert(sizeof(RowBlock) == sizeof(uint16_t) + kQ8Steps);
 
-PackedShape packed_shape(const Dims& d, Buffer buffer) {
-  int64_t rows = 0, k = d.hidden, matrices = 1;
-  switch (buffer) {
-    case Buffer::EMBED:
-      rows = d.vocab;
-      break;
-    case Buffer::LM_HEAD:
-      rows = d.rank_vocab();
-      break;
-    case Buffer::W_QKV:
-      rows = d.q_cols() + 2 * d.kv_cols();
-      break;
-    case Buffer::W_O:
-      rows = d.hidden;
-      k = d.o_cols();
-      break;
-    case Buffer::W_GATE_UP:
-      rows = d.rank_ffn();
-      matrices = 2;
-      break;
-    case Buffer::W_DOWN:
-      rows = d.hidden;
-      k = d.rank_ffn();
-      break;
-    default:
-      return {};
+int64_t q8_blocks(int64_t k) { return (k + kQ8Steps - 1) / kQ8Steps; }
+
+void pack_q8_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
+  const Columns columns(s, panel);
+  const int64_t blocks = q8_blocks(s.k);
+  const RowBlock* rows = static_cast<const RowBlock*>(source) + columns.row * blocks;
+  Q8Block* out = static_cast<Q8Block*>(packed);
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t c = 0; c < columns.count; ++c) {
+      const RowBlock& block = rows[c * blocks + b];
+      out[b].scales[c] = block.scale;
+      for (int k = 0; k < kQ8Steps; ++k) out[b].weights[k][c] = block.weights[k];
+    }
   }
-  const int64_t itemsize = d.dtype == static_cast<int32_t>(Dtype::BF16) ? 2 : 4;
-  return {rows, k, matrices, matrices * ((rows + kPanel - 1) / kPanel), (k + k % 2) * kPanel * itemsize};
 }
 
-void pack(const PackedShape& shape, int32_t itemsize, const void* source, void* packed, int threads) {
+void pack_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
+  switch (s.storage) {
+    case Dtype::F32:
+      return pack_panel<uint32_t, 1>(s, source, panel, packed);
+    case Dtype::BF16:
+      return pack_panel<uint16_t, 2>(s, source, panel, packed);
+    case Dtype::Q8_0:
+      return pack_q8_panel(s, source, panel, packed);
+    case Dtype::I32:
+      return;
+  }
+}
+
+}  // namespace
+
+int64_t Matrix::panel_bytes() const {
+  const int64_t elements = (k + k % 2) * kPanel;
+  switch (storage) {
+    case Dtype::F32:
+      return elements * 4;
+    case Dtype::BF16:
+      return elements * 2;
+    case Dtype::Q8_0:
+      return q8_blocks(k) * static_cast<int64_t>(sizeof(Q8Block));
+    case Dtype::I32:  // no weights have this type
+      break;
+  }
+  return 0;
+}
+
+void pack(const Matrix& matrix, const void* source, void* packed, int threads) {
   auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      char* out = static_cast<char*>(packed) + p * shape.panel_bytes;
-      if (itemsize == 2)
-        pack_panel<uint16_t, 2>(shape, static_cast<const uint16_t*>(source), p,
-                                reinterpret_cast<uint16_t*>(out));
-      else
-        pack_panel<uint32_t, 1>(shape, static_cast<const uint32_t*>(source), p,
-                                reinterpret_cast<uint32_t*>(out));
-    }
+    for (int64_t p = begin; p < end; ++p)
+      pack_panel(matrix, source, p, static_cast<char*>(packed) + p * matrix.panel_bytes());
   };
   std::vector<std::thread> pool;
-  const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, shape.panels / 8));
-  for (int64_t t = 1; t < n; ++t) pool.emplace_back(work, shape.panels * t / n, shape.panels * (t + 1) / n);
-  work(0, shape.panels / n);
+  const int64_t panels = matrix.panels(), n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
+  for (int64_t t = 1; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
+  work(0, panels / n);
   for (std::thread& t : pool) t.join();
 }
 
-WeightSpan weight_span(const Dims& d, const int32_t* record) {
-  Buffer buffer;
-  switch (static_cast<Opcode>(record_opcode(record))) {
-    case Opcode::qkv_rope:
-      buffer = Buffer::W_QKV;
-      break;
-    case Opcode::o_proj:
-    case Opcode::o_partial:
-      buffer = Buffer::W_O;
-      break;
-    case Opcode::gate_up_silu:
-      buffer = Buffer::W_GATE_UP;
-      break;
-    case Opcode::down_proj:
-    case Opcode::down_partial:
-      buffer = Buffer::W_DOWN;
-      break;
-    case Opcode::lm_head:
-      buffer = Buffer::LM_HEAD;
-      break;
-    default:
-      return {};
-  }
-  const PackedShape shape = packed_shape(d, buffer);
-  const OProj& tile = operands<OProj>(record);  // every matmul has the same operands
-  const int64_t panel_bytes = shape.matrices * shape.panel_bytes;
-  return {buffer, tile.col / kPanel * panel_bytes, panel_count(tile.col, tile.cols) * panel_bytes};
+WeightSpan weight_span(const Phase& phase, const Tile& tile) {
+  const Matrix columns{phase.matrices, kPanel, phase.inner, phase.storage};
+  return {tile.col / kPanel * columns.bytes(), panel_count(tile.col, tile.cols) * columns.bytes()};
 }
 
 void* allocate(int64_t bytes) {

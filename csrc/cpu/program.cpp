@@ -1,9 +1,6 @@
 #include "program.h"
 
 #include <stdexcept>
-#include <string>
-
-#include "../common/record.h"
 
 namespace mk {
 
@@ -12,7 +9,9 @@ Program::Program(const ProgramSource& source)
       workers(source.workers),
       layers(source.dims->layers),
       counters_(source.counters),
-      queues_(source.queues) {
+      queues_(source.queues),
+      phases_(source.phases, source.phases + int64_t{source.ranks} * (kMaxPhases + 1)),
+      names_(source.names, source.names + kMaxPhases + 1) {
   if (ranks != source.dims->tp)
     throw std::runtime_error("it has " + std::to_string(ranks) +
                              " ranks of streams for tp = " + std::to_string(source.dims->tp));
@@ -53,11 +52,8 @@ void Program::check(int list) const {
       static constexpr const char* kNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
       throw std::runtime_error("record " + std::to_string(i) + " of " + kNames[list] + what);
     };
-    bool known = false;
-#define MK_KNOWN(name, Name, opcode) known |= record_opcode(r) == opcode;
-    MK_INSTRUCTIONS(MK_KNOWN)
-#undef MK_KNOWN
-    if (!known) fail(" has the unknown opcode " + std::to_string(record_opcode(r)));
+    if (record_phase(r) > kMaxPhases || phase(0, r).operation == Operation{})
+      fail(" is of phase " + std::to_string(record_phase(r)) + ", which the program does not have");
     for (int w = kWaitWord; w < kSignalWord + kSignals; ++w) {
       if (r[w] != 0 && word_counter(r[w]) >= counters_) fail(" names a counter beyond the block");
     }
@@ -68,7 +64,7 @@ void Program::check(int list) const {
       if (r[w] != 0 && rank >= ranks && rank != kAllRanks && !(rank == kOwner && (r[w] & kIndexed)))
         fail(" signals rank " + std::to_string(rank) + " of " + std::to_string(ranks));
     }
-    if (record_opcode(r) != static_cast<int32_t>(Opcode::drain)) continue;
+    if (phase(0, r).operation != Operation::kDrain) continue;
     if (list != kBody) fail(" is a drain outside the body's streams");
     const Drain& op = operands<Drain>(r);
     int rank = 0;

@@ -3,9 +3,10 @@
 #pragma once
 #include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "../common/isa.h"
+#include "../common/record.h"
 
 namespace mk {
 
@@ -23,6 +24,8 @@ static_assert(sizeof(Counter) == 64 && std::atomic<int32_t>::is_always_lock_free
 // Borrowed arrays that a program is made from.
 struct ProgramSource {
   const Dims* dims;
+  const Phase* phases;                       // [ranks][kMaxPhases + 1]
+  const char* const* names;                  // of the phases, [kMaxPhases + 1]
   int32_t ranks, workers, counters, queues;  // queues of one rank
   const int32_t* records[kRecordLists];
   const int32_t* offsets[kRecordLists];  // ranks * workers + 1; ranks * queues + 1
@@ -39,6 +42,12 @@ class Program {
 
   // Sizes as a rank sees them.
   const Dims& dims(int rank) const { return dims_[rank]; }
+
+  // The phase of a record as a rank sees it, and its name.
+  const Phase& phase(int rank, const int32_t* record) const {
+    return phases_[int64_t{rank} * (kMaxPhases + 1) + record_phase(record)];
+  }
+  const char* name(const int32_t* record) const { return names_[record_phase(record)].c_str(); }
 
   const int32_t* record(int list, int32_t index) const {
     return records_[list].data() + int64_t{index} * kWords;
@@ -76,6 +85,8 @@ class Program {
 
   const int32_t counters_, queues_;
   std::vector<Dims> dims_;
+  std::vector<Phase> phases_;
+  std::vector<std::string> names_;
   std::vector<int32_t> records_[kRecordLists], offsets_[kRecordLists], totals_[3];
   std::unique_ptr<Counter[]> own_values_, claims_;
   std::vector<Counter*> values_;

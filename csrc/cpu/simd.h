@@ -25,6 +25,7 @@ typedef float F32 __attribute__((vector_size(4 * MK_LANES)));
 typedef int32_t I32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
+typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
 MK_INLINE F32 splat(float x) { return x - F32{}; }
 
@@ -52,6 +53,19 @@ MK_INLINE F32 load(const Bf16* p) {
   return (F32)(widen(v) << 16);
 }
 
+// Signed bytes.
+MK_INLINE F32 load(const int8_t* p) {
+  I8 v;
+  memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtepi8_epi32(0xFFFF, (__m128i)v));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(__m128i{(long long)v, 0}));
+#else
+  return __builtin_convertvector(__builtin_convertvector(v, I32), F32);
+#endif
+}
+
 MK_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }
 
 // Nearest, ties to even; NaN becomes the one quiet NaN.
@@ -66,6 +80,11 @@ MK_INLINE void store(Bf16* p, F32 v) {
   const U16 half = __builtin_convertvector(bf16_bits(v), U16);
   memcpy(p, &half, sizeof half);
 }
+
+// What a T that v is stored to gives when it is loaded.
+MK_INLINE F32 rounded(F32 v, float) { return v; }
+
+MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
 // The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a
 // value's bits do not depend on where a tile ends.
@@ -86,6 +105,17 @@ MK_INLINE void store(T* p, F32 v, int n) {
 }
 
 MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
+
+// float16s, exactly.
+MK_INLINE F32 load_half(const uint16_t* p) {
+  U16 v;
+  memcpy(&v, p, sizeof v);
+  const U32 half = widen(v), exponent = half & 0x7C00, mantissa = half & 0x03FF;
+  const U32 rebias = U32{} + (112u << 23);  // the exponent's bias is 127, not 15
+  const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));
+  const F32 small = __builtin_convertvector((I32)mantissa, F32) * 0x1p-24f;
+  return (F32)((U32)select(exponent == 0, small, (F32)wide) | (half & 0x8000) << 16);
+}
 
 MK_INLINE I32 lane_index() {
   I32 v;

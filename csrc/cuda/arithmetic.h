@@ -19,9 +19,6 @@
 
 namespace mk {
 
-MK_FN constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
-MK_FN constexpr int32_t lower(int32_t a, int32_t b) { return a < b ? a : b; }
-
 // The value, which to the compiler is a new one: what follows from it is worked out where it is used, instead
 // of taking registers through all that is between.
 MK_FN int32_t here(int32_t value) {

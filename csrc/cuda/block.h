@@ -24,24 +24,13 @@
 //
 // A wait that lasts too long is noted in `late` (watchdog.h), and ends the launch.
 #pragma once
-#include "../common/record.h"
 #include "ops/call.h"
-#include "platform.h"
 
 namespace mk {
 
 constexpr int kWarps = kThreads / 32;
 static_assert(kConsumerWarp + kConsumerWarps == kWarps);
 constexpr int kRetiring = 3 + kConsumerWarps;
-
-struct Task {
-  int32_t record[kWords];
-  Where where;
-
-  MK_FN int opcode() const { return record_opcode(record); }
-  MK_FN bool is(Opcode other) const { return opcode() == static_cast<int32_t>(other); }
-  MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
-};
 
 template <class Barrier>
 struct SlotMemory {
@@ -57,8 +46,8 @@ struct Late {
 };
 
 template <class Barrier>
-struct alignas(1024) BlockMemory {
-  unsigned char pages[kPages][kPageBytes];
+struct BlockMemory {
+  unsigned char pages[kPages][kPageBytes];  // on the device at multiples of 1024 bytes
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
   Barrier parted;      // both loaders have come to their end

@@ -1,5 +1,5 @@
-// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, task, pages)`
-// is the work itself.
+// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, pages)` is
+// the work itself.
 #pragma once
 #include "pages.h"
 
@@ -24,9 +24,9 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
           delay.record == task.where.number)
         p.stall(delay.ns);
     }
-    const Call call{&params, &block.dims, &block.step, &block.scratch, block.index, &task.where, warp};
+    const Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
     Pages<P> pages(p, block, params, task, page);
-    Bodies::run(p, call, task, pages);
+    Bodies::run(p, call, pages);
     page = pages.next();
     p.fence_async();
     p.arrive(slot.outputs);

@@ -8,7 +8,10 @@ namespace mk {
 template <class P>
 class Controller {
  public:
-  MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {}
+  MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {
+    const Phase* phases = params.phases + block.rank * (kMaxPhases + 1);
+    MK_UNROLL for (int i = 0; i < kHeld; ++i) phases_[i] = phases[i * P::kLanes + p.lane()];
+  }
 
   MK_FN void run() {
     walk();
@@ -33,9 +36,7 @@ class Controller {
     const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
     MK_LOOP for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
       const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
-      if (record_opcode(record) == static_cast<int32_t>(Opcode::drain) &&
-          !drain(operands<Drain>(record), where))
-        return false;
+      if (operation_of(record) == Operation::kDrain && !drain(operands<Drain>(record), where)) return false;
       if (p_.aborted()) return false;
       publish(record, where);
     }
@@ -72,6 +73,13 @@ class Controller {
     return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j), where);
   }
 
+  MK_FN Operation operation_of(const int32_t* record) const {
+    const int32_t n = record_phase(record);
+    return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
+  }
+  // The phase of number n, on lane n % kLanes.
+  MK_FN const Phase& held(int32_t n) const { return phases_[kHeld == 1 ? 0 : n / P::kLanes]; }
+
   // No record: the end.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
@@ -79,6 +87,8 @@ class Controller {
     Slot<P>& slot = block_.slots[slot_of(published_)];
     for (int i = p_.lane(); i < kWords; i += P::kLanes) slot.task.record[i] = record ? record[i] : 0;
     if (p_.lane() == 0) slot.task.where = where;
+    if (const int32_t n = record ? record_phase(record) : 0; p_.lane() == n % P::kLanes)
+      slot.task.phase = held(n);
     p_.arrive(slot.fetched);
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;
@@ -88,6 +98,10 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
+  // The rank's, shared out over the lanes: so that a record's is at hand, and takes no shared memory.
+  static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
+  static_assert(kHeld * P::kLanes == kMaxPhases + 1);
+  Phase phases_[kHeld];
 };
 
 }  // namespace mk

@@ -44,12 +44,12 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// final_norm: the row block of each logit row that the rank normalises, in the grid that wait word 0 names.
+// A norm of logit rows: the row block of each that the rank normalises, in the grid that wait word 0 names.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
   if (!params.synchronise || !(word & kIndexed)) return true;
-  const FinalNorm& op = operands<FinalNorm>(task.record);
+  const Run& op = operands<Run>(task.record);
   return p.wait_counters(op.rows, wait_scope(d), task.where, [&](int32_t i) {
     const int32_t row = s.logit_rows[op.row + i];
     if (row < 0 || !norms_logit_row(d, s, op.row + i)) return Need{};

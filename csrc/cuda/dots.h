@@ -1,11 +1,12 @@
 // Matmuls of few rows on the CUDA cores: a dot product per output, its weights streamed through pages once.
 //
 // A consumer warp has one piece of each page: so of a unit of columns it gets two outputs, one by member 0 of
-// each pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or gate and up of column w. The
-// activations are held to the end of their lap. Pages: dot_pages (plan.h).
+// each pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or column w of both matrices.
+// The rows are held to the end of their lap; those that the block has normalised itself lie beside the ring.
+// Pages: dot_pages (plan.h).
 //
-// The bits of an output depend on K alone: a lane adds its products in ascending k, then the lanes' sums are
-// added in a tree.
+// The bits of an output depend on its inner length alone: a lane adds its products in ascending order, then
+// the lanes' sums are added in a tree.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -13,7 +14,7 @@
 
 namespace mk {
 
-constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where K fits one piece
+constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where one piece holds a row
 static_assert(kDotRows == 32, "of a warp's lanes, one for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
@@ -75,26 +76,27 @@ class Dots {
 // Hands the warp's two outputs of each row to `to.store`.
 template <class P, class To>
 MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
-  const auto column = to.column(m.col + col);
-  MK_LOOP for (int r = p.lane(); r < m.rows; r += P::kLanes) {
+  const auto column = to.column(m.tile.col + col);
+  MK_LOOP for (int r = p.lane(); r < m.tile.rows; r += P::kLanes) {
     const Pair t = dots.at(r);
-    to.store(to.row(m.row + r), column, t.a, t.b);
+    to.store(to.row(m.tile.row + r), column, t.a, t.b);
   }
 }
 
 // An instruction on consumer warp c.warp.
 template <class P, class Pages>
-MK_FN void dots(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
-  const int pieces = ceil_div(m.k, kPiece), unit_cols = 2 * kPieces / m.halves;
-  const int inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
-  int weights_left = 2 * pieces * ceil_div(m.cols, unit_cols);
+MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
+  const int inner = m.phase.inner, rows = m.tile.rows, cols = m.tile.cols;
+  const int pieces = ceil_div(inner, kPiece), inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
+  const bool normed = m.normed();
+  int weights_left = dot_weight_pages(m);
   Dots<P> sums;
   int page = 0, held = 0;  // the lap's first input page
   const auto release_inputs = [&] {
     for (int i = 0; i < inputs; ++i) pages.release(held + i);
   };
-  for (int unit = 0; unit < m.cols; unit += unit_cols) {
-    const int col = unit + c.warp * 2 / m.halves;
+  for (int unit = 0; unit < cols; unit += unit_cols(m)) {
+    const int col = unit + (m.two() ? c.warp : 2 * c.warp);
     sums.clear();
     for (int piece = 0; piece < pieces; ++piece, page += 2, weights_left -= 2) {
       if (page == held) {
@@ -102,40 +104,39 @@ MK_FN void dots(P& p, const Call& c, Opcode opcode, const Matmul& m, Pages& page
           release_inputs();
           page += inputs;
         }
-        held = page + lower(lap_weights(m), weights_left);
+        held = page + lower_of(lap_weights(m), weights_left);
         for (int i = 0; i < inputs; ++i) pages.full(held + i);
       }
       const unsigned char *first = pages.full(page) + own, *second = pages.full(page + 1) + own;
-      if (col < m.cols) {
-        sums.add(p, first, second, lower(m.k - piece * kPiece, kPiece), m.rows, [&](int r) {
-          const int at = piece * m.rows + r;
+      if (col < cols) {
+        sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, [&](int r) {
+          if (normed) return c.shared->rows + 2 * (r * inner + piece * kPiece);
+          const int at = piece * rows + r;
           return pages.at(held + at / kPieces) + at % kPieces * kPieceBytes;
         });
       }
       pages.release(page);
       pages.release(page + 1);
     }
-    if (col >= m.cols) continue;
+    if (col >= cols) continue;
     sums.reduce(p);
-    switch (opcode) {
-      case Opcode::qkv_rope:
-        store_dots(p, sums, ToQkv(c), m, col);
+    switch (m.phase.result) {
+      case Result::kHeads:
+        store_dots(p, sums, ToHeads(c), m, col);
         break;
-      case Opcode::o_proj:
-      case Opcode::down_proj:
-        store_dots(p, sums, ToResidual(c, opcode), m, col);
+      case Result::kResidual:
+        store_dots(p, sums, ToResidual(c), m, col);
         break;
-      case Opcode::o_partial:
-      case Opcode::down_partial:
+      case Result::kPartial:
         store_dots(p, sums, ToPartial(c), m, col);
         break;
-      case Opcode::gate_up_silu:
-        store_dots(p, sums, ToActivation(c), m, col);
+      case Result::kGated:
+        store_dots(p, sums, ToGated(c), m, col);
         break;
-      case Opcode::lm_head:
+      case Result::kLogits:
         store_dots(p, sums, ToLogits(c), m, col);
         break;
-      default:
+      case Result::kNone:
         break;
     }
   }

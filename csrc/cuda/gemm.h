@@ -10,7 +10,7 @@ namespace mk {
 // second.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// A chunk's K loop; two steps are in flight. Returns the page after its last.
+// A chunk's steps along the inner length; two are in flight. Returns the page after its last.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   constexpr int kStep = 1 + kHalves;
@@ -66,7 +66,7 @@ MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc
   return page;
 }
 
-// Blocks of gate and of up.
+// Blocks of both matrices.
 template <class Blocks>
 struct Both {
   Blocks gate, up;
@@ -77,7 +77,7 @@ template <class Accumulators, class To>
 MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
   typename To::Row rows[Accumulators::kRows]{};
   MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-    if (acc.row(h) < m.rows) rows[h] = to.row(m.row + acc.row(h));
+    if (acc.row(h) < m.tile.rows) rows[h] = to.row(m.tile.row + acc.row(h));
   }
   MK_LOOP for (int first = 0; first < cols; first += kTurn * kBlockCols) {
     const auto part = acc.template blocks<kTurn>(first / kBlockCols);
@@ -91,7 +91,7 @@ MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m,
           MK_UNROLL for (int j = 0; j < kTurn; ++j) {
             if (j == i) pair = {part.low(j, h, e), part.high(j, h, e)};
           }
-          if (acc.row(h) < m.rows) to.store(rows[h], column, pair.a, pair.b);
+          if (acc.row(h) < m.tile.rows) to.store(rows[h], column, pair.a, pair.b);
         }
       }
     }
@@ -101,14 +101,13 @@ MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m,
 // An instruction on the warps whose rows the tile lacks: its pages pass.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
-  for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
-    const int cols = lower(m.cols - done, chunk_cols(m));
-    MK_LOOP for (const int end = page + steps * (m.halves == 2 || cols > kTileRows ? 3 : 2); page < end;
-                 ++page) {
+  for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
+    const int cols = lower_of(m.tile.cols - done, chunk_cols(m));
+    MK_LOOP for (const int end = page + steps * (m.two() || cols > kTileRows ? 3 : 2); page < end; ++page) {
       pages.full(page);
       pages.release(page);
     }
-    if (!m.by_pages) continue;
+    if (!by_pages(m.phase.result)) continue;
     MK_LOOP for (int at = 0; at < cols; at += output_cols(m), ++page) {
       pages.writable(page);
       pages.ready(page);
@@ -118,31 +117,30 @@ MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
 
 // An instruction on consumer warp c.warp.
 template <class P, class Pages>
-MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
+MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
   using Accumulators = typename P::Accumulators;
-  const int steps = ceil_div(m.k, kTileInner);
-  if (c.warp / 4 * 64 >= m.rows) return pass_over(m, steps, pages);  // the warpgroup
-  for (int done = 0, page = 0; done < m.cols; done += chunk_cols(m)) {
-    const int col = m.col + done, cols = lower(m.cols - done, chunk_cols(m)),
+  const int steps = ceil_div(m.phase.inner, kTileInner);
+  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // the warpgroup
+  for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
+    const int col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m)),
               blocks = ceil_div(cols, kBlockCols);
     Accumulators acc(c.warp);
-    if (m.halves == 2 || cols > kTileRows) {
+    if (m.two() || cols > kTileRows) {
       page = multiply<2>(pages, page, steps, acc);
     } else {
       page = multiply<1>(pages, page, steps, acc);
     }
     const auto taken = [&](int first) { return acc.template blocks<kTurn>(first); };
     using Part = decltype(taken(0));
-    switch (opcode) {
-      case Opcode::qkv_rope:
-        store_results(acc, ToQkv(c), m, col, cols);
+    switch (m.phase.result) {
+      case Result::kHeads:
+        store_results(acc, ToHeads(c), m, col, cols);
         break;
-      case Opcode::lm_head:
+      case Result::kLogits:
         store_results(acc, ToLogits(c), m, col, cols);
         break;
-      case Opcode::o_proj:
-      case Opcode::down_proj: {
-        const ToResidual to(c, opcode);
+      case Result::kResidual: {
+        const ToResidual to(c);
         page = fill_pages<4>(
             pages, page, blocks, acc, taken, [&](const Part& v, int first, int i, int h, int e, void* at) {
               *static_cast<Pair*>(at) =
@@ -150,15 +148,14 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
             });
         break;
       }
-      case Opcode::o_partial:
-      case Opcode::down_partial:
+      case Result::kPartial:
         page = fill_pages<2>(pages, page, blocks, acc, taken,
                              [&](const Part& v, int, int i, int h, int e, void* at) {
                                store_pair(static_cast<uint16_t*>(at), v.low(i, h, e), v.high(i, h, e));
                              });
         break;
-      case Opcode::gate_up_silu: {
-        const ToActivation to(c);
+      case Result::kGated: {
+        const ToGated to(c);
         page = fill_pages<2>(
             pages, page, blocks, acc,
             [&](int first) { return Both<Part>{taken(first), taken(kPageBlocks + first)}; },
@@ -169,7 +166,7 @@ MK_FN void gemm(const Call& c, Opcode opcode, const Matmul& m, Pages& pages) {
             });
         break;
       }
-      default:
+      case Result::kNone:
         break;
     }
   }

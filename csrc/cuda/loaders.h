@@ -51,7 +51,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     if (inputs) {
       live = live && wait_words(p, params, block.dims, task);
-      if (task.is(Opcode::final_norm)) live = live && wait_rows(p, params, block.dims, block.step, task);
+      if (task.is(Operation::kNorm)) live = live && wait_rows(p, params, block.dims, block.step, task);
       p.fence_async();
       p.arrive(slot.inputs);
     }

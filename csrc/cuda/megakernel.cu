@@ -1,11 +1,11 @@
 // The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
-// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_DOTS=1 is
-// for programs whose Dims.dots is 1.
+// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_UNITS
+// is Dims.units of the programs that it is for.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
-#ifndef MK_DOTS
-#define MK_DOTS 0
+#ifndef MK_UNITS
+#define MK_UNITS 2
 #endif
 #include "bodies.h"
 #include "device.cuh"
@@ -19,8 +19,8 @@ struct Shared {
   int32_t traced;
 #endif
 };
+static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must fit");
 constexpr int kAlignment = 1024;
-static_assert(sizeof(Shared) + kAlignment <= kSharedBytes, "a block's shared memory must fit");
 
 // Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that
 // compute. Who asks for more than the block was launched with waits for ever.
@@ -47,10 +47,11 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
     megakernel(const __grid_constant__ mk::Params params) {
   using namespace mk;
-  extern __shared__ unsigned char memory[];
+  extern __shared__ __align__(kAlignment) unsigned char memory[];
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
+  if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
-      *reinterpret_cast<Shared*>(memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment);
+      *reinterpret_cast<Shared*>(memory + here(0));  // of a known address, every place is hoisted
 #if MK_TRACE
   Device p(params, shared.block, &shared.traced);
   if (threadIdx.x == 0) {

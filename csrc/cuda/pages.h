@@ -17,7 +17,7 @@ class Pages {
         task_(task),
         first_(first),
         next_(first),
-        generic_(task.is(Opcode::attention) || uses_dots(block.dims)) {}
+        generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
 
   MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
 

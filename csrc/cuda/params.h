@@ -16,6 +16,7 @@ constexpr int32_t kChunk = 256;
 constexpr int32_t kPiece = 1024;
 constexpr int32_t kPieces = 8;
 constexpr int32_t kDotInputPages = 4;
+constexpr int32_t kNormBytes = 16384;
 constexpr int32_t kConsumerWarps = 8;
 constexpr int32_t kQueryTile = 16;
 constexpr int32_t kSharedBytes = 232448;
@@ -59,6 +60,7 @@ static_assert(sizeof(Diagnosis) == 32, "as the launcher fills it");
 // Arguments of a launch.
 struct Params {
   const Dims* dims;  // [tp], as each rank sees them
+  const Phase* phases;  // [tp][kMaxPhases + 1], by number
   const int32_t* records[4];  // prologue, body, epilogue, queues: [n][kWords]
   const int32_t* offsets[4];  // [tp * workers + 1]; of the queues [tp * queues + 1]
   const int32_t* totals[3];  // arrivals per launch in the first, a middle, the last block: [tp][counters]
@@ -95,6 +97,6 @@ struct Params {
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
   }
 };
-static_assert(sizeof(Params) == 264, "as the launcher fills it");
+static_assert(sizeof(Params) == 272, "as the launcher fills it");
 
 }  // namespace mk

@@ -24,14 +24,14 @@ struct Box {
 // What lies in a page: boxes column by column, `per` of them in each.
 struct PageUse {
   Fill fill;
-  bool pieces;  // not tiles
+  bool pieces = false;  // not tiles
   Buffer buffer;
-  int32_t x, y, z;  // of the first column: elements, its row 0, and matrices of the buffer
-  int32_t row;      // of that column, where the page begins
-  int32_t boxes, per;
-  int32_t step;   // pieces: rows between rows
-  int32_t inner;  // pieces: elements of a whole row
-  int32_t item;   // attention: whose counters must hold; -1 elsewhere
+  int32_t x, y, z = 0;  // of the first column: elements, its row 0, and matrices of the buffer
+  int32_t row = 0;      // of that column, where the page begins
+  int32_t boxes, per = kTileRows / kBoxRows;
+  int32_t step = 0;   // pieces: rows between rows
+  int32_t inner = 0;  // pieces: elements of a whole row
+  int32_t item = -1;  // attention: whose counters must hold; -1 elsewhere
 
   // Calls each(Box) in order.
   template <class Each>
@@ -58,81 +58,101 @@ struct PageUse {
  private:
   // Of a box of the column at `column`.
   MK_FN uint32_t column_bytes(int32_t column) const {
-    return pieces ? static_cast<uint32_t>(lower(kPiece, inner - column)) * 2 : kBoxBytes;
+    return pieces ? static_cast<uint32_t>(lower_of(kPiece, inner - column)) * 2 : kBoxBytes;
   }
 };
+
+// Bit b: buffer b has a copy for each layer.
+MK_DIMS_FN constexpr uint64_t layered_buffers() {
+  uint64_t bits = 0;
+  for (int b = 0; b < kBuffers; ++b) bits |= uint64_t{kLayered[b]} << b;
+  return bits;
+}
+constexpr uint64_t kLayeredBuffers = layered_buffers();
 
 // The numerics class. The device's code is for one, which leaves out half of it; the host's is for both.
 MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
-#if defined(MK_DOTS)
-  return MK_DOTS != 0;
+#if defined(MK_UNITS)
+  return MK_UNITS == static_cast<int>(Units::kDots);
 #else
-  return d.dots != 0;
+  return d.units == static_cast<int32_t>(Units::kDots);
 #endif
 }
 
-// A matmul: rows x cols of inputs [.][k] times weights [.][k] transposed.
+// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. Of two matrices, which lie one
+// after the other with `width` rows each, an output column has a column of both.
 struct Matmul {
-  Buffer inputs, weights;
-  bool by_pages;  // its results go through output pages to `output`
-  Buffer output;
-  int32_t k, halves;  // halves 2: gate and up, whose weights lie one after the other
-  int32_t row, rows, col, cols;
+  const Phase& phase;
+  const Tile& tile;
+
+  MK_FN bool two() const { return phase.matrices == 2; }
+  // Its rows are normalised on the way in, and take no pages.
+  MK_FN bool normed() const { return phase.norm != Buffer::kNone; }
 };
+MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// False where the record is no matmul.
-MK_FN bool matmul_of(const Sizes& d, const int32_t* record, Matmul& m) {
-  const QkvRope& op =
-      shared_operands<QkvRope, OProj, OPartial, GateUpSilu, DownProj, DownPartial, LmHead>(record);
-  switch (static_cast<Opcode>(record_opcode(record))) {
-#define MK_MATMUL(name, weights, inputs, inner, halves, output)                                            \
-  case Opcode::name:                                                                                       \
-    m = {Buffer::inputs, Buffer::weights, output >= 0, static_cast<Buffer>(output), inner, halves, op.row, \
-         op.rows,        op.col,          op.cols};                                                        \
-    return true;
-    MK_MATMULS(MK_MATMUL)
-#undef MK_MATMUL
-    default:
-      return false;
+// Of its weights: the first in its layer.
+MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
+  const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
+  return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
+}
+
+// Tensor cores: columns in chunks; of each chunk its inner length, kTileInner at a time, then the results.
+MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
+// Whether they leave through output pages.
+MK_FN bool by_pages(Result result) {
+  switch (result) {
+    case Result::kResidual:
+    case Result::kPartial:
+    case Result::kGated:
+      return true;
+    case Result::kNone:
+    case Result::kHeads:
+    case Result::kLogits:
+      break;
   }
+  return false;
 }
-
-// Every layer has weights of its own but for the LM head's.
-MK_FN int32_t weight_layer(const Matmul& m, int32_t layer) {
-  return m.weights == Buffer::LM_HEAD ? 0 : layer;
-}
-
-// Tensor cores: columns in chunks; of each chunk its k, kTileInner at a time, then the results.
-MK_FN int32_t chunk_cols(const Matmul& m) { return m.halves == 2 ? kChunk / 2 : kChunk; }
-// Columns of a page of results.
-MK_FN int32_t output_cols(const Matmul& m) { return m.output == Buffer::X ? 32 : 64; }
+// Columns of a page of results: of float32 those for the residual, of bf16 others.
+MK_FN int32_t output_cols(const Matmul& m) { return m.phase.result == Result::kResidual ? 32 : 64; }
 
 template <class Each>
-MK_FN bool tensor_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& each) {
-  constexpr int32_t kPer = kTileRows / kBoxRows;
-  const int32_t row_boxes = ceil_div(m.rows, kBoxRows);
-  const int32_t matrix = weight_layer(m, layer) * m.halves;
-  const bool reduce = m.output == Buffer::REDUCE;
-  const int32_t out_z = reduce ? d.rank : 0;
-  const int32_t out_y = reduce ? reduce_place(d, m.row) : m.row;
-  MK_LOOP for (int32_t done = 0; done < m.cols; done += chunk_cols(m)) {
-    const int32_t col = m.col + done, cols = lower(m.cols - done, chunk_cols(m));
-    const int32_t outputs = m.by_pages ? cols : 0;
-    // Of a K step: the inputs, then weights of columns from 0 on, then of gate and up the latter, else of
+MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
+  const Matmul m = matmul_of(task);
+  const bool partial = m.phase.result == Result::kPartial;
+  const int32_t row_boxes = ceil_div(m.tile.rows, kBoxRows);
+  const int32_t matrix = first_matrix(d, task, m.phase.matrices);
+  const int32_t out_z = partial ? d.rank : 0;
+  const int32_t out_y = partial ? d.reduce_place(m.tile.row) : m.tile.row;
+  MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
+    const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
+    const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
+    // Of a step: the inputs, then weights of columns from 0 on, then of two matrices the second, else of
     // columns from kTileRows on.
-    const int32_t members = m.halves == 2 || cols > kTileRows ? 3 : 2;
+    const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
-    while (x < m.k || out < outputs) {
-      PageUse use{Fill::kInputs, false, m.inputs, x, m.row, 0, 0, row_boxes, kPer, 0, 0, -1};
-      if (x >= m.k) {
-        use = {Fill::kOutput, false, m.output, col + out, out_y, out_z, 0, row_boxes, kPer, 0, 0, -1};
+    while (x < m.phase.inner || out < outputs) {
+      PageUse use{
+          .fill = Fill::kInputs, .buffer = m.phase.inputs, .x = x, .y = m.tile.row, .boxes = row_boxes};
+      if (x >= m.phase.inner) {
+        use = {.fill = Fill::kOutput,
+               .buffer = m.phase.output,
+               .x = col + out,
+               .y = out_y,
+               .z = out_z,
+               .boxes = row_boxes};
         out += output_cols(m);
       } else {
         if (member > 0) {
-          const int32_t first = m.halves == 1 && member == 2 ? kTileRows : 0;
-          const int32_t boxes = ceil_div(lower(cols - first, kTileRows), kBoxRows);
-          use = {Fill::kWeights, false, m.weights, x, col + first, matrix + (member - 1) % m.halves, 0,
-                 boxes,          kPer,  0,         0, -1};
+          const int32_t first = !m.two() && member == 2 ? kTileRows : 0;
+          const int32_t boxes = ceil_div(lower_of(cols - first, kTileRows), kBoxRows);
+          const int32_t z = m.two() ? matrix + member - 1 : matrix;
+          use = {.fill = Fill::kWeights,
+                 .buffer = m.phase.weights,
+                 .x = x,
+                 .y = col + first,
+                 .z = z,
+                 .boxes = boxes};
         }
         if (++member == members) {
           member = 0;
@@ -145,55 +165,69 @@ MK_FN bool tensor_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& e
   return true;
 }
 
-// Dot products: units of 16 columns (of gate and up 8 each), whose k comes in pieces; a piece of a unit is
-// two pages, member 0 and 1: even and odd columns, or gate and up. The activations come again in every lap of
-// the ring, after the lap's weights: piece p of row r is number p * rows + r.
-MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(m.rows * ceil_div(m.k, kPiece), kPieces); }
-// Weight pages of a lap, both members of a piece in the same one.
+// Dot products: units of 16 columns (of two matrices 8 each), whose inner length comes in pieces; a piece of
+// a unit is two pages, member 0 and 1: even and odd columns, or those of either matrix. The rows come again
+// in every lap of the ring, after the lap's weights: piece p of row r is number p * rows + r.
+MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
+MK_FN int32_t dot_pieces(const Matmul& m) {
+  return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
+}
+MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
+// Weight pages, and those of a lap, both members of a piece in the same one.
+MK_FN int32_t dot_weight_pages(const Matmul& m) {
+  return 2 * ceil_div(m.phase.inner, kPiece) * ceil_div(m.tile.cols, unit_cols(m));
+}
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
 
 template <class Each>
-MK_FN bool dot_pages(const Sizes& d, const Matmul& m, int32_t layer, Each&& each) {
-  const int32_t units = ceil_div(m.cols, 2 * kPieces / m.halves), step = 2 / m.halves;
-  const int32_t cells = m.rows * ceil_div(m.k, kPiece), matrix = weight_layer(m, layer);
-  const int32_t other = m.halves == 2 ? d.rank_ffn() : 1;     // from rows of member 0 to those of member 1
-  int32_t left = 2 * ceil_div(m.k, kPiece) * units, lap = 0;  // weight pages; of this lap
-  int32_t x = 0, member = 0, first = 0;                       // of the next weight page; its first column
-  int32_t cell = cells;                                       // of the next input page
+MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
+  const Matmul m = matmul_of(task);
+  const int32_t inner = m.phase.inner, rows = m.tile.rows, pieces = dot_pieces(m);
+  const int32_t layer = first_matrix(d, task, 1);
+  const int32_t step = m.two() ? 1 : 2;               // from a column of a page to the next
+  const int32_t other = m.two() ? m.phase.width : 1;  // from rows of member 0 to those of member 1
+  int32_t left = dot_weight_pages(m), lap = 0;        // weight pages; of this lap
+  int32_t x = 0, member = 0, first = 0;               // of the next weight page; its first column
+  int32_t piece = pieces;                             // of the next input page
   while (true) {
-    if (lap == 0 && cell >= cells) {
+    if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
-      lap = lower(left, lap_weights(m));
+      lap = lower_of(left, lap_weights(m));
       left -= lap;
-      cell = 0;
+      piece = 0;
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t rows = m.cols - first - (m.halves == 2 ? 0 : member);
-      use = {Fill::kWeights,
-             true,
-             m.weights,
-             x,
-             m.col + first + member * other,
-             matrix,
-             0,
-             lower(kPieces, ceil_div(rows, step)),
-             kPieces,
-             step,
-             m.k,
-             -1};
+      const int32_t columns = m.tile.cols - first - (m.two() ? 0 : member);
+      use = {.fill = Fill::kWeights,
+             .pieces = true,
+             .buffer = m.phase.weights,
+             .x = x,
+             .y = m.tile.col + first + member * other,
+             .z = layer,
+             .boxes = lower_of(kPieces, ceil_div(columns, step)),
+             .per = kPieces,
+             .step = step,
+             .inner = inner};
       --lap;
       member ^= 1;
       if (member == 0) x += kPiece;
-      if (x >= m.k) {
+      if (x >= inner) {
         x = 0;
-        first += 2 * kPieces / m.halves;
+        first += unit_cols(m);
       }
     } else {
-      use = {Fill::kInputs, true, m.inputs,      cell / m.rows * kPiece,
-             m.row,         0,    cell % m.rows, lower(kPieces, cells - cell),
-             m.rows,        1,    m.k,           -1};
-      cell += kPieces;
+      use = {.fill = Fill::kInputs,
+             .pieces = true,
+             .buffer = m.phase.inputs,
+             .x = piece / rows * kPiece,
+             .y = m.tile.row,
+             .row = piece % rows,
+             .boxes = lower_of(kPieces, pieces - piece),
+             .per = rows,
+             .step = 1,
+             .inner = inner};
+      piece += kPieces;
     }
     if (!each(use)) return false;
   }
@@ -214,7 +248,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
   const int32_t pages = padding ? 1 : 2 * halves;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
-    const int32_t last = s.item_kv_head[item] + (lower(pass + kConsumerWarps, units) - 1) / tiles;
+    const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / tiles;
     int32_t blocks = padding ? 1 : s.item_blocks[item];
     MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
@@ -222,18 +256,13 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
         const int32_t* table = s.block_tables + seq * d.pages_per_seq();
         const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
         MK_LOOP for (int32_t i = 0; i < pages; ++i) {
-          PageUse use{Fill::kInputs,
-                      false,
-                      Buffer::V_CACHE,
-                      (i - halves) * kTileInner,
-                      matrix * d.page,
-                      layer,
-                      0,
-                      kTileRows / kBoxRows,
-                      kTileRows / kBoxRows,
-                      0,
-                      0,
-                      item};
+          PageUse use{.fill = Fill::kInputs,
+                      .buffer = Buffer::V_CACHE,
+                      .x = (i - halves) * kTileInner,
+                      .y = matrix * d.kv_page,
+                      .z = layer,
+                      .boxes = kTileRows / kBoxRows,
+                      .item = item};
           if (i < halves) {
             use.buffer = Buffer::K_CACHE;
             use.x = i * kTileInner;
@@ -252,16 +281,26 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
 // Calls each(PageUse) for every page of the instruction until it gives false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
-  if (task.is(Opcode::attention)) {
-    const Attention& op = operands<Attention>(task.record);
-    MK_LOOP for (int32_t item = s.slot_items[op.slot]; item < s.slot_items[op.slot + 1]; ++item) {
-      if (!item_pages(d, s, item, task.where.layer, each)) return false;
+  switch (task.phase.operation) {
+    case Operation::kMatmul:
+      return uses_dots(d) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
+    case Operation::kAttention: {
+      const Attention& op = operands<Attention>(task.record);
+      MK_LOOP for (int32_t item = s.slot_items[op.slot]; item < s.slot_items[op.slot + 1]; ++item) {
+        if (!item_pages(d, s, item, task.where.layer, each)) return false;
+      }
+      break;
     }
-    return true;
+    case Operation::kJoin:
+    case Operation::kDrain:
+    case Operation::kGather:
+    case Operation::kRope:
+    case Operation::kNorm:
+    case Operation::kReduce:
+    case Operation::kSample:
+      break;
   }
-  Matmul m;
-  if (!matmul_of(d, task.record, m)) return true;
-  return uses_dots(d) ? dot_pages(d, m, task.where.layer, each) : tensor_pages(d, m, task.where.layer, each);
+  return true;
 }
 
 }  // namespace mk

@@ -33,29 +33,29 @@ MK_FN Pair biased(const float* bias, int col, float a, float b) {
   return {a + v.a, b + v.b};
 }
 
-// Q, K_CACHE and V_CACHE, q and k rotated by the angles of the row's position.
-class ToQkv {
+// Queries to the output, keys and values to the cache; q and k rotated by the angles of the row's position.
+class ToHeads {
  public:
   struct Row {
     const float* rope;
     uint16_t *q, *k, *v;  // k and v: of the row's token, element 0 of head 0; null for padding
   };
 
-  MK_FN explicit ToQkv(const Call& c)
+  MK_FN explicit ToHeads(const Call& c)
       : c_(c),
         d_(*c.dims),
         q_cols_(d_.q_cols()),
         kv_cols_(d_.kv_cols()),
         head_dim_(d_.head_dim),
-        page_(d_.page),
-        bias_(d_.attention_bias ? c.at<float>(Buffer::B_QKV) : nullptr) {}
+        page_(d_.kv_page),
+        bias_(c.weights<float>(c.phase().bias)) {}
 
   MK_FN Row row(int r) const {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
-            c_.at<uint16_t>(Buffer::Q) + int64_t{r} * d_.q_cols(), nullptr, nullptr};
-    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % d_.page;
+            c_.at<uint16_t>(c_.phase().output) + int64_t{r} * d_.q_cols(), nullptr, nullptr};
+    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % d_.kv_page;
     if (seq >= 0) {
-      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / d_.page];
+      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / d_.kv_page];
       out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
       out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);
     }
@@ -104,18 +104,14 @@ class ToQkv {
   const float* const bias_;
 };
 
-// X += .
+// output += .
 class ToResidual {
  public:
   using Row = float*;
 
-  // One construction for both matmuls: of two, a branch each, the compiler would keep `c` in memory.
-  MK_FN ToResidual(const Call& c, Opcode opcode) : c_(c) {
-    const bool o = opcode == Opcode::o_proj;
-    if (o ? c.dims->attention_bias : c.dims->mlp_bias) bias_ = c.at<float>(o ? Buffer::B_O : Buffer::B_DOWN);
-  }
+  MK_FN explicit ToResidual(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
 
-  MK_FN Row row(int r) const { return c_.at<float>(Buffer::X) + int64_t{r} * c_.dims->hidden; }
+  MK_FN Row row(int r) const { return c_.at<float>(c_.phase().output) + int64_t{r} * c_.phase().width; }
   MK_FN int column(int col) const { return col; }
   MK_FN Pair value(int col, float a, float b) const { return biased(bias_, col, a, b); }
   MK_FN void store(Row row, int col, float a, float b) const {
@@ -125,10 +121,10 @@ class ToResidual {
 
  private:
   const Call& c_;
-  const float* bias_ = nullptr;
+  const float* const bias_;
 };
 
-// REDUCE of this rank, where the residual of the row is kept.
+// This rank's slot of the output, where the residual of the row is kept.
 class ToPartial {
  public:
   struct Row {
@@ -140,30 +136,29 @@ class ToPartial {
 
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
-    return {residual_ranks(d, r), reduce_row(d, d.rank, r) * d.hidden};
+    return {residual_ranks(d, r), int64_t{d.reduce_row(d.rank, r)} * c_.phase().width};
   }
   MK_FN int column(int col) const { return col; }
   MK_FN void store(const Row& row, int col, float a, float b) const {
     MK_LOOP for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
-        store_pair(c_.copy<uint16_t>(Buffer::REDUCE, rank) + row.at + col, a, b);
+        store_pair(c_.copy<uint16_t>(c_.phase().output, rank) + row.at + col, a, b);
   }
 
  private:
   const Call& c_;
 };
 
-// ACT = silu(gate) up. Here `store` takes gate and up of one column.
-class ToActivation {
+// output = silu(gate) up. Here `store` takes gate and up of one column.
+class ToGated {
  public:
   using Row = uint16_t*;
 
-  MK_FN explicit ToActivation(const Call& c)
-      : c_(c), bias_(c.dims->mlp_bias ? c.at<float>(Buffer::B_GATE_UP) : nullptr) {}
+  MK_FN explicit ToGated(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
 
-  MK_FN Row row(int r) const { return c_.at<uint16_t>(Buffer::ACT) + int64_t{r} * c_.dims->rank_ffn(); }
+  MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
   MK_FN int column(int col) const { return col; }
   MK_FN float value(int col, float gate, float up) const {
-    if (bias_) gate += bias_[col], up += bias_[c_.dims->rank_ffn() + col];
+    if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
     return silu(gate) * up;
   }
   MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
@@ -173,7 +168,7 @@ class ToActivation {
   const float* const bias_;
 };
 
-// LOGITS, at the rank that samples the row.
+// The output at the rank that samples the row.
 class ToLogits {
  public:
   using Row = float*;
@@ -182,7 +177,7 @@ class ToLogits {
 
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
-    return c_.copy<float>(Buffer::LOGITS, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
+    return c_.copy<float>(c_.phase().output, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
   MK_FN int column(int col) const { return col; }
   MK_FN void store(Row row, int col, float a, float b) const {

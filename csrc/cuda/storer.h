@@ -6,24 +6,24 @@
 
 namespace mk {
 
-// Starts the stores of a page: results of X are added, partials go to whoever keeps the rows.
+// Starts the stores of a page: results for the residual are added, partials go to whoever keeps the rows.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {
   const Sizes& d = block.dims;
-  const bool partial = use.buffer == Buffer::REDUCE;
-  const Ranks ranks =
-      partial ? residual_ranks(d, shared_operands<OPartial, DownPartial>(task.record).row) : own_rank(d);
-  MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
-    const TensorMap& map = params.maps[rank * kBuffers + static_cast<int32_t>(use.buffer)];
-    use.for_boxes([&](const Box& box) {
-      const unsigned char* from = block.pages[slot] + box.at;
-      if (use.buffer == Buffer::X) {
-        p.add_tile(map, box.x, box.y, use.z, from);
-      } else {
-        p.store_tile(map, box.x, box.y, use.z, from);
-      }
-    });
+  const Result result = task.phase.result;
+  const unsigned char* page = block.pages[slot];
+  const TensorMap* maps = params.maps + static_cast<int32_t>(use.buffer);
+  if (result == Result::kResidual) {
+    use.for_boxes(
+        [&](const Box& box) { p.add_tile(maps[d.rank * kBuffers], box.x, box.y, use.z, page + box.at); });
+  } else {
+    const Ranks ranks =
+        result == Result::kPartial ? residual_ranks(d, operands<Tile>(task.record).row) : own_rank(d);
+    MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
+      use.for_boxes(
+          [&](const Box& box) { p.store_tile(maps[rank * kBuffers], box.x, box.y, use.z, page + box.at); });
+    }
   }
   p.commit();
 }
@@ -39,16 +39,19 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     int reading = -1;  // slot of the page that is being stored
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
              const Page at = page_of(page++);
-             if (use.fill != Fill::kOutput) return true;
-             if (!p.wait(block.ready[at.slot], written >> at.slot & 1, slot.task.where)) return false;
-             written ^= 1u << at.slot;
-             if (begin == 0) begin = p.now();
-             store(p, block, params, slot.task, use, at.slot);
+             const bool output = use.fill == Fill::kOutput;
+             if (output) {
+               if (!p.wait(block.ready[at.slot], written >> at.slot & 1, slot.task.where)) return false;
+               written ^= 1u << at.slot;
+               if (begin == 0) begin = p.now();
+               store(p, block, params, slot.task, use, at.slot);
+             }
+             // Behind a chunk's last output at once: the next chunk's pages need its slot.
              if (reading >= 0) {
-               p.wait_read(1);
+               p.wait_read(output ? 1 : 0);
                p.arrive(block.empty[reading], kConsumerWarps);
              }
-             reading = at.slot;
+             reading = output ? at.slot : -1;
              return true;
            });
     if (reading >= 0) {

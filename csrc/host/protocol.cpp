@@ -86,13 +86,14 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
 
 // The boxes of the pages of a record, as rows of ten: page, fill, pieces, buffer, x, y, z, place in the page,
 // bytes, item. Returns their number; a page without boxes has a row of 0 bytes.
-__attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims,
+__attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,
                                                                 int32_t* rows, int32_t capacity) {
   mk::Task task{};
   memcpy(task.record, record, sizeof task.record);
   task.where.layer = layer;
+  task.phase = phases[mk::record_phase(record)];
   const mk::StepView step = mk::step_view(step_words, *dims);
   int32_t n = 0, page = 0;
   mk::for_pages(mk::sizes_of(*dims), step, task, [&](const mk::PageUse& use) {

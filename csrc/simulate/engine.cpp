@@ -17,7 +17,7 @@ Engine::Engine(const Program& program, const Costs& costs, const Stall& stall, I
       splits_(static_cast<size_t>(program.ranks) * program.splits),
       links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s),
       rank_computing_(program.ranks),
-      kind_computing_(static_cast<size_t>(program.layers + 2) * kOpcodes) {
+      kind_computing_(static_cast<size_t>(program.layers + 2) * (kMaxPhases + 1)) {
   for (size_t w = 0; w < workers_.size(); ++w) {
     workers_[w].rank = static_cast<int32_t>(w) / program.workers;
     workers_[w].record = program.offsets[kPrologue][w];
@@ -631,20 +631,20 @@ void Engine::count_overlaps() {
 // A worker begins (by = 1) or ends (-1) computing.
 void Engine::change(const Worker& w, const Run& run, int by) {
   count_overlaps();
-  const int32_t opcode = p_.records[run.record].opcode;
+  const int32_t phase = p_.records[run.record].phase;
   computing_ += by;
-  if (p_.compute_bound[opcode] == 1) compute_bound_ += by;
-  if (p_.compute_bound[opcode] == 0) memory_bound_ += by;
+  if (p_.compute_bound[phase] == 1) compute_bound_ += by;
+  if (p_.compute_bound[phase] == 0) memory_bound_ += by;
   const auto used = [by](int32_t& count) {
     const int before = count > 0;
     count += by;
     return (count > 0) - before;
   };
   busy_ranks_ += used(rank_computing_[w.rank]);
-  const int32_t phase = run.segment == kPrologue   ? p_.layers
+  const int64_t layer = run.segment == kPrologue   ? p_.layers
                         : run.segment == kEpilogue ? p_.layers + 1
                                                    : run.layer;
-  kinds_ += used(kind_computing_[static_cast<int64_t>(phase) * kOpcodes + opcode]);
+  kinds_ += used(kind_computing_[layer * (kMaxPhases + 1) + phase]);
 }
 
 }  // namespace mk::simulate

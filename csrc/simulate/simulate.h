@@ -1,4 +1,4 @@
-// A program in virtual time. scheduler/simulate_native.py declares the same structs.
+// A program in virtual time. scheduler/simulate/native.py declares the same structs.
 //
 // Times are seconds, sizes bytes. A record is an instruction of a stream or a queue; its tasks are what is
 // waited for, loaded, computed and stored together: one for most records, an item each for attention.
@@ -23,7 +23,7 @@ struct Signal {
 
 struct Record {
   int32_t number;  // as in a trace
-  int32_t opcode;
+  int32_t phase;
   int32_t first_task, end_task;
   int32_t queue;  // of a drain: which queue, else -1
   int32_t claims_end;
@@ -60,7 +60,7 @@ struct Program {
   const Signal* signals;
   const double* key_bytes;  // [ranks][keys]
   const uint8_t*
-      compute_bound;  // [kOpcodes] for the overlap across workers: 1, 0 (memory-bound), 2 (neither)
+      compute_bound;  // [kMaxPhases + 1] for the overlap across workers: 1, 0 (memory-bound), 2 (neither)
 };
 
 // Rates are of a rank's whole device but for those of a worker.

@@ -1,5 +1,5 @@
 // The part of the verifier that is too slow in Python: a topological order, and the order of accesses to
-// data. scheduler/verify_native.py declares the same structs.
+// data. scheduler/verify/native.py declares the same structs.
 #pragma once
 #include <stdint.h>
 

@@ -9,11 +9,19 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# Modules with a verb each, or several; a verb with a space in its name is one of a group's.
+_VERBS = (
+    "demo", "pull", "generate", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve", "timeline",
+    "roofline", "doctor",
+)  # fmt: skip
+_GROUP = "measure speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,20 +60,6 @@ def parser() -> argparse.ArgumentParser:
     from importlib.metadata import version
 
     from ..settings import SETTINGS
-    from . import (
-        bench,
-        bench_serve,
-        bench_throughput,
-        demo,
-        doctor,
-        generate,
-        programs,
-        pull,
-        roofline,
-        serve,
-        simulate,
-        timeline,
-    )
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
@@ -87,36 +81,16 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(metavar="VERB", required=True)
     groups = {"": verbs}
 
-    def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
-        """A verb, or with a space in its name one of a group's."""
+    def parser_in(verbs: Any, name: str, what: str, example: str, **more: Any) -> Any:
+        text = what[0].upper() + what[1:] + "."
+        return verbs.add_parser(name, help=what, description=text, epilog=f"Example: {example}", **more)
+
+    def add(name: str, what: str, example: str) -> Any:
         group, _, verb = name.rpartition(" ")
         if group not in groups:
-            text = bench.GROUP
-            parent = verbs.add_parser(
-                group, help=text, description=text.capitalize() + ".", epilog=f"Example: {example}"
-            )
-            groups[group] = parent.add_subparsers(metavar="WHAT", required=True)
-        return groups[group].add_parser(
-            verb,
-            help=what,
-            description=what[0].upper() + what[1:] + ".",
-            epilog=f"Example: {example}",
-            parents=[common],
-        )
+            groups[group] = parser_in(verbs, group, _GROUP, example).add_subparsers(metavar="WHAT", required=True)
+        return parser_in(groups[group], verb, what, example, parents=[common])
 
-    for room in (
-        demo,
-        pull,
-        generate,
-        serve,
-        programs,
-        simulate,
-        bench,
-        bench_throughput,
-        bench_serve,
-        timeline,
-        roofline,
-        doctor,
-    ):
-        room.register(add)
+    for module in _VERBS:
+        import_module(f".{module}", __package__).register(add)
     return top

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from . import output
-from .options import AddVerb, add_model_run, open_llm, positive, prompt_ids, token_ids
+from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
     from ..roofline import Ceilings
     from ..serving import LLM
-
-
-GROUP = "measure speed"
 
 
 def register(add: AddVerb) -> None:
@@ -25,11 +22,9 @@ def register(add: AddVerb) -> None:
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
-    prompt.add_argument(
-        "--prompt-tokens", type=positive, default=256, metavar="N", help="length of the default prompt (default: 256)"
-    )
-    bench.add_argument("--tokens", type=positive, default=64, metavar="N", help="decode steps a run (default: 64)")
-    bench.add_argument("--runs", type=positive, default=5, metavar="N", help="runs, after one to warm up (default: 5)")
+    add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
+    add_count(bench, "--tokens", 64, "decode steps a run")
+    add_count(bench, "--runs", 5, "runs, after one to warm up")
     bench.set_defaults(run=run)
 
 
@@ -41,18 +36,8 @@ def run(args: argparse.Namespace) -> int:
             ids = prompt_ids(llm, args.prompt_tokens)
         ceilings = measured_ceilings(llm)
         figures = latency(llm, ids, args.tokens, args.runs, ceilings)
-        figures["settings"] = {
-            "model": llm.model,
-            "backend": llm.engine.backend.name,
-            "dtype": llm.dtype.name.lower(),
-            "threads": llm.threads,
-            "prompt_tokens": len(ids),
-            "tokens": args.tokens,
-        }
-    if args.json:
-        output.emit(figures)
-    else:
-        show(figures)
+        figures["settings"] = llm.about | {"prompt_tokens": len(ids), "tokens": args.tokens}
+    output.tell(args.json, figures, show)
     return 0
 
 
@@ -76,20 +61,11 @@ def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a person reads them."""
     prefill, ceilings = figures["prefill"], figures["ceilings"]
-    spread = (
-        f", {figures['step_s_min'] * 1e3:.2f} to {figures['step_s_max'] * 1e3:.2f} over {len(figures['runs'])} runs"
-    )
+    decode = output.bold(f"{figures['tokens_per_s']:.1f} tokens/s", f", {figures['step_s'] * 1e3:.2f} ms a step")
+    least, most, runs = figures["step_s_min"] * 1e3, figures["step_s_max"] * 1e3, len(figures["runs"])
     output.rows(
-        (
-            "decode",
-            Text.assemble(
-                (f"{figures['tokens_per_s']:.1f} tokens/s", "bold"),
-                f", {figures['step_s'] * 1e3:.2f} ms a step",
-                (spread, "dim"),
-            ),
-        ),
+        ("decode", decode.append(f", {least:.2f} to {most:.2f} over {runs} runs", "dim")),
         (
             "  reads",
             Text.assemble(
@@ -100,9 +76,7 @@ def show(figures: dict[str, Any]) -> None:
         ),
         (
             "prefill",
-            Text.assemble(
-                (f"{prefill['tokens_per_s']:.0f} tokens/s", "bold"), f", {prefill['tokens']} tokens in one prompt"
-            ),
+            output.bold(f"{prefill['tokens_per_s']:.0f} tokens/s", f", {prefill['tokens']} tokens in one prompt"),
         ),
         (
             "  arithmetic",

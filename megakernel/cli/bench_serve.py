@@ -15,15 +15,16 @@ from rich.text import Text
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_setting, fetch, positive
+from .options import AddVerb, above_zero, add_count, add_setting, fetch
 from .workload import add_workload, workload
 
 if TYPE_CHECKING:
-    from ..model import LlamaConfig
+    from ..model import ModelConfig
     from ..roofline import Ceilings, Work
     from ..serving.bench import Server, Workload
 
 _LIMITS = ("ttft", "tpot", "e2e")
+_rate = above_zero("a rate above 0", math.inf)
 
 
 def register(add: AddVerb) -> None:
@@ -49,8 +50,8 @@ def register(add: AddVerb) -> None:
         metavar="R",
         help="requests per second at random moments (Poisson), or inf (default: inf)",
     )
-    parser.add_argument("--max-concurrency", type=positive, metavar="N", help="requests in flight (default: no limit)")
-    parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs of each server (default: 1)")
+    add_count(parser, "--max-concurrency", None, "requests in flight (default: no limit)")
+    add_count(parser, "--runs", 1, "runs of each server")
     parser.add_argument(
         "--goodput",
         type=_limit,
@@ -64,10 +65,7 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     figures = asyncio.run(_measure(args))
-    if args.json:
-        output.emit(figures)
-    else:
-        show(figures)
+    output.tell(args.json, figures, show)
     return 0 if figures["completed"] else 1
 
 
@@ -80,15 +78,14 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         await server.discover()
     ceilings = await _ceilings(args, servers)
     config, load = _workload(args, servers[0])
-    how = Load(
-        rate=args.request_rate,
-        max_concurrency=args.max_concurrency,
-        stream=not args.disable_stream,
-        goodput=dict(args.goodput) if args.goodput else None,
-        seed=args.seed,
-    )
+    sent = {
+        "max_concurrency": args.max_concurrency,
+        "stream": not args.disable_stream,
+        "goodput": dict(args.goodput) if args.goodput else None,
+        "seed": args.seed,
+    }
     with output.progress("answered") as advance:
-        runs = await alternate(servers, load, how, args.runs, advance)
+        runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)
     if ceilings is not None:
         work = _least_work(config, args.dtype, load, args.max_concurrency)
         for one in (one for each in runs for one in each):
@@ -115,11 +112,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "workload": load.name,
             "num_prompts": len(load.jobs),
             "request_rate": args.request_rate,
-            "max_concurrency": args.max_concurrency,
-            "stream": not args.disable_stream,
-            "goodput": dict(args.goodput) if args.goodput else None,
             "dtype": args.dtype,
-            "seed": args.seed,
+            **sent,
         },
     }
 
@@ -143,7 +137,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
     return None
 
 
-def _workload(args: argparse.Namespace, server: Server) -> tuple[LlamaConfig, Workload]:
+def _workload(args: argparse.Namespace, server: Server) -> tuple[ModelConfig, Workload]:
     """The model's sizes and the requests. A server's own word is trusted only where it is a name we know."""
     from ..model import PACKAGES, load_config, load_tokenizer
 
@@ -164,29 +158,20 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[LlamaConfig, Wo
     return config, workload(args, config.vocab, encode)
 
 
-def _least_work(config: LlamaConfig, dtype: str, load: Workload, in_flight: int | None) -> Work:
+def _least_work(config: ModelConfig, dtype: str, load: Workload, in_flight: int | None) -> Work:
     from ..model.checkpoint import weight_dims
+    from ..model.families import forward
     from ..serving.bench import least_work
     from ..serving.llm import DTYPES
 
-    return least_work(weight_dims(config, DTYPES[dtype]), load.jobs, in_flight or len(load.jobs), tied=config.tied)
+    dims = weight_dims(config, DTYPES[dtype])
+    return least_work(forward(config, dims), dims, load.jobs, in_flight or len(load.jobs), tied=config.tied)
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The run of median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
-
-
-def _rate(text: str) -> float:
-    """A rate above 0, `inf` included, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0")
-    return value
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -199,7 +184,8 @@ def _limit(text: str) -> tuple[str, float]:
 
 def show(figures: dict[str, Any]) -> None:
     """The figures as a person reads them; of several runs, the median one's."""
-    settings, ceilings = figures["settings"], figures["ceilings"]
+    settings = figures["settings"]
+    others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
     lines: list[tuple[str, str | Text]] = [
         ("server", f"{settings['url']}, {settings['model']}"),
         ("workload", f"{settings['num_prompts']} prompts: {settings['workload']}"),
@@ -212,44 +198,26 @@ def show(figures: dict[str, Any]) -> None:
             ),
         ),
         ("tokens", f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"),
-        (
-            "throughput",
-            Text.assemble(
-                (f"{figures['tokens_per_s']:.1f} tokens/s out", "bold"),
-                f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s",
-            ),
-        ),
+        ("throughput", output.bold(f"{figures['tokens_per_s']:.1f} tokens/s out", others)),
     ]
     if figures["goodput_per_s"] is not None:
         limits = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in settings["goodput"].items())
         lines.append(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
-    if ceilings is not None:
-        text = Text.assemble(
-            (f"{figures['roofline_fraction']:.0%}", "bold"),
-            f" of the time is the least that this work takes: {figures['read_GBps']:.1f} of "
-            f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, {figures['gflops']:.0f} of "
-            f"{ceilings['flops'] / 1e9:.0f} GFLOP/s",
-        )
-        lines.append(("roofline", text))
+    if figures["ceilings"] is not None:
+        least = f" of the time is the least that this work takes: {output.rates(figures)}"
+        lines.append(("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", least)))
     if own := figures["server"]:
-        text = Text(
-            f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
-        )
+        text = f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
         lines.append(("steps", text))
     for url, other in figures["vs"].items():
         ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
-        lines.append(("versus", Text.assemble((ratio, "bold"), f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
+        lines.append(("versus", output.bold(ratio, f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
     output.rows(*lines)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, justify in (("ms", "left"), ("mean", "right"), ("median", "right"), ("p99", "right")):
         table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
-    names = {
-        "ttft_s": "to first token",
-        "tpot_s": "per later token",
-        "itl_s": "between pieces",
-        "e2e_s": "whole answer",
-    }
-    for key, name in names.items():
+    names = "to first token", "per later token", "between pieces", "whole answer"
+    for key, name in zip(("ttft_s", "tpot_s", "itl_s", "e2e_s"), names, strict=True):
         values = [figures[key][column] for column in ("mean", "median", "p99")]
         table.add_row(name, *("-" if value is None else f"{value * 1e3:,.1f}" for value in values))
     output.stdout.print(table)

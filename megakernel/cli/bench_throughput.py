@@ -7,11 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from rich.text import Text
-
 from . import output
 from .bench import measured_ceilings
-from .options import AddVerb, add_model_run, add_setting, open_llm, positive
+from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
 from .workload import add_workload, workload
 
 
@@ -25,7 +23,7 @@ def register(add: AddVerb) -> None:
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)
-    parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs, after a short one (default: 1)")
+    add_count(parser, "--runs", 1, "runs, after a short one")
     parser.set_defaults(run=run)
 
 
@@ -43,11 +41,8 @@ def run(args: argparse.Namespace) -> int:
             "runs": runs,
             "vs": {},
             "ceilings": asdict(ceilings),
-            "settings": {
-                "model": llm.model,
-                "backend": llm.engine.backend.name,
-                "dtype": llm.dtype.name.lower(),
-                "threads": llm.threads,
+            "settings": llm.about
+            | {
                 "workload": load.name,
                 "num_prompts": len(load.jobs),
                 "max_num_seqs": args.max_num_seqs,
@@ -55,38 +50,20 @@ def run(args: argparse.Namespace) -> int:
                 "seed": args.seed,
             },
         }
-    if args.json:
-        output.emit(figures)
-    else:
-        show(figures)
+    output.tell(args.json, figures, show)
     return 0
 
 
 def show(figures: dict[str, Any]) -> None:
-    ceilings = figures["ceilings"]
+    tokens = f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"
+    others = f", {figures['total_tokens_per_s']:.1f} in and out, {figures['requests_per_s']:.2f} requests/s"
+    needed = f" of the time is what the steps need: {output.rates(figures)}"
     output.rows(
         ("workload", f"{figures['settings']['num_prompts']} prompts: {figures['settings']['workload']}"),
-        (
-            "tokens",
-            f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out, in {figures['duration_s']:.1f} s",
-        ),
-        (
-            "throughput",
-            Text.assemble(
-                (f"{figures['tokens_per_s']:.1f} tokens/s out", "bold"),
-                f", {figures['total_tokens_per_s']:.1f} in and out, {figures['requests_per_s']:.2f} requests/s",
-            ),
-        ),
+        ("tokens", f"{tokens}, in {figures['duration_s']:.1f} s"),
+        ("throughput", output.bold(f"{figures['tokens_per_s']:.1f} tokens/s out", others)),
         ("steps", f"{figures['steps']}, {figures['step_s'] * 1e3:.1f} ms each, {figures['sequences']:.1f} sequences"),
-        (
-            "roofline",
-            Text.assemble(
-                (f"{figures['roofline_fraction']:.0%}", "bold"),
-                f" of the time is what the steps need: {figures['read_GBps']:.1f} of "
-                f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, {figures['gflops']:.0f} of "
-                f"{ceilings['flops'] / 1e9:.0f} GFLOP/s",
-            ),
-        ),
+        ("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", needed)),
     )
     if figures["error"]:
         output.stderr.print(f"megakernel: warning: {figures['error']}")

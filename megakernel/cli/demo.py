@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import bench, output
-from .generate import as_json
+from .generate import as_json, show_token
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
@@ -30,21 +30,15 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..serving import SamplingParams
-    from ..serving.engine import Token
     from ..serving.latency import typical
     from ..timeline import render, summarise, write_html
 
     with open_llm(args, max_seqs=1) as llm:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
         params = SamplingParams(temperature=0.0, max_tokens=128)
-
-        def show(_: Token, text: str) -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
         if not args.json:
             output.stdout.print(f"> {args.prompt}", style="dim")
-        result = llm.generate([ids], params, on_token=None if args.json else show)[0]
+        result = llm.generate([ids], params, on_token=None if args.json else show_token)[0]
         if not args.json:
             sys.stdout.write("\n\n")
         ceilings = bench.measured_ceilings(llm)

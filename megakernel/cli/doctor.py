@@ -17,17 +17,9 @@ from . import doctor_gpu, output
 from .options import AddVerb
 
 _PACKAGES = (
-    "megakernel",
-    "numpy",
-    "safetensors",
-    "gguf",
-    "tokenizers",
-    "huggingface_hub",
-    "perfetto",
-    "torch",
-    "cuda-bindings",
+    "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
-)
+)  # fmt: skip
 _SEEDS, _REPEATS = 3, 20  # of each case: other data, and runs that must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
@@ -49,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     ceilings = _ceilings(machine.cpu_count()) if core else None
     gpus = doctor_gpu.report()
     if gpus["missing"] is None:
-        findings += _instructions()
+        findings += _operations()
     cache = cache_folder()
     report = {
         "ok": not findings,
@@ -125,9 +117,9 @@ def _ceilings(threads: int) -> dict[str, Any]:
         return asdict(host_ceilings(threads))
 
 
-def _instructions() -> list[str]:
-    """Every instruction on the GPU against the reference: what is wrong."""
-    with output.progress("checking every instruction on the GPU") as advance:
+def _operations() -> list[str]:
+    """Every operation on the GPU against the reference: what is wrong."""
+    with output.progress("checking every operation on the GPU") as advance:
         cases = doctor_gpu.cases()
         wrong: list[str] = []
         for done, case in enumerate(cases):

@@ -14,7 +14,7 @@ from ..errors import MegakernelError
 from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
 
 if TYPE_CHECKING:
-    from ..model import LlamaConfig
+    from ..model import ModelConfig
     from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
@@ -75,28 +75,30 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and a bucket whose step has every instruction: `dots` or tensor cores, one rank or several."""
+    """A shape and a bucket whose step has every operation: dots or tensor cores, one rank or several, norms where
+    `norm` says."""
 
     name: str
-    config: LlamaConfig
+    config: ModelConfig
     tokens: int
     matmul: str
+    norm: str = "own"
     tp: int = 1
 
 
 def cases() -> list[Case]:
     """Few and small, but no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
-    from ..model import LlamaConfig
+    from ..model import ModelConfig
 
-    biased = LlamaConfig(331, 136, 200, 2, 6, 2, 64, 512, attention_bias=True, mlp_bias=True)
-    grouped = LlamaConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
-    odd = LlamaConfig(263, 88, 168, 2, 4, 4, 80, 512)
+    biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
+    grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
+    odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
     return [
         Case("few rows", biased, 5, "dots"),
-        Case("few rows of one KV head", grouped, 2, "dots"),
+        Case("few rows of one KV head", grouped, 2, "dots", "inside"),
         Case("many rows", biased, 150, "tensor"),
-        Case("heads of 80", odd, 40, "tensor"),
-        Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", tp=2),
+        Case("heads of 80", odd, 40, "tensor", "next"),
+        Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", "inside", tp=2),
         Case("four ranks", grouped, 150, "tensor", tp=4),
     ]
 
@@ -149,7 +151,7 @@ def _compile(case: Case) -> Program:
         max_seqs=3,
         max_context=case.config.max_context,
         tp=case.tp,
-        options=Options(matmul=case.matmul),
+        options=Options(matmul=case.matmul, norm=case.norm),
     )
 
 

@@ -28,13 +28,9 @@ def register(add: AddVerb) -> None:
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
     add_model_run(parser)
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
-    real = dict.fromkeys(
-        ("temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"), float
-    )
-    whole = dict.fromkeys(("top-k", "seed", "n", "max-tokens", "min-tokens", "logprobs", "prompt-logprobs"), int)
-    for name, kind in {**real, **whole}.items():
-        default = f" (default: {MAX_TOKENS})" if name == "max-tokens" else ""
-        sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=_HELP[name] + default)
+    for name, what in _HELP.items():
+        kind = float if name in _REAL else int
+        sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=what)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="end at any of these ids")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
@@ -44,17 +40,18 @@ def register(add: AddVerb) -> None:
     parser.set_defaults(run=run)
 
 
+_REAL = {"temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"}
 _HELP = {
     "temperature": "0 is greedy (default: 1)",
     "top-p": "keep the most likely tokens of this total probability (default: 1, all)",
     "min-p": "drop tokens below this share of the likeliest one's probability (default: 0, none)",
-    "top-k": "keep this many of the most likely tokens (default: 0, all)",
     "presence-penalty": "subtract this from the logit of tokens generated before (default: 0)",
     "frequency-penalty": "subtract this for each time a token was generated (default: 0)",
     "repetition-penalty": "divide positive logits of seen tokens by this, multiply negative ones (default: 1)",
+    "top-k": "keep this many of the most likely tokens (default: 0, all)",
     "seed": "for the same random choices again (default: drawn by the system)",
     "n": "choices to generate (default: 1)",
-    "max-tokens": "end after this many tokens",
+    "max-tokens": f"end after this many tokens (default: {MAX_TOKENS})",
     "min-tokens": "do not end before this many tokens (default: 0)",
     "logprobs": "report this many most likely tokens of each position (default: none)",
     "prompt-logprobs": "score the prompt, with this many most likely tokens of each position (default: no)",
@@ -62,13 +59,11 @@ _HELP = {
 
 
 def _bias(text: str) -> tuple[int, float]:
-    token, equals, value = text.partition("=")
     try:
-        if equals:
-            return int(token), float(value)
+        token, value = text.split("=")
+        return int(token), float(value)
     except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not an id and a value, like 42=-1.5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id and a value, like 42=-1.5") from None
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -87,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, max_seqs=params.n) as llm:
         prompt = _prompt(args, llm)
         live = not args.json and params.n == 1 and llm.tokenizer is not None
-        result = llm.generate([prompt], params, on_token=_show if live else None)[0]
+        result = llm.generate([prompt], params, on_token=show_token if live else None)[0]
         if args.json:
             output.emit(as_json(result))
         elif live:
@@ -122,6 +117,6 @@ def _prompt(args: argparse.Namespace, llm: LLM) -> str | list[int]:
     return ids if text is None else text
 
 
-def _show(_: Token, text: str) -> None:
+def show_token(_: Token, text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS
@@ -11,15 +13,14 @@ from . import output
 
 if TYPE_CHECKING:
     from ..isa import Dtype
+    from ..model import ModelConfig
     from ..roofline import Shape
     from ..scheduler import Options
     from ..serving import LLM
 
 
-class AddVerb(Protocol):
-    """Makes a verb's parser, with its one-line description and an example."""
-
-    def __call__(self, name: str, what: str, example: str) -> argparse.ArgumentParser: ...
+# Makes the parser of a verb from its name, a description in one line and an example.
+AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
@@ -37,7 +38,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """How a program is compiled where there is a choice."""
-    for name in ("o lowering", "residual", "queue", "matmul"):
+    for name in ("o lowering", "residual", "norm", "queue", "matmul"):
         add_setting(parser, name)
     for name in ("interleave", "rank overlap"):
         setting = SETTINGS[name]
@@ -52,6 +53,7 @@ def lowering(args: argparse.Namespace) -> Options:
     return Options(
         o=args.o_lowering,
         residual=args.residual,
+        norm=args.norm,
         queue=args.queue,
         matmul=args.matmul,
         interleave=not args.no_interleave,
@@ -61,11 +63,19 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Everything that says how to run a model."""
-    for name in ("model", "backend", "dtype", "tp", "ranks"):
+    for name in ("model", "backend", "dtype", "weights", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
     parser.add_argument("--context", type=positive, help="tokens a sequence may reach (default: the model's limit)")
+
+
+def add_count(
+    parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
+) -> None:
+    """The flag of a whole number from 1. Without a default, `what` says what its absence means."""
+    said = what if default is None else f"{what} (default: {default})"
+    parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
 
 def positive(text: str) -> int:
@@ -79,6 +89,21 @@ def positive(text: str) -> int:
     return value
 
 
+def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
+    """For argparse: reads a number above 0, up to `most`; `what` it is, for the error."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
+
+
 def token_ids(text: str) -> list[int]:
     """`1,2,3`, for argparse."""
     try:
@@ -90,22 +115,20 @@ def token_ids(text: str) -> list[int]:
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """The model that the flags of `add_model_run` describe, fetched where it must be."""
     from ..runtime import join_ranks
-    from ..serving import LLM
 
     join_ranks(args.tp)
-    fetch(args.model)
-    with output.busy(f"loading {args.model}"):
-        return LLM(
-            args.model,
-            tp=args.tp,
-            backend=args.backend,
-            dtype=args.dtype,
-            threads=args.threads,
-            max_context=args.context,
-            max_seqs=max_seqs,
-            step_tokens=step_tokens or int(SETTINGS["max num batched tokens"].default),
-            ranks=args.ranks,
-        )
+    how = {name: getattr(args, name) for name in ("tp", "backend", "dtype", "weights", "threads", "ranks")}
+    step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
+    return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
+
+
+def load(model: str, **how: Any) -> LLM:
+    """`LLM`, fetched where it must be."""
+    from ..serving import LLM
+
+    fetch(model)
+    with output.busy(f"loading {model}"):
+        return LLM(model, **how)
 
 
 def fetch(model: str) -> None:
@@ -136,6 +159,16 @@ def paper_dtype(name: str) -> Dtype:
 
     named = parse_dtype(name)
     return Dtype.BF16 if named is None else named
+
+
+def paper_config(model: str, context: int) -> ModelConfig:
+    """The sizes of a model. Raises MegakernelError where it was not made for `context` tokens."""
+    from ..model import load_config
+
+    config = load_config(model)
+    if context > config.max_context:
+        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+    return config
 
 
 def paper_shape(model: str) -> Shape:

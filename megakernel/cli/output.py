@@ -33,6 +33,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def tell(as_json: bool, result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    """The result as JSON, or as `show` puts it for a person."""
+    (emit if as_json else show)(result)
+
+
+def bold(figure: str, rest: str) -> Text:
+    """What matters most of a line, and the rest of it."""
+    return Text.assemble((figure, "bold"), rest)
+
+
+def rates(figures: dict[str, Any]) -> str:
+    """The rates that were reached, of the ceilings: GB/s and GFLOP/s."""
+    ceilings = figures["ceilings"]
+    read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} GFLOP/s"
+
+
 def rows(*pairs: tuple[str, str | Text]) -> None:
     """Name and value lines, aligned."""
     table = Table.grid(padding=(0, 2))
@@ -43,7 +60,7 @@ def rows(*pairs: tuple[str, str | Text]) -> None:
     stdout.print(table)
 
 
-_TEXT = ("instruction", "family", "layout", "why", "bound by")
+_TEXT = ("phase", "family", "layout", "why", "bound by")
 
 
 def table(*names: str) -> Table:
@@ -80,6 +97,11 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     with bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def lowering_text(lowering: dict[str, str]) -> str:
+    """What `describe` says of it: O sharded, residual dealt, norm own."""
+    return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
 def bytes_text(count: float) -> str:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_lowering, add_setting, lowering, paper_dtype, positive
+from .options import AddVerb, add_count, add_lowering, add_setting, lowering, paper_config, paper_dtype
 
 if TYPE_CHECKING:
     from ..machine import Machine
-    from ..model import LlamaConfig
+    from ..model import ModelConfig
     from ..program import Program
 
 # What an engine also runs with; more logit rows than this in one program are rarely meant.
@@ -33,7 +33,6 @@ def register(add: AddVerb) -> None:
     compile.set_defaults(run=run_compile)
 
     disasm = add("disasm", "print a program as text", "megakernel disasm llama.mkp")
-    _add_source(disasm)
     disasm.set_defaults(run=run_disasm)
 
     verify = add(
@@ -41,61 +40,54 @@ def register(add: AddVerb) -> None:
         "prove that a program has no deadlock, no race and no lost write, or show where it has",
         "megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512",
     )
-    _add_source(verify)
     verify.set_defaults(run=run_verify)
+    for parser in (disasm, verify):
+        add_source(parser)
+        _add_bucket(parser)
 
 
-def _add_bucket(parser: argparse.ArgumentParser) -> None:
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """What a program is compiled for, and how."""
     for name in ("machine", "dtype", "tp"):
         add_setting(parser, name)
     add_lowering(parser)
-    parser.add_argument("--workers", type=positive, metavar="N", help="workers of a rank (default: the machine's)")
-    parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="token rows of a step (default: 1)")
-    parser.add_argument(
-        "--logit-rows",
-        type=positive,
-        metavar="N",
-        help=f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})",
-    )
-    parser.add_argument(
-        "--context", type=positive, metavar="N", help="tokens a sequence may reach (default: the model's limit)"
-    )
+    add_count(parser, "--workers", None, "workers of a rank (default: the machine's)")
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_bucket(parser: argparse.ArgumentParser) -> None:
+    add_machine(parser)
+    add_count(parser, "--tokens", 1, "token rows of a step")
+    add_count(parser, "--logit-rows", None, f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})")
+    add_count(parser, "--context", None, "tokens a sequence may reach (default: the model's limit)")
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """A program file, or a model to compile."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
     add_setting(source, "model", optional=True)
-    _add_bucket(parser)
 
 
-def compile_for(args: argparse.Namespace) -> tuple[Program, LlamaConfig, Machine]:
-    """The program that the flags describe. Types and weights play no part, so `auto` means bf16 here."""
+def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
+    """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) where given, else
+    with those that the flags of `_add_bucket` say. Types and weights play no part, so `auto` means bf16 here.
+    """
     from .. import machine as machines
-    from ..model import load_config
     from ..scheduler import compile_program
 
     dtype = paper_dtype(args.dtype)
     machine = machines.load(args.machine, args.workers)
-    config = load_config(args.model)
-    context = args.context or config.max_context
-    if context > config.max_context:
-        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+    config = paper_config(args.model, args.context or 0)
+    sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
+    program = compile_program(config, machine, dtype=dtype, tp=args.tp, options=lowering(args), **sizes)
+    return program, config, machine
+
+
+def _bucket(args: argparse.Namespace) -> dict[str, int]:
     logit_rows = args.logit_rows or min(args.tokens, _SEQUENCES)
     if logit_rows > args.tokens:
         raise MegakernelError(f"{logit_rows} logit rows are more than the {args.tokens} token rows: lower --logit-rows")
-    program = compile_program(
-        config,
-        machine,
-        dtype=dtype,
-        tokens=args.tokens,
-        logit_rows=logit_rows,
-        max_seqs=min(args.tokens, _SEQUENCES),
-        max_context=context,
-        tp=args.tp,
-        options=lowering(args),
-    )
-    return program, config, machine
+    return {"tokens": args.tokens, "logit_rows": logit_rows, "max_seqs": min(args.tokens, _SEQUENCES)}
 
 
 def load(args: argparse.Namespace) -> Program:
@@ -113,7 +105,7 @@ def run_compile(args: argparse.Namespace) -> int:
     with output.busy("compiling"):
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
-    needed = max(weight_bytes(program.rank_dims(rank), tied=config.tied) for rank in range(program.ranks))
+    needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
     if needed > machine.memory_bytes:
         output.stderr.print(
             f"megakernel: warning: a rank's weights take {output.bytes_text(needed)} and {machine.name} has"
@@ -132,9 +124,11 @@ def run_compile(args: argparse.Namespace) -> int:
     if args.json:
         output.emit(facts)
     else:
+        ranks = f" on each of {program.ranks} ranks" if program.ranks > 1 else ""
         output.rows(
             ("program", f"{args.output or 'not written (-o FILE)'}, {output.bytes_text(facts['bytes'])}"),
-            ("machine", f"{machine.name}, {program.workers} workers" + _per_rank(facts)),
+            ("machine", f"{machine.name}, {program.workers} workers{ranks}"),
+            ("lowering", output.lowering_text(facts["lowering"])),
             ("bucket", f"{program.dims.tokens} tokens, {program.dims.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),
             ("counters", f"{program.total_counters:,}"),
@@ -144,11 +138,6 @@ def run_compile(args: argparse.Namespace) -> int:
             ("compiled in", f"{seconds:.2f} s"),
         )
     return 0
-
-
-def _per_rank(facts: dict[str, Any]) -> str:
-    how = facts["lowering"]
-    return f" on each of {facts['ranks']} ranks; O {how['o']}, residual {how['residual']}" if how else ""
 
 
 def run_disasm(args: argparse.Namespace) -> int:
@@ -169,14 +158,8 @@ def run_verify(args: argparse.Namespace) -> int:
         program = load(args)
         report = verify(program)
     if args.json:
-        output.emit(
-            {
-                "ok": report.ok,
-                "checked": report.checked,
-                "verify_s": report.seconds,
-                "violations": report.violations,
-            }
-        )
+        found = {"ok": report.ok, "checked": report.checked, "verify_s": report.seconds}
+        output.emit(found | {"violations": report.violations})
     else:
         for violation in report.violations:
             print(violation)

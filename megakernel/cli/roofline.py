@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import output, roofline_fleet, roofline_plan, roofline_step
-from .options import AddVerb, add_setting, positive
+from .options import AddVerb, above_zero, add_count, add_setting
 
 if TYPE_CHECKING:
     from ..machine import Hardware
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
+_price = above_zero("a positive number")
 
 
 def register(add: AddVerb) -> None:
@@ -22,21 +23,12 @@ def register(add: AddVerb) -> None:
         "least time of a step on a machine and what binds it; ways to share a model over many GPUs; a fleet's cost",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    for name in ("model", "machine", "dtype", "tp", "o lowering", "residual"):
+    for name in ("model", "machine", "dtype", "tp", "o lowering", "residual", "norm"):
         add_setting(parser, name)
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        default=1,
-        metavar="B",
-        help="rows of a step, one for each sequence; in a plan for training tokens of a batch (default: 1)",
-    )
-    parser.add_argument(
-        "--context",
-        type=positive,
-        metavar="C",
-        help=f"KV tokens of each sequence (default: {_CONTEXT}), or length of one in training ({_TRAINING_CONTEXT})",
-    )
+    rows = "rows of a step, one for each sequence; in a plan for training tokens of a batch"
+    context = f"KV tokens of each sequence (default: {_CONTEXT}), or length of one in training ({_TRAINING_CONTEXT})"
+    add_count(parser, "--tokens", 1, rows, "B")
+    add_count(parser, "--context", None, context, "C")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure as .svg or .html")
     parser.add_argument(
         "--achieved",
@@ -49,7 +41,7 @@ def register(add: AddVerb) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", action="store_true", help="rank all ways to share the model over --gpus")
     what.add_argument("--fleet", action="store_true", help="serve with --gpus: tokens per second, what binds, cost")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs of a plan or fleet (default: a node)")
+    add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
     parser.add_argument("--training", action="store_true", help="plan a step of training")
     parser.add_argument(
         "--usd-per-gpu-hour", type=_price, metavar="USD", help="price that a fleet's tokens are reckoned with"
@@ -58,16 +50,6 @@ def register(add: AddVerb) -> None:
         "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
     )
     parser.set_defaults(run=run)
-
-
-def _price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,21 +49,19 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     table = output.table(
         "tp", "groups", "sequences", "step", "tokens/s", "per GPU", "bound by", "GB per GPU", "USD per M tokens"
     )
-    sizes = sorted({s.tp for s in servings})
-    for tp in sizes:
-        for s in sorted((s for s in servings if s.tp == tp), key=lambda s: s.batch):
-            table.add_row(
-                str(s.tp),
-                f"{s.replicas:,}",
-                f"{s.batch:,}",
-                output.ms_text(s.step_s),
-                f"{s.tokens_per_s:,.0f}",
-                f"{s.tokens_per_s / (s.replicas * s.tp):,.0f}",
-                s.bound,
-                f"{s.bytes_per_gpu / 1e9:,.1f}",
-                f"{s.usd_per_million_tokens(usd or 1.0):,.3f}",
-                style="bold" if s == chosen else None,
-            )
+    for s in sorted(servings, key=lambda s: (s.tp, s.batch)):
+        table.add_row(
+            str(s.tp),
+            f"{s.replicas:,}",
+            f"{s.batch:,}",
+            output.ms_text(s.step_s),
+            f"{s.tokens_per_s:,.0f}",
+            f"{s.tokens_per_s / (s.replicas * s.tp):,.0f}",
+            s.bound,
+            f"{s.bytes_per_gpu / 1e9:,.1f}",
+            f"{s.usd_per_million_tokens(usd or 1.0):,.3f}",
+            style="bold" if s == chosen else None,
+        )
     output.stdout.print(table)
     return 0
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import output
 from .options import paper_shape
 
 if TYPE_CHECKING:
     from ..machine import Hardware
-    from ..roofline import LayoutTime
 
 _SHOWN = 12  # layouts in a table
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
                 "tokens": args.tokens,
                 "context": args.context,
                 "training": args.training,
-                "ranked": [_layout_json(t) for t in found.ranked],
+                "ranked": [asdict(t) | {"name": str(t.layout), "step_s": t.step_s} for t in found.ranked],
                 "refused": [asdict(r) | {"name": str(r.layout)} for r in found.refused],
             }
         )
@@ -71,7 +70,3 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     if len(found.refused) > _SHOWN:
         output.stdout.print(f"and {len(found.refused) - _SHOWN} more refused")
     return 0
-
-
-def _layout_json(time: LayoutTime) -> dict[str, Any]:
-    return asdict(time) | {"name": str(time.layout), "step_s": time.step_s}

@@ -1,52 +1,45 @@
-"""`megakernel roofline`: the least time of a step on a node, by instruction, and the figure."""
+"""`megakernel roofline`: the least time of a step on a node, by phase, and the figure."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import paper_dtype
+from .options import paper_config, paper_dtype
 
 if TYPE_CHECKING:
-    from ..machine import Hardware
-    from ..model import LlamaConfig
-    from ..roofline import InstructionCost, Part, Point, StepRoofline
+    from ..isa import Dtype
+    from ..machine import Hardware, Machine
+    from ..model import ModelConfig
+    from ..roofline import Part, Point, StepRoofline
+    from ..scheduler.tasks import Tasks
 
 
 def run(args: argparse.Namespace, hardware: Hardware) -> int:
     from .. import machine as machines
-    from ..model import load_config
     from ..roofline import SHAPES, memory_fit, step_roofline
     from ..roofline.kernels import critical_rows
     from ..roofline.program_step import RATE
+    from ..scheduler.describe import lowering
     from ..serving.memory import weight_bytes
 
     if args.model in SHAPES:
         raise MegakernelError(f"{args.model} is known on paper only: add --plan or --fleet")
     if args.tp > hardware.node.gpus:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp, or take --plan")
-    config = load_config(args.model)
     context = args.context
-    if context > config.max_context:
-        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+    config = paper_config(args.model, context)
     dtype = paper_dtype(args.dtype)
-    parts = _parts(args, config, machines.load(args.machine), dtype, context)
-    dims = parts[0].dims
-    ranks = [replace(dims, rank=rank) for rank in range(args.tp)]
-    step = step_roofline(parts, hardware, context)
-    weights = max(weight_bytes(d, tied=config.tied) for d in ranks)
+    tasks = _tasks(args, config, machines.load(args.machine), dtype, context)
+    forward, ranks = tasks.candidate.forward, tasks.rank_dims
+    step = step_roofline(_parts(tasks), hardware, context)
+    weights = max(weight_bytes(forward, dims, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
-    lowering = None
-    if args.tp > 1:
-        lowering = {
-            "o": "replicated" if dims.replicated_o else "sharded",
-            "residual": "replicated" if dims.one_hop else "dealt",
-        }
     facts = {
         "model": args.model,
         "machine": args.machine,
@@ -54,7 +47,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         "tokens": args.tokens,
         "context": context,
         "dtype": RATE[dtype],
-        "lowering": lowering,
+        "lowering": lowering(tasks.dims, forward),
         **{key: value for key, value in asdict(step).items() if key != "instructions"},
         "bound": step.bound,
         "step_s": step.step_s,
@@ -63,7 +56,10 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         "flops_per_byte": step.flops_per_byte,
         "critical_rows": critical_rows(hardware, RATE[dtype]),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
-        "instructions": [_cost_json(c) for c in step.instructions],
+        "instructions": [
+            asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
+            for c in step.instructions
+        ],
     }
     if args.plot:
         from ..roofline import render_plot
@@ -82,38 +78,34 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     return 0
 
 
-def _cost_json(cost: InstructionCost) -> dict[str, Any]:
-    more = {"family": cost.family.name.lower(), "message_bytes": cost.message_bytes, "bound": cost.bound}
-    return asdict(cost) | more
+def _tasks(args: argparse.Namespace, config: ModelConfig, machine: Machine, dtype: Dtype, context: int) -> Tasks:
+    """The instructions that the compiler would make."""
+    from ..isa import TARGETS
+    from ..scheduler import Options, with_matmul
+    from ..scheduler.candidates import Candidates, program_dims, with_tiles
+    from ..scheduler.lower import lower
+
+    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
+    options = with_matmul(options, config, machine, tp=args.tp, tokens=args.tokens)
+    units = TARGETS[machine.target].chosen(options.matmul)
+    machine = with_tiles(machine, config, tp=args.tp, units=units)
+    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
+    dims = program_dims(config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, units=units)
+    return lower(Candidates(config, machine, options).fastest(dims), machine)
 
 
-def _parts(args: argparse.Namespace, config: LlamaConfig, machine: Any, dtype: Any, context: int) -> list[Part]:
-    """The instructions that the compiler would make, each rank's."""
+def _parts(tasks: Tasks) -> list[Part]:
     from ..roofline import Part
-    from ..scheduler import Options
-    from ..scheduler.choose import choose
-    from ..scheduler.lower import lower, program_dims
 
-    dims = program_dims(
-        config,
-        machine,
-        dtype=dtype,
-        tokens=args.tokens,
-        logit_rows=args.tokens,
-        max_seqs=args.tokens,
-        max_context=context,
-        tp=args.tp,
-    )
-    tasks = lower(choose(dims, machine, Options(o=args.o_lowering, residual=args.residual)), machine)
     return [
-        Part(phase.instruction, phase.columns, replace(tasks.dims, rank=phase.rank), runs)
-        for phases, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
-        for phase in phases
+        Part(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
+        for segment, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
+        for each in segment
     ]
 
 
 def _points(step: StepRoofline) -> list[Point]:
-    """What each instruction that reads memory and multiplies may reach, and the whole step."""
+    """What each phase that reads memory and multiplies may reach, and the whole step."""
     from ..roofline import Mark, Point
 
     out = []
@@ -158,12 +150,11 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
         comms += f"; {output.ms_text(facts['t_latency_s'])} of it hops"
     if measured:
         comms += f"; {output.ms_text(measured)} at the bandwidth measured for such messages"
-    lowering = facts["lowering"]
-    how = f", O {lowering['o']}, residual {lowering['residual']}" if lowering else ""
     fits = "fits" if memory["fits"] else "does not fit"
     output.rows(
         ("model", f"{facts['model']}, {facts['dtype']}"),
-        ("machine", f"{facts['machine']}, tp {facts['tp']}{how}"),
+        ("machine", f"{facts['machine']}, tp {facts['tp']}"),
+        ("lowering", output.lowering_text(facts["lowering"])),
         ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
         (
             "at least",
@@ -181,20 +172,16 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
             f" {memory['activation_bytes'] / gb:,.2f}; at most {memory['sequences_at_most']:,} such sequences",
         ),
     )
-    columns = ["instruction", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link"]
+    columns = ["phase", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link"]
     table = output.table(*columns, *(["measured"] if measured else []), "bound by")
     for c in step.instructions:
         work = (c.matrix_flops + c.vector_flops) / 1e9, c.memory_bytes / 1e6, c.sent_bytes / 1e6
         times = [max(c.math_s, c.vector_s), c.memory_s, c.comms_s]
         times += [c.comms_measured_s or 0.0] if measured else []
-        cells = [f"{w:,.2f}" if w else "" for w in work] + [_us(t) for t in times]
+        cells = [f"{w:,.2f}" if w else "" for w in work] + [f"{t * 1e6:,.1f} us" if t else "" for t in times]
         table.add_row(c.instruction, c.family.name.lower(), *cells, c.bound if any(times) else "")
     output.stdout.print(table)
 
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count:,} rows"
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:,.1f} us" if seconds else ""

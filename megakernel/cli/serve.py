@@ -14,7 +14,7 @@ from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import output
 from .bench import measured_ceilings
-from .options import AddVerb, fetch, positive
+from .options import AddVerb, above_zero, load, positive
 
 if TYPE_CHECKING:
     from ..serving import LLM
@@ -26,50 +26,30 @@ def _port(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
 def _key(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("a key must not be empty")
     return text.strip()
 
 
+_seconds = above_zero("a number of seconds above 0", 1e9)
 _TYPES: dict[str, Callable[[str], Any]] = {
-    "model": str,
-    "backend": str,
-    "dtype": str,
-    "tp": positive,
-    "threads": positive,
+    **dict.fromkeys(("model", "backend", "dtype", "weights"), str),
+    **dict.fromkeys(("tp", "threads"), positive),
     "host": str,
     "port": _port,
     "served model name": str,
     "api key": _key,
-    "max model len": positive,
-    "max num seqs": positive,
-    "max num batched tokens": positive,
-    "max queued requests": positive,
-    "max body bytes": positive,
-    "request timeout": _seconds,
-    "stall timeout": _seconds,
-    "shutdown timeout": _seconds,
+    **dict.fromkeys(("max model len", "max num seqs", "max num batched tokens"), positive),
+    **dict.fromkeys(("max queued requests", "max body bytes"), positive),
+    **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
 }
 _SEVERAL = {"served model name", "api key"}
+_LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")  # fields of Limits, in order
 
 
 def register(add: AddVerb) -> None:
-    parser = add(
-        "serve",
-        "answer OpenAI API requests over HTTP",
-        "megakernel serve --model smollm2-135m --port 8000",
-    )
+    parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
     for name, kind in _TYPES.items():
         setting = SETTINGS[name]
         assert setting.flag is not None
@@ -83,10 +63,7 @@ def register(add: AddVerb) -> None:
             help=f"{setting.what} (default: {setting.default}{env})",
         )
     parser.add_argument(
-        "--config",
-        action=_Config,
-        metavar="FILE",
-        help="a YAML file of these flags, such as `port: 8000`; flags win",
+        "--config", action=_Config, metavar="FILE", help="a YAML file of these flags, such as `port: 8000`; flags win"
     )
     parser.set_defaults(run=run)
 
@@ -128,14 +105,15 @@ def _flags(path: Path) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     from ..serving.api.server import Server, allow_connections, listen, url
-    from ..serving.api.service import Service
+    from ..serving.api.service import Limits, Service
 
     given = {name: _value(args, name) for name in _TYPES}
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
     with sock, _open(given) as llm:
         ceilings = measured_ceilings(llm)
-        service = Service(llm, given["served model name"], given["api key"], _limits(given), ceilings)
+        limits = Limits(*(given[name] for name in _LIMITS))
+        service = Service(llm, given["served model name"], given["api key"], limits, ceilings)
         server = Server(
             service,
             on_ready=lambda: _ready(args.json, url(sock), service.names[0], llm),
@@ -160,44 +138,20 @@ def _value(args: argparse.Namespace, name: str) -> Any:
         return None
 
 
-def _limits(given: dict[str, Any]) -> Any:
-    from ..serving.api.service import Limits
-
-    return Limits(
-        max_waiting=given["max queued requests"],
-        max_body=given["max body bytes"],
-        request_timeout=given["request timeout"],
-        stall_timeout=given["stall timeout"],
-    )
-
-
 def _open(given: dict[str, Any]) -> LLM:
-    from ..serving import LLM
-
-    fetch(given["model"])
-    with output.busy(f"loading {given['model']}"):
-        return LLM(
-            given["model"],
-            tp=given["tp"],
-            backend=given["backend"],
-            dtype=given["dtype"],
-            threads=given["threads"],
-            max_context=given["max model len"],
-            max_seqs=given["max num seqs"],
-            step_tokens=given["max num batched tokens"],
-        )
+    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads")}
+    how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
+    return load(given["model"], **how, step_tokens=given["max num batched tokens"])
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     """Say that connections are accepted, and how to try it."""
     dims = llm.engine.dims
-    kv_tokens = llm.engine.stats.pages * dims.page
+    kv_tokens = llm.engine.stats.pages * dims.kv_page
     facts = {
         "url": address,
+        **llm.about,
         "model": name,
-        "backend": llm.engine.backend.name,
-        "dtype": llm.dtype.name.lower(),
-        "threads": llm.threads,
         "kv_tokens": kv_tokens,
         "max_model_len": dims.max_context,
         "max_num_seqs": dims.max_seqs,

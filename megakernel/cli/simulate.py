@@ -8,9 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_lowering, add_setting, lowering, paper_dtype, positive
+from .options import AddVerb, add_count
+from .programs import add_machine, add_source, compile_for
 
 if TYPE_CHECKING:
     from ..isa import Dims, StepTable
@@ -26,19 +26,10 @@ def register(add: AddVerb) -> None:
         "predict a step's time: run a program in virtual time on a machine",
         "megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
-    add_setting(source, "model", optional=True)
-    for name in ("machine", "dtype", "tp"):
-        add_setting(parser, name)
-    add_lowering(parser)
-    parser.add_argument("--workers", type=positive, metavar="N", help="workers of a rank (default: the machine's)")
-    parser.add_argument(
-        "--tokens", type=positive, metavar="N", help="decode rows of the step (default: 1, or the file's)"
-    )
-    parser.add_argument(
-        "--context", type=positive, default=_CONTEXT, metavar="C", help=f"KV tokens of each (default: {_CONTEXT})"
-    )
+    add_source(parser)
+    add_machine(parser)
+    add_count(parser, "--tokens", None, "decode rows of the step (default: 1, or the file's)")
+    add_count(parser, "--context", _CONTEXT, "KV tokens of each", "C")
     parser.add_argument(
         "--no-pipelining", action="store_true", help="a worker begins an instruction when the one before has ended"
     )
@@ -54,7 +45,7 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     """
     from ..runtime import Chunk, SampleRow, build_step
 
-    pages = range(-(-context // dims.page))
+    pages = range(-(-context // dims.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     return build_step(
         dims,
@@ -115,27 +106,11 @@ def _fractions(values: dict[str, float | None]) -> str:
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
     from .. import machine as machines
-    from ..model import load_config
     from ..program import Program
-    from ..scheduler import compile_program
 
     if args.file:
         program = Program.load(args.file)
         return program, machines.load(args.machine, args.workers or program.workers)
-    machine = machines.load(args.machine, args.workers)
-    config = load_config(args.model)
-    if args.context > config.max_context:
-        raise MegakernelError(f"context {args.context} is more than the {config.max_context} the model was made for")
     tokens = args.tokens or 1
-    program = compile_program(
-        config,
-        machine,
-        dtype=paper_dtype(args.dtype),
-        tokens=tokens,
-        logit_rows=tokens,
-        max_seqs=tokens,
-        max_context=args.context,
-        tp=args.tp,
-        options=lowering(args),
-    )
+    program, _, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
     return program, replace(machine, workers=program.workers)

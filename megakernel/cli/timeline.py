@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_model_run, open_llm, positive, prompt_ids
+from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
 
 if TYPE_CHECKING:
     from ..program import Program
@@ -27,9 +27,7 @@ def register(add: AddVerb) -> None:
     parser.add_argument(
         "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
     )
-    parser.add_argument(
-        "--prompt-tokens", type=positive, default=128, metavar="N", help="tokens before the step (default: 128)"
-    )
+    add_count(parser, "--prompt-tokens", 128, "tokens before the step")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument(

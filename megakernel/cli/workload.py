@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import output
-from .options import positive
+from .options import add_count
 
 if TYPE_CHECKING:
     from ..serving.bench import Workload
@@ -24,15 +24,9 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
         help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
         f"or a .csv file of prompt and output tokens (default: {_DEFAULT})",
     )
-    parser.add_argument(
-        "--num-prompts", type=positive, default=prompts, metavar="N", help=f"requests (default: {prompts})"
-    )
-    parser.add_argument(
-        "--random-input-len", type=positive, default=1024, metavar="N", help="random: tokens in (default: 1024)"
-    )
-    parser.add_argument(
-        "--random-output-len", type=positive, default=128, metavar="N", help="random: tokens out (default: 128)"
-    )
+    add_count(parser, "--num-prompts", prompts, "requests")
+    add_count(parser, "--random-input-len", 1024, "random: tokens in")
+    add_count(parser, "--random-output-len", 128, "random: tokens out")
     parser.add_argument(
         "--random-range-ratio",
         type=float,

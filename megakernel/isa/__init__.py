@@ -1,47 +1,58 @@
-"""What an instruction is and what a step is. Everything else reads these tables; nothing repeats them."""
+"""What a phase, an instruction and a step are. Everything else reads these tables; nothing repeats them."""
 
-from .access import EVERY, OWN, Access, Column, Index, Kind, item_columns
-from .buffers import BIASES, BUFFERS, Buffer, BufferSpec, Space
-from .costs import Cost, attention_cost, itemsize
-from .dims import DIM_FIELDS, KV_BLOCK, SHARD_UNIT, Dims
+from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
+from .buffers import BUFFERS, Buffer, Space
+from .costs import attention_cost, cost, itemsize, weight_bytes
+from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, from_f32, to_f32
-from .instructions import BY_NAME, BY_OPCODE, INSTRUCTIONS, Family, Instruction
 from .items import item_work, slot_work
 from .link import link_bytes
-from .pages import Matmul, Pages, Stream, attention_pages, kv_pages, matmul_pages, tile_work
-from .step import STEP_FIELDS, StepField, StepTable
+from .operations import OPERATIONS, RESULTS, Family, Operation, Result, Rows
+from .pages import Stream, attention_pages, kv_pages, matmul_pages, tile_work
+from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
+from .record import Column
+from .regions import accesses
+from .step import STEP_FIELDS, StepTable
+from .targets import TARGETS, target_of
 
 __all__ = [
-    "BIASES",
     "BUFFERS",
-    "BY_NAME",
-    "BY_OPCODE",
+    "CONTROL",
     "DIM_FIELDS",
+    "DRAIN",
     "EVERY",
-    "INSTRUCTIONS",
+    "JOIN",
     "KV_BLOCK",
+    "MAX_PHASES",
+    "OPERATIONS",
     "OWN",
-    "SHARD_UNIT",
+    "PHASE_FIELDS",
+    "RESULTS",
     "STEP_FIELDS",
+    "TARGETS",
     "Access",
     "Buffer",
-    "BufferSpec",
     "Column",
-    "Cost",
+    "Columns",
     "Dims",
     "Dtype",
     "Family",
+    "Forward",
     "Index",
-    "Instruction",
     "Kind",
-    "Matmul",
-    "Pages",
+    "Operation",
+    "Phase",
+    "Result",
+    "Rows",
     "Space",
-    "StepField",
     "StepTable",
     "Stream",
+    "Units",
+    "accesses",
     "attention_cost",
     "attention_pages",
+    "ceil_div",
+    "cost",
     "from_f32",
     "item_columns",
     "item_work",
@@ -50,6 +61,8 @@ __all__ = [
     "link_bytes",
     "matmul_pages",
     "slot_work",
+    "target_of",
     "tile_work",
     "to_f32",
+    "weight_bytes",
 ]

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .buffers import Buffer
 from .dims import Dims
+from .record import Column
 
-Column = NDArray[np.int32]
 Columns = Mapping[str, Column]  # by operand
 
 OWN, EVERY = -1, -2  # values of Access.rank besides rank numbers

@@ -1,4 +1,4 @@
-"""Every buffer an instruction can name. Operands hold a buffer's id and a tile, never an address."""
+"""Every buffer that a phase can name."""
 
 from __future__ import annotations
 
@@ -67,6 +67,11 @@ class BufferSpec:
     what: str
     layered: bool = False
 
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a weight matrix, or several side by side: what a backend may repack or store in fewer bits."""
+        return self.space is Space.WEIGHT and self.dtype is None
+
     def resolve_dtype(self, dims: Dims) -> Dtype:
         return Dtype(dims.dtype) if self.dtype is None else self.dtype
 
@@ -111,8 +116,10 @@ _SPECS: tuple[BufferSpec, ...] = (
     ),
     BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
     # -- state
-    BufferSpec(_B.K_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.head_dim, d.page), "keys, transposed", True),
-    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.page, d.head_dim), "values", True),
+    BufferSpec(
+        _B.K_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.head_dim, d.kv_page), "keys, transposed", True
+    ),
+    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.kv_page, d.head_dim), "values", True),
     BufferSpec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
     # -- outputs
     BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
@@ -130,11 +137,3 @@ _SPECS: tuple[BufferSpec, ...] = (
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
 if list(BUFFERS) != list(Buffer):
     raise AssertionError("every Buffer needs exactly one BufferSpec, in order")
-
-# Buffers of a model that has biases: the field of Dims, and of a model's config, that says so. Elsewhere they are zero.
-BIASES: dict[Buffer, str] = {
-    Buffer.B_QKV: "attention_bias",
-    Buffer.B_O: "attention_bias",
-    Buffer.B_GATE_UP: "mlp_bias",
-    Buffer.B_DOWN: "mlp_bias",
-}

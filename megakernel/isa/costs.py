@@ -1,4 +1,4 @@
-"""The work of each kind of instruction, for a whole column of instructions at once."""
+"""The work of the instructions of a phase, for a whole column of instructions at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from .access import Columns
 from .dims import Dims
 from .dtypes import Dtype
-from .pages import Matmul
-
-Costs = Callable[[Columns, Dims], "Cost"]
+from .operations import Operation, Rows
+from .phases import Phase
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,11 @@ class Cost:
     matrix_flops: NDArray[np.float64]
     vector_flops: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
+
+
+def cost(phase: Phase, columns: Columns, dims: Dims) -> Cost:
+    """The work of instructions of `phase` on rank `dims.rank` whose operand columns are `columns`."""
+    return _COSTS[phase.operation](phase, columns, dims)
 
 
 def itemsize(dims: Dims) -> int:
@@ -49,21 +53,24 @@ def _cost(
     return Cost(col(matrix), col(vector), col(memory))
 
 
-def matmul(m: Matmul, first_row: Callable[[Dims], int] = lambda d: 0) -> Costs:
-    """A tile of rows x cols outputs.
+def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
+    """Bytes of the weights of so many output columns of a matmul, as they lie in memory."""
+    bytes_ = cols.astype(np.float64) * phase.matrices(dims) * phase.storage_type(dims).row_bytes(phase.inner(dims))
+    return bytes_
 
-    `first_row` is the rank's first row: its tiles bring the weights, the others find them in a cache.
+
+def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
+    """A tile of rows x cols outputs. The tiles of the rank's first row bring the weights, the others find them in a
+    cache. A norm on the way in is computed once for each tile.
     """
-
-    def cost(c: Columns, d: Dims) -> Cost:
-        weights = c["cols"].astype(np.float64) * m.width * m.length(d)
-        return _cost(
-            c["row"],
-            matrix=2.0 * c["rows"] * weights,
-            memory=np.where(c["row"] == first_row(d), weights * itemsize(d), 0.0),
-        )
-
-    return cost
+    first_row = d.rank * d.row_block if p.rows is Rows.OWN and not d.replicated_residual else 0
+    products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)
+    return _cost(
+        c["row"],
+        matrix=2.0 * c["rows"] * products,
+        vector=0.0 if p.norm is None else 4.0 * c["rows"] * p.inner(d),
+        memory=np.where(c["row"] == first_row, weight_bytes(p, c["cols"], d), 0.0),
+    )
 
 
 def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
@@ -75,26 +82,19 @@ def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[flo
     return flops, 2.0 * row_kv_heads * dims.head_dim * kv_tokens * itemsize(dims)
 
 
-def embed(c: Columns, d: Dims) -> Cost:
-    return _cost(c["row"], memory=c["rows"] * d.hidden * float(itemsize(d)))
-
-
-def rope(c: Columns, d: Dims) -> Cost:
-    return _cost(c["row"], vector=2.0 * c["rows"] * d.head_dim)
-
-
-def norm(c: Columns, d: Dims) -> Cost:
-    return _cost(c["row"], vector=4.0 * c["rows"] * d.hidden)
-
-
-def reduce(ranks: Callable[[Dims], int]) -> Costs:
-    return lambda c, d: _cost(c["row"], vector=1.0 * c["rows"] * c["cols"] * ranks(d))
-
-
-def sample(c: Columns, d: Dims) -> Cost:
-    return _cost(c["row"], vector=8.0 * c["rows"] * d.vocab)
-
-
-def none(c: Columns, d: Dims) -> Cost:
+def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:
     """Nothing, or what only the step table knows."""
     return _cost(next(iter(c.values()), np.zeros(0)))
+
+
+_COSTS: dict[Operation, Callable[[Phase, Columns, Dims], Cost]] = {
+    Operation.JOIN: _nothing,
+    Operation.DRAIN: _nothing,
+    Operation.GATHER: lambda p, c, d: _cost(c["row"], memory=c["rows"] * p.inner(d) * float(itemsize(d))),
+    Operation.ROPE: lambda p, c, d: _cost(c["row"], vector=2.0 * c["rows"] * d.head_dim),
+    Operation.NORM: lambda p, c, d: _cost(c["row"], vector=4.0 * c["rows"] * p.inner(d)),
+    Operation.MATMUL: _matmul,
+    Operation.ATTENTION: _nothing,
+    Operation.REDUCE: lambda p, c, d: _cost(c["row"], vector=1.0 * c["rows"] * c["cols"] * p.ranks(d)),
+    Operation.SAMPLE: lambda p, c, d: _cost(c["row"], vector=8.0 * c["rows"] * d.vocab),
+}

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 # What shards of the FFN and of the vocabulary are multiples of, but for the last: a quantisation group, and two
 # panels of packed columns.
 SHARD_UNIT = 32
+
+# A row or a count, or a column of them.
+Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
+
+
+class Units(IntEnum):
+    """What computes a matmul.
+
+    CORE    a CPU core's vector unit: any number of rows, one order of additions
+    DOTS    a GPU's vector units: a dot product per output, for few rows
+    TENSOR  a GPU's matrix units
+    """
+
+    CORE = 0
+    DOTS = 1
+    TENSOR = 2
 
 
 @dataclass(frozen=True)
@@ -21,7 +42,7 @@ class Dims:
     Query heads, FFN columns and vocabulary rows are dealt to the ranks in contiguous shards that differ by at most
     one unit (a head, SHARD_UNIT columns), larger ones first; a shard may be empty. A rank holds the KV heads that
     its query heads use, so neighbours may hold the same one. Token rows belong to owner ranks: row block b to rank
-    b % tp, or to every rank where the residual is replicated (`one_hop`).
+    b % tp, or to every rank where the residual is replicated (`replicated_residual`).
     """
 
     vocab: int
@@ -31,13 +52,11 @@ class Dims:
     heads: int
     kv_heads: int
     head_dim: int
-    attention_bias: int  # 1: B_QKV and B_O are added
-    mlp_bias: int  # 1: B_GATE_UP and B_DOWN are added
     rms_eps: float
 
-    dtype: int  # Dtype of weights, activations and KV cache; accumulation and residual are float32
+    dtype: int  # Dtype of activations and KV cache; accumulation and residual are float32
     kv_block: int  # KV tokens that share one softmax partial (m, l, o); fixed by the numerics class
-    page: int  # KV tokens in a page; divides kv_block
+    kv_page: int  # KV tokens in a page of the cache; divides kv_block
     row_block: int  # token rows behind one row-block counter
 
     tokens: int  # token rows of the bucket
@@ -52,42 +71,42 @@ class Dims:
     tp: int = 1  # ranks that share the model
     rank: int = 0  # whose view this is; a program's own dims are rank 0's
     replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
-    one_hop: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
-    norm_ahead: int = 0  # 1: a layer ends with the attention norm of the next one, instead of beginning with its own
+    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
 
-    pages: int = 0  # of shared memory in a worker's ring (see isa/pages.py); 0: a CPU core, which has none
-    dots: int = 0  # 1: matmuls as dot products for few rows, 0: on matrix units; part of the numerics, but on a CPU
+    units: int = 0  # Units: what computes a matmul; part of the numerics class
+    ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 where the target has none
 
     @property
     def row_blocks(self) -> int:
-        return -(-self.tokens // self.row_block)
+        return ceil_div(self.tokens, self.row_block)
 
     @property
     def pages_per_seq(self) -> int:
-        return -(-self.max_context // self.page)
+        return ceil_div(self.max_context, self.kv_page)
 
     @property
     def own_rows(self) -> int:
         """Most token rows that a rank owns; the rows of a slot of REDUCE."""
-        return self.tokens if self.one_hop else -(-self.row_blocks // self.tp) * self.row_block
+        return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
 
     @property
     def own_logit_rows(self) -> int:
         """Logit rows are dealt to the ranks in runs of this length: row i is sampled by rank i // own_logit_rows."""
-        return -(-self.logit_rows // self.tp)
+        return ceil_div(self.logit_rows, self.tp)
 
     @property
     def rank_heads(self) -> int:
-        return _share(self.heads, self.tp, self.rank)
+        return share(self.heads, self.tp, self.rank)
 
     @property
     def first_head(self) -> int:
-        return _start(self.heads, self.tp, self.rank)
+        return start(self.heads, self.tp, self.rank)
 
     @property
     def rank_kv_heads(self) -> int:
-        end = self.first_head + self.rank_heads
-        return -(-end // self.group_size) - self.first_kv_head if self.rank_heads else 0
+        return (
+            ceil_div(self.first_head + self.rank_heads, self.group_size) - self.first_kv_head if self.rank_heads else 0
+        )
 
     @property
     def first_kv_head(self) -> int:
@@ -95,29 +114,24 @@ class Dims:
 
     @property
     def rank_ffn(self) -> int:
-        return min(self.ffn - self.first_ffn, SHARD_UNIT * _share(_units(self.ffn), self.tp, self.rank))
+        return min(self.ffn - self.first_ffn, SHARD_UNIT * share(shard_units(self.ffn), self.tp, self.rank))
 
     @property
     def first_ffn(self) -> int:
-        return min(self.ffn, SHARD_UNIT * _start(_units(self.ffn), self.tp, self.rank))
+        return min(self.ffn, SHARD_UNIT * start(shard_units(self.ffn), self.tp, self.rank))
 
     @property
     def rank_vocab(self) -> int:
-        return min(self.vocab - self.first_vocab, SHARD_UNIT * _share(_units(self.vocab), self.tp, self.rank))
+        return min(self.vocab - self.first_vocab, SHARD_UNIT * share(shard_units(self.vocab), self.tp, self.rank))
 
     @property
     def first_vocab(self) -> int:
-        return min(self.vocab, SHARD_UNIT * _start(_units(self.vocab), self.tp, self.rank))
+        return min(self.vocab, SHARD_UNIT * start(shard_units(self.vocab), self.tp, self.rank))
 
     @property
     def head_ranks(self) -> int:
         """Ranks 0 .. head_ranks - 1 have query heads."""
         return min(self.heads, self.tp)
-
-    @property
-    def ffn_ranks(self) -> int:
-        """Ranks 0 .. ffn_ranks - 1 have FFN columns."""
-        return min(_units(self.ffn), self.tp)
 
     @property
     def q_cols(self) -> int:
@@ -146,21 +160,54 @@ class Dims:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
 
+    def query_head(self, kv_head: int) -> int:
+        """First of the rank's query heads that use its KV head `kv_head`; both counted from the rank's first."""
+        return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
+
+    def query_head_end(self, kv_head: int) -> int:
+        """One past the last of them."""
+        return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
+
+    def owner(self, row: Int) -> Int:
+        """The rank that keeps the residual of a token row, where not every rank does."""
+        return row // self.row_block % self.tp
+
+    def reduce_place(self, row: Int) -> Int:
+        """Row of a rank's slot of REDUCE where the partial of token row `row` lies."""
+        if self.replicated_residual:
+            return row
+        return row // self.row_block // self.tp * self.row_block + row % self.row_block
+
+    def reduce_row(self, from_rank: int, row: Int) -> Int:
+        """Row of REDUCE where `from_rank` stores its partial of token row `row`."""
+        return from_rank * self.own_rows + self.reduce_place(row)
+
+    # -- the rest is Python's alone
+
     def query_heads(self, kv_head: int) -> tuple[int, int]:
-        """The rank's query heads [first, end) that use its KV head `kv_head`; all counted from the rank's first."""
-        first = (self.first_kv_head + kv_head) * self.group_size - self.first_head
-        return max(first, 0), min(first + self.group_size, self.rank_heads)
+        """The rank's query heads [first, end) that use its KV head `kv_head`."""
+        return self.query_head(kv_head), self.query_head_end(kv_head)
+
+    def owners(self, row: int) -> range:
+        """The ranks that keep the residual of a token row."""
+        owner = self.owner(row)
+        return range(self.tp) if self.replicated_residual else range(owner, owner + 1)
 
 
-def _units(columns: int) -> int:
-    return -(-columns // SHARD_UNIT)
+def ceil_div(a: Int, b: int) -> Int:
+    """a / b, rounded up; of NumPy arrays too."""
+    return -(-a // b)
 
 
-def _share(units: int, ranks: int, rank: int) -> int:
+def shard_units(columns: int) -> int:
+    return ceil_div(columns, SHARD_UNIT)
+
+
+def share(units: int, ranks: int, rank: int) -> int:
     return units // ranks + (rank < units % ranks)
 
 
-def _start(units: int, ranks: int, rank: int) -> int:
+def start(units: int, ranks: int, rank: int) -> int:
     return rank * (units // ranks) + min(rank, units % ranks)
 
 

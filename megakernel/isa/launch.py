@@ -90,6 +90,7 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
         "Arguments of a launch.",
         (
             Field("dims", "const Dims*", "[tp], as each rank sees them"),
+            Field("phases", "const Phase*", "[tp][kMaxPhases + 1], by number"),
             Field("records", "const int32_t*", "prologue, body, epilogue, queues: [n][kWords]", 4),
             Field("offsets", "const int32_t*", "[tp * workers + 1]; of the queues [tp * queues + 1]", 4),
             Field(

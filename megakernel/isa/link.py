@@ -8,26 +8,27 @@ from numpy.typing import NDArray
 from .access import EVERY, OWN, Access, Columns, Index, Kind
 from .buffers import BUFFERS
 from .dims import Dims
-from .instructions import Instruction
+from .phases import Phase
+from .regions import accesses
 
 Bytes = NDArray[np.int64]
 
 
-def link_bytes(instruction: Instruction, columns: Columns, dims: Dims) -> Bytes:
+def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """[tp] bytes that instructions of rank `dims.rank` store at each rank; 0 at their own.
 
     `columns` must hold all attention instructions of the rank's layer, whose items partition a box. Rows of the final
     norm that their owners send are counted as rank 0's: who sends depends on the step table, how much does not.
     """
-    total: Bytes = link_bytes_each(instruction, columns, dims).sum(axis=0)
+    total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
-def link_bytes_each(instruction: Instruction, columns: Columns, dims: Dims) -> Bytes:
+def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """`link_bytes` of each instruction, [n, tp]. Attention instructions share their box's bytes evenly."""
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.tp), dtype=np.int64)
-    for access in instruction.accesses(columns, dims):
+    for access in accesses(phase, columns, dims):
         if access.kind is not Kind.READ and count:
             out += _stored(access, dims)
     out[:, dims.rank] = 0
@@ -45,7 +46,7 @@ def _stored(access: Access, d: Dims) -> Bytes:
     if access.rank is None:
         blocks = np.arange(d.row_blocks)
         owned = np.zeros(d.tp, dtype=np.int64)
-        np.add.at(owned, blocks % d.tp, np.minimum(d.row_block, d.tokens - blocks * d.row_block))
+        np.add.at(owned, d.owner(blocks * d.row_block), np.minimum(d.row_block, d.tokens - blocks * d.row_block))
         out[:] = owned * int(size[0] // d.tokens)  # the box is all token rows
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size

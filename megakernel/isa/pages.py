@@ -6,13 +6,15 @@ operands alone; page by page the ring goes on with what comes next, so an instru
 it holds at once fit the ring. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and stored in boxes of
 BOX_ROWS rows.
 
-tensor  `dims.dots` = 0. For each chunk of CHUNK output columns (those of all matrices side by side) and each K_STEP of
-        the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the chunk. A
-        step is released when the next one's products are under way. Then, where the output leaves by tiles, its pages.
-dots    `dims.dots` = 1. Laps of at most `dims.pages` pages: weight pages, then all of the instruction's rows. A weight
-        page has DOT_PIECE elements of PIECES columns; they come in pairs, so that one warp has both columns of a RoPE
-        pair, or gate and up. The rows lie in pieces of DOT_PIECE elements, PIECES a page, and are released at the end
-        of their lap.
+tensor  `dims.units` is TENSOR. For each chunk of CHUNK output columns (those of all matrices side by side) and each
+        K_STEP of the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the
+        chunk. A step is released when the next one's products are under way. Then, where the output leaves by tiles,
+        its pages.
+dots    `dims.units` is DOTS. Laps of at most `dims.ring_pages` pages: weight pages, then all of the instruction's rows.
+        A weight page has DOT_PIECE elements of PIECES columns; they come in pairs, so that one warp has both columns of
+        a RoPE pair, or gate and up. The rows lie in pieces of DOT_PIECE elements, PIECES a page, and are released at
+        the end of their lap. Rows that are normalised on the way in take no pages: the consumers keep them in
+        NORM_BYTES of shared memory beside the ring.
 attention  For each item, each pass over UNITS units (query tiles of QUERY_TILE rows x heads, of one KV head each), each
         KV block and each KV head of the pass: its K pages, then its V pages, each of up to 64 elements a token. An item
         of padding has one page, with nothing in it.
@@ -26,11 +28,13 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from .access import Column
-from .buffers import BUFFERS, Buffer
-from .dims import Dims
+from .buffers import BUFFERS
+from .dims import Dims, Units, ceil_div
 from .dtypes import Dtype
 from .launch import PAGE_BYTES
+from .operations import Result
+from .phases import Phase
+from .record import Column
 
 ROW_BYTES = 128
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES
@@ -44,6 +48,7 @@ DOT_PIECE = 1024
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # in a page
 DOT_UNIT = 8  # column tiles of dots start on multiples of this
 DOT_INPUT_PAGES = 4  # of an instruction's rows, at most
+NORM_BYTES = 16384  # of rows that an instruction of dots has normalised
 UNITS = 8  # of attention side by side
 QUERY_TILE = 16  # query rows x heads of a unit
 
@@ -58,26 +63,15 @@ class Stream(Enum):
     OUTPUT = "consumers", "storer"
 
 
-@dataclass(frozen=True)
-class Matmul:
-    """out[r, c] = sum over k < `inner` (a size in Dims) of inputs[r, k] * weights[c, k].
+# Results that leave a tile by pages where matrix units compute it; of others the consumers store from registers.
+BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED)
 
-    `width` weight matrices lie side by side (gate and up). `output` is the buffer whose tiles leave through pages;
-    None: the consumers store from registers.
-    """
 
-    weights: Buffer
-    inputs: Buffer
-    inner: str
-    width: int = 1
-    output: Buffer | None = None
-
-    def length(self, dims: Dims) -> int:
-        return int(getattr(dims, self.inner))
-
-    def output_columns(self, dims: Dims) -> int:
-        """Output columns of a page; 0 where none leave through pages."""
-        return ROW_BYTES // BUFFERS[self.output].resolve_dtype(dims).itemsize if self.output is not None else 0
+def output_columns(phase: Phase, dims: Dims) -> int:
+    """Output columns of a page of a matmul; 0 where none leave through pages."""
+    if phase.result not in BY_PAGES or dims.units != Units.TENSOR or phase.output is None:
+        return 0
+    return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims).itemsize
 
 
 @dataclass(frozen=True)
@@ -90,46 +84,55 @@ class Pages:
     held: Ints
 
 
-def matmul_pages(matmul: Matmul, rows: Column, cols: Column, dims: Dims) -> Pages:
+def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     """Of matmuls with tiles of `rows` x `cols` outputs."""
-    return (_dots if dims.dots else _tensor)(matmul, rows.astype(np.int64), cols.astype(np.int64), dims)
+    return (_dots if dims.units == Units.DOTS else _tensor)(phase, rows.astype(np.int64), cols.astype(np.int64), dims)
 
 
-def _tensor(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    steps = _ceil(matmul.length(dims), K_STEP)
-    of_weights = matmul.width * _ceil(cols, PAGE_ROWS)
+def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    steps = ceil_div(phase.inner(dims), K_STEP)
+    of_weights = phase.matrices(dims) * ceil_div(cols, PAGE_ROWS)
     weights = steps * of_weights
-    inputs = steps * _ceil(matmul.width * cols, CHUNK)
-    per_page = matmul.output_columns(dims)
-    output = _ceil(cols, per_page) if per_page else np.zeros_like(cols)
+    inputs = steps * ceil_div(phase.matrices(dims) * cols, CHUNK)
+    per_page = output_columns(phase, dims)
+    output = ceil_div(cols, per_page) if per_page else np.zeros_like(cols)
     step = np.minimum(1 + of_weights, STEP_PAGES)
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
 
 
-def tile_work(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
+def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
     """FLOPs and loaded bytes of tiles on matrix units, which multiply whole WARPGROUP_ROWS rows and weight pages."""
-    inner, columns = matmul.length(dims), matmul.width * cols
-    computed = WARPGROUP_ROWS * _ceil(rows, WARPGROUP_ROWS) * matmul.width * PAGE_ROWS * _ceil(cols, PAGE_ROWS)
-    loaded = columns + BOX_ROWS * _ceil(rows, BOX_ROWS) * _ceil(columns, CHUNK)
+    inner, columns = phase.inner(dims), phase.matrices(dims) * cols
+    computed = (
+        WARPGROUP_ROWS * ceil_div(rows, WARPGROUP_ROWS) * phase.matrices(dims) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
+    )
+    loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
     return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
 
 
-def _dots(matmul: Matmul, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    weights = 2 * _ceil(matmul.length(dims), DOT_PIECE) * _ceil(matmul.width * cols, 2 * PIECES)
-    inputs = dot_input_pages(matmul, rows, dims)
-    lap = np.maximum(dims.pages - inputs, 2) // 2 * 2  # both pages of a pair in the same
-    return Pages(weights, inputs * _ceil(weights, lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
+def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    weights = 2 * ceil_div(phase.inner(dims), DOT_PIECE) * ceil_div(phase.matrices(dims) * cols, 2 * PIECES)
+    inputs = dot_input_pages(phase, rows, dims)
+    lap = np.maximum(dims.ring_pages - inputs, 2) // 2 * 2  # both pages of a pair in the same
+    return Pages(weights, inputs * -(-weights // lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
 
 
-def dot_input_pages(matmul: Matmul, rows: Ints, dims: Dims) -> Ints:
-    """Pages of the rows of a matmul by dots, which every lap has."""
-    return _ceil(rows * _ceil(matmul.length(dims), DOT_PIECE), PIECES)
+def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
+    """Pages of the rows of a matmul by dots, which every lap has; none where it normalises them itself."""
+    return ceil_div(rows * ceil_div(phase.inner(dims), DOT_PIECE), PIECES) * (phase.norm is None)
 
 
-def chunk_output_pages(matmul: Matmul, dims: Dims) -> int:
+def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
+    """Whether a matmul can normalise so many rows of its inputs on the way in."""
+    if dims.units == Units.DOTS:
+        return rows * inner * Dtype(dims.dtype).itemsize <= NORM_BYTES
+    return dims.units == Units.CORE
+
+
+def chunk_output_pages(phase: Phase, dims: Dims) -> int:
     """Output pages of a whole chunk of columns; 0 where none leave through pages."""
-    per_page = matmul.output_columns(dims)
-    return -(-CHUNK // (matmul.width * per_page)) if per_page else 0
+    per_page = output_columns(phase, dims)
+    return -(-CHUNK // (phase.matrices(dims) * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:
@@ -139,7 +142,7 @@ def kv_pages(dims: Dims) -> int:
 
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
     """Pages of each attention item, all of them inputs. Those of padding have no blocks."""
-    tiles = _ceil(item_rows.astype(np.int64) * dims.group_size, QUERY_TILE)
+    tiles = ceil_div(item_rows.astype(np.int64) * dims.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
     # A pass begins with unit 0, 8, 16 ..; a KV head is loaded once for each pass that its units meet.
     heads = [
@@ -153,8 +156,3 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 def dot_rows(inner: int) -> int:
     """Most rows of an instruction of dots whose inputs are at most `inner` (> 0) long."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)
-
-
-def _ceil(n: Ints | int, unit: Ints | int) -> Ints:
-    out: Ints = -(-np.asarray(n, dtype=np.int64) // unit)
-    return out

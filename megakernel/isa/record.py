@@ -1,14 +1,14 @@
 """The instruction record: 32 int32 words.
 
-word 0        opcode (bits 0-7), layer (8-19), flags (20-31)
-words 1-15    operands, in the order that the instruction declares
+word 0        number of the phase (bits 0-7); 0 in the rest
+words 1-15    operands, in the order that the operation declares
 words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
 A wait or signal word names a counter: bits 0-23 counter + 1, bits 24-27 rank (signals only; ALL_RANKS for
 every rank, OWNER in an indexed signal for the rank that owns the row block), bit 28 NEXT (the counter lives in
 the next layer's block), bit 29 INDEXED (the word names the first counter of a grid and the step table picks the
-member; the instruction's declaration says how).
+member; the operation's declaration says how).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Records = NDArray[np.int32]  # [n, WORDS]
+Column = NDArray[np.int32]  # [n]: one operand of n records
 
 WORDS = 32
 OPERAND_WORD, OPERANDS = 1, 15
 WAIT_WORD, WAITS = 16, 8
 SIGNAL_WORD, SIGNALS = 24, 8
 
-LAYER_SHIFT, LAYER_MASK = 8, 0xFFF
+MOST_LAYERS = 0xFFF
 COUNTER_MASK = 0xFFFFFF
 RANK_SHIFT, RANK_MASK = 24, 0xF
 ALL_RANKS = 0xF
@@ -34,7 +35,8 @@ NEXT = 1 << 28
 INDEXED = 1 << 29
 
 
-def opcode(records: Records) -> NDArray[np.int32]:
+def phase_number(records: Records) -> NDArray[np.int32]:
+    """[n]: numbers of the phases that records belong to."""
     return records[..., 0] & 0xFF
 
 
@@ -48,10 +50,10 @@ def signals(records: Records) -> Records:
     return records[..., SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
 
 
-def encode(opcode: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """[WORDS]: one record; `waits` and `signals` are words."""
+def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
+    """[WORDS]: one record of the phase with that number; `waits` and `signals` are words."""
     words = np.zeros(WORDS, dtype=np.int32)
-    words[0] = opcode
+    words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):
         words[first : first + np.size(values)] = values
     return words

@@ -1,4 +1,4 @@
-"""The regions of each kind of instruction: boxes of rows and columns, for a whole column of instructions at once."""
+"""The regions of the instructions of a phase: boxes of rows and columns, for a whole column of instructions at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .access import EVERY, OWN, Access, Column, Columns, Index, Kind, item_columns
-from .buffers import Buffer
+from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
+from .buffers import BUFFERS, Buffer
 from .dims import Dims
-from .pages import Matmul
+from .operations import Operation, Result, Rows
+from .phases import Phase
+from .record import Column
 
-Accesses = Callable[[Columns, Dims], list[Access]]
+
+def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
+    """What instructions of `phase` on rank `dims.rank` touch whose operand columns are `columns`."""
+    return _REGIONS[phase.operation](phase, columns, dims)
 
 
 def _box(
@@ -22,25 +27,18 @@ def _box(
     return Access(buffer, kind, row, row + c["rows"], _full(cols[0], row), _full(cols[1], row), rank=rank)
 
 
-def _peers(d: Dims) -> int:
-    """Where a row goes that every rank needs: to all copies, or only to the own where all ranks compute it."""
-    return OWN if d.one_hop or d.tp == 1 else EVERY
-
-
-def _owner(c: Columns, d: Dims) -> int | Column:
-    """Whose copy of the residual has the rows of instructions that lie in one row block each."""
-    return EVERY if d.one_hop else c["row"] // d.row_block % d.tp
-
-
-def _reduce_row(c: Columns, d: Dims) -> Column:
-    """First row of instructions' rows in a slot of the owner's REDUCE."""
-    if d.one_hop:
-        return c["row"]
-    return c["row"] // d.row_block // d.tp * d.row_block + c["row"] % d.row_block
-
-
 def _full(value: Column | int, like: Column) -> Column:
     return np.full_like(like, value) if isinstance(value, int) else value
+
+
+def _peers(d: Dims) -> int:
+    """Where a row goes that every rank needs: to all copies, or only to the own where all ranks compute it."""
+    return OWN if d.replicated_residual or d.tp == 1 else EVERY
+
+
+def _given(buffer: Buffer | None) -> Buffer:
+    assert buffer is not None
+    return buffer
 
 
 def _tile(c: Columns) -> tuple[Column, Column]:
@@ -54,24 +52,33 @@ def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
     return low, np.maximum(np.clip(end - start, 0, width), low)
 
 
-def embed(c: Columns, d: Dims) -> list[Access]:
-    return [_box(Buffer.X, Kind.WRITE, c, (0, d.hidden))]
+def _whole_rows(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    """Of a gather and of ROPE."""
+    output = _given(p.output)
+    return [_box(output, Kind.WRITE, c, (0, BUFFERS[output].shape(d, 0)[-1]))]
 
 
-def rope(c: Columns, d: Dims) -> list[Access]:
-    return [_box(Buffer.ROPE, Kind.WRITE, c, (0, d.head_dim))]
-
-
-def norm(c: Columns, d: Dims) -> list[Access]:
+def _norm(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    inputs, output = _given(p.inputs), _given(p.output)
+    if p.rows is not Rows.LOGIT:
+        whole = (0, p.inner(d))
+        return [_box(inputs, Kind.READ, c, whole), _box(output, Kind.WRITE, c, whole, _peers(d))]
+    row, rank = c["row"], _peers(d)
+    zero = np.zeros_like(row)
+    inner = zero + p.inner(d)
+    index = Index.NONE if rank == OWN else Index.LOGIT_OWNER
     return [
-        _box(Buffer.X, Kind.READ, c, (0, d.hidden)),
-        _box(Buffer.H, Kind.WRITE, c, (0, d.hidden), _peers(d)),
+        Access(inputs, Kind.READ, zero, zero + d.tokens, zero, inner, Index.LOGIT_ROW),
+        Access(output, Kind.WRITE, row, row + c["rows"], zero, inner, index, rank),
     ]
 
 
-def qkv(c: Columns, d: Dims) -> list[Access]:
+def _matmul(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    return [_box(_given(p.inputs), Kind.READ, c, (0, p.inner(d))), *_RESULTS[p.result](p, c, d)]
+
+
+def _heads(p: Phase, c: Columns, d: Dims) -> list[Access]:
     return [
-        _box(Buffer.H, Kind.READ, c, (0, d.hidden)),
         _box(Buffer.ROPE, Kind.READ, c, (0, d.head_dim)),
         _box(Buffer.Q, Kind.WRITE, c, _overlap(c, 0, d.q_cols)),
         _box(Buffer.K_CACHE, Kind.WRITE, c, _overlap(c, d.q_cols, d.kv_cols)),
@@ -79,82 +86,77 @@ def qkv(c: Columns, d: Dims) -> list[Access]:
     ]
 
 
-def attention(c: Columns, d: Dims) -> list[Access]:
+def _partial(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    """At the rank that keeps the residual of the rows, which lie in one row block."""
+    row, rank = d.reduce_row(d.rank, c["row"]), EVERY if d.replicated_residual else d.owner(c["row"])
+    return [Access(_given(p.output), Kind.WRITE, row, row + c["rows"], *_tile(c), rank=rank)]
+
+
+def _logits(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    """Each row goes to the rank that samples it."""
+    col, col_end = (d.first_vocab + edge for edge in _tile(c))
+    out = []
+    for rank in range(d.tp):
+        first = np.maximum(c["row"], rank * d.own_logit_rows)
+        end = np.minimum(c["row"] + c["rows"], (rank + 1) * d.own_logit_rows)
+        out.append(Access(_given(p.output), Kind.WRITE, first, np.maximum(first, end), col, col_end, rank=rank))
+    return out
+
+
+def _attention(p: Phase, c: Columns, d: Dims) -> list[Access]:
     zero = np.zeros_like(c["slot"])
     out: int | None = OWN
     if d.replicated_o and d.tp > 1:
-        out = EVERY if d.one_hop else None
+        out = EVERY if d.replicated_residual else None
 
     def rows(buffer: Buffer, kind: Kind, rank: int | None = OWN) -> Access:
         first, end = item_columns(buffer, d, 0, d.rank_kv_heads)
         return Access(buffer, kind, zero, zero + d.tokens, zero + first, zero + end, Index.ITEM, rank)
 
     return [
-        rows(Buffer.Q, Kind.READ),
+        rows(_given(p.inputs), Kind.READ),
         rows(Buffer.K_CACHE, Kind.READ),
         rows(Buffer.V_CACHE, Kind.READ),
-        rows(Buffer.ATTN, Kind.WRITE, out),
+        rows(_given(p.output), Kind.WRITE, out),
     ]
 
 
-def residual(m: Matmul) -> Accesses:
-    def accesses(c: Columns, d: Dims) -> list[Access]:
-        return [_box(m.inputs, Kind.READ, c, (0, m.length(d))), _box(Buffer.X, Kind.UPDATE, c, _tile(c))]
-
-    return accesses
-
-
-def partial(m: Matmul) -> Accesses:
-    def accesses(c: Columns, d: Dims) -> list[Access]:
-        row = d.rank * d.own_rows + _reduce_row(c, d)
-        col, col_end = _tile(c)
-        store = Access(Buffer.REDUCE, Kind.WRITE, row, row + c["rows"], col, col_end, rank=_owner(c, d))
-        return [_box(m.inputs, Kind.READ, c, (0, m.length(d))), store]
-
-    return accesses
+def _reduce(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    rows = [d.reduce_row(rank, c["row"]) for rank in range(p.ranks(d))]
+    slots = [Access(_given(p.inputs), Kind.READ, row, row + c["rows"], *_tile(c)) for row in rows]
+    return [*slots, _box(_given(p.output), Kind.UPDATE, c, _tile(c))]
 
 
-def reduce(ranks: Callable[[Dims], int]) -> Accesses:
-    def accesses(c: Columns, d: Dims) -> list[Access]:
-        col, col_end = _tile(c)
-        rows = [k * d.own_rows + _reduce_row(c, d) for k in range(ranks(d))]
-        slots = [Access(Buffer.REDUCE, Kind.READ, row, row + c["rows"], col, col_end) for row in rows]
-        return [*slots, _box(Buffer.X, Kind.UPDATE, c, (col, col_end))]
-
-    return accesses
-
-
-def gate_up(c: Columns, d: Dims) -> list[Access]:
-    return [_box(Buffer.H, Kind.READ, c, (0, d.hidden)), _box(Buffer.ACT, Kind.WRITE, c, _tile(c))]
-
-
-def final_norm(c: Columns, d: Dims) -> list[Access]:
-    zero = np.zeros_like(c["row"])
-    every = Access(Buffer.X, Kind.READ, zero, zero + d.tokens, zero, zero + d.hidden, Index.LOGIT_ROW)
-    rank = _peers(d)
-    index = Index.NONE if rank == OWN else Index.LOGIT_OWNER
-    row = c["row"]
-    return [every, Access(Buffer.Y, Kind.WRITE, row, row + c["rows"], zero, zero + d.hidden, index, rank)]
-
-
-def lm_head(c: Columns, d: Dims) -> list[Access]:
-    """Each row goes to the rank that samples it."""
-    col, col_end = (d.first_vocab + edge for edge in _tile(c))
-    out = [_box(Buffer.Y, Kind.READ, c, (0, d.hidden))]
-    for rank in range(d.tp):
-        first = np.maximum(c["row"], rank * d.own_logit_rows)
-        end = np.minimum(c["row"] + c["rows"], (rank + 1) * d.own_logit_rows)
-        out.append(Access(Buffer.LOGITS, Kind.WRITE, first, np.maximum(first, end), col, col_end, rank=rank))
-    return out
-
-
-def sample(c: Columns, d: Dims) -> list[Access]:
+def _sample(p: Phase, c: Columns, d: Dims) -> list[Access]:
     return [
-        _box(Buffer.LOGITS, Kind.READ, c, (0, d.vocab)),
+        _box(_given(p.inputs), Kind.READ, c, (0, d.vocab)),
         _box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1), 0),
         _box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1), 0),
     ]
 
 
-def none(c: Columns, d: Dims) -> list[Access]:
+def _nothing(p: Phase, c: Columns, d: Dims) -> list[Access]:
     return []
+
+
+_Regions = Callable[[Phase, Columns, Dims], list[Access]]
+
+_RESULTS: dict[Result, _Regions] = {
+    Result.HEADS: _heads,
+    Result.RESIDUAL: lambda p, c, d: [_box(_given(p.output), Kind.UPDATE, c, _tile(c))],
+    Result.PARTIAL: _partial,
+    Result.GATED: lambda p, c, d: [_box(_given(p.output), Kind.WRITE, c, _tile(c))],
+    Result.LOGITS: _logits,
+}
+
+_REGIONS: dict[Operation, _Regions] = {
+    Operation.JOIN: _nothing,
+    Operation.DRAIN: _nothing,
+    Operation.GATHER: _whole_rows,
+    Operation.ROPE: _whole_rows,
+    Operation.NORM: _norm,
+    Operation.MATMUL: _matmul,
+    Operation.ATTENTION: _attention,
+    Operation.REDUCE: _reduce,
+    Operation.SAMPLE: _sample,
+}

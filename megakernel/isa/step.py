@@ -1,7 +1,8 @@
 """The step table: all that varies from one launch to the next, as one int32 array in a fixed layout.
 
 Declared once here: Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold
-float32 bits. A table is valid when it meets the invariants that `megakernel.runtime.step` checks.
+float32 bits. A table is valid when it meets the invariants that
+`megakernel.runtime.step_check` lists; MEGAKERNEL_CHECK_STEPS=1 has them checked before every launch.
 """
 
 from __future__ import annotations

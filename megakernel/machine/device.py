@@ -34,8 +34,9 @@ class Machine:
     tile_rows: int  # token rows of a matmul tile, and of a row block
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
-    page: int  # KV tokens per page
-    pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
+    kv_page: int  # KV tokens per page of the cache
+    ring_pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
+    target: str  # of those that programs are compiled for: cpu or hopper
     launch_s: float
     signal_s: float  # from a signal to a waiting worker's start
     remote_signal_s: float  # the same between devices of a node
@@ -61,8 +62,9 @@ def _machine(hardware: Hardware) -> Machine:
         tile_rows=hardware.tiles.rows,
         tile_cols=hardware.tiles.cols,
         col_unit=hardware.tiles.col_unit,
-        page=hardware.tiles.page,
-        pages=hardware.tiles.pages,
+        kv_page=hardware.tiles.page,
+        ring_pages=hardware.tiles.pages,
+        target=hardware.tiles.target,
         launch_s=hardware.costs.stream_launch_s,
         signal_s=hardware.costs.signal_s,
         remote_signal_s=hardware.costs.node_hop_s,
@@ -110,8 +112,9 @@ def host(workers: int | None = None) -> Machine:
         tile_rows=96,
         tile_cols=256,
         col_unit=16,
-        page=16,
-        pages=0,
+        kv_page=16,
+        ring_pages=0,
+        target="cpu",
         launch_s=10e-6,
         signal_s=0.3e-6,
         remote_signal_s=0.3e-6,

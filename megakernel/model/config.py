@@ -1,4 +1,4 @@
-"""The shape of a Llama, independent of the file it came from."""
+"""The shape of a model, independent of the file it came from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class ModelConfig:
     vocab: int
     hidden: int
     ffn: int
@@ -39,7 +39,9 @@ class LlamaConfig:
     rms_eps: float = 1e-5
     rope: Rope = Rope()
     tied: bool = False
-    attention_bias: bool = False
+    family: str = "llama"
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BIASES, BUFFERS, Buffer, Dtype, Space, from_f32, to_f32
+from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
 from .checkpoint import weight_dims
-from .config import LlamaConfig
+from .config import ModelConfig
+from .families import forward, weights
 from .rope import inverse_frequencies
 
 # Elements converted at a time: small enough to stay in a cache, and a bound on what a huge tensor needs.
@@ -28,25 +29,27 @@ class TensorFile(Protocol):
 
     def where(self, name: str) -> Path:
         """The file that holds `name`."""
-        ...
 
     def is_f32(self, name: str) -> bool: ...
 
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end), 2-D (a vector is one column): float32, or bfloat16 bits as uint16."""
-        ...
+    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
+        """Rows [start, end), 2-D (a vector is one column): float32, or bfloat16 bits as uint16.
+
+        Where the file has them in the quantised type `dtype`: its blocks, as uint8.
+        """
 
 
 @dataclass(frozen=True)
 class Naming:
     """How a format calls the tensors behind each buffer, in the buffer's row order; `{}` is the layer.
 
-    `interleaved`: q and k rows already have a RoPE pair's rows adjacent. `biases_optional`: any one bias may be
-    absent, then it is zero. `ignored` suffixes name tensors that hold nothing a config does not already say.
+    `halved`: in so many of a buffer's first tensors the rows of a RoPE pair lie half a head apart, not side by side.
+    `biases_optional`: any one bias may be absent, then it is zero. `ignored` suffixes name tensors that hold nothing
+    a config does not already say.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
-    interleaved: bool
+    halved: Mapping[Buffer, int]
     biases_optional: bool
     ignored: tuple[str, ...] = ()
 
@@ -57,31 +60,31 @@ class Naming:
 class FileCheckpoint:
     """A Checkpoint over a TensorFile. Opening checks every name and shape and reads no weights."""
 
-    def __init__(self, name: str, config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
+    def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         self.name = name
         self.config = config
+        self.storage: Mapping[Buffer, Dtype] = {}
         self._tensors = tensors
         self._naming = naming
         _check(config, tensors, naming)
         matrices = (
             name
             for buffer in naming.parts
-            if buffer in _expected_buffers(config) and len(_part_shapes(config, buffer)[0]) == 2
+            if buffer in _expected_buffers(config) and len(_part_shapes(config, naming, buffer)[0]) == 2
             for name in naming.names(buffer, 0)
         )
         self.dtype = Dtype.F32 if all(map(tensors.is_f32, matrices)) else Dtype.BF16
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """See Checkpoint."""
         if buffer is Buffer.INV_FREQ:
             return inverse_frequencies(self.config.rope, self.config.head_dim)
         if buffer is Buffer.LM_HEAD and self.config.tied:
             buffer = Buffer.EMBED
         spec = BUFFERS[buffer]
         out_dtype = dtype if spec.dtype is None else spec.dtype
-        out = np.zeros(spec.shape(weight_dims(self.config, dtype), 0), dtype=out_dtype.numpy)
-        shapes = _part_shapes(self.config, buffer)
-        flat = out.reshape(-1, shapes[0][1] if len(shapes[0]) == 2 else 1)
+        out = np.zeros(out_dtype.stored(spec.shape(weight_dims(self.config, dtype), 0)), dtype=out_dtype.numpy)
+        shapes = _part_shapes(self.config, self._naming, buffer)
+        flat = out.reshape(-1, out.shape[-1] if len(shapes[0]) == 2 else 1)
         start = 0
         for index, (name, shape) in enumerate(zip(self._naming.names(buffer, layer), shapes, strict=True)):
             part = flat[start : start + shape[0]]
@@ -89,14 +92,14 @@ class FileCheckpoint:
             if name not in self._tensors.shapes:
                 continue  # an absent bias, as _check has seen to
             self._read(name, part, out_dtype)
-            if buffer in (Buffer.W_QKV, Buffer.B_QKV) and index < 2 and not self._naming.interleaved:
+            if index < self._naming.halved.get(buffer, 0):
                 part[:] = _interleave(part, self.config.head_dim)
         return out
 
     def _read(self, name: str, out: NDArray[np.generic], dtype: Dtype) -> None:
         step = max(1, _CHUNK // out.shape[1])
         for start in range(0, len(out), step):
-            rows = self._tensors.rows(name, start, min(start + step, len(out)))
+            rows = self._tensors.rows(name, start, min(start + step, len(out)), dtype)
             if rows.dtype == out.dtype:
                 out[start : start + step] = rows
             elif dtype is Dtype.F32:
@@ -111,33 +114,32 @@ def _interleave(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
 
 
-def _part_shapes(config: LlamaConfig, buffer: Buffer) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that make up `buffer`, in order."""
+def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that make up `buffer`, in order: of q, k and v, of equal parts, or of the whole."""
     shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
     if buffer in (Buffer.W_QKV, Buffer.B_QKV):
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         return [(rows, *shape[1:]) for rows in (q, kv, kv)]
-    if buffer in (Buffer.W_GATE_UP, Buffer.B_GATE_UP):
-        return [shape[1:]] * 2
-    return [shape]
+    parts = len(naming.parts[buffer])
+    return [shape] if parts == 1 else [shape[1:]] * parts
 
 
-def _expected_buffers(config: LlamaConfig) -> list[Buffer]:
-    absent = {buffer for buffer, flag in BIASES.items() if not getattr(config, flag)}
-    if config.tied:
-        absent.add(Buffer.LM_HEAD)
-    return [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in absent | {Buffer.INV_FREQ}]
+def _expected_buffers(config: ModelConfig) -> list[Buffer]:
+    """What a file must hold."""
+    without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
+    return [b for b in weights(config, weight_dims(config, Dtype.F32)) if b not in without]
 
 
-def _check(config: LlamaConfig, tensors: TensorFile, naming: Naming) -> None:
+def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
     """Every tensor the config asks for is there with its shape, and no other one."""
     expected: dict[str, tuple[int, ...]] = {}
     for buffer in _expected_buffers(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, buffer), strict=True))
+            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, naming, buffer), strict=True))
+    biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
     optional = {
         name
-        for buffer in (BIASES if naming.biases_optional else ())
+        for buffer in (biases if naming.biases_optional else ())
         for layer in range(config.layers)
         for name in naming.names(buffer, layer)
     }

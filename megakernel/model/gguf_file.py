@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
+from ..isa import Dtype
 from .files import check_ranges
 
 _SCALARS: dict[int, str] = {
@@ -84,6 +85,10 @@ class _Cursor:
         return numbers
 
 
+# Types whose blocks are stored as they are.
+_QUANTISED = {Dtype.Q8_0: GGMLQuantizationType.Q8_0}
+
+
 class GgufFile:
     """A TensorFile. `metadata` maps keys to numbers, strings and lists of them."""
 
@@ -113,8 +118,8 @@ class GgufFile:
     def is_f32(self, name: str) -> bool:
         return self._tensors[name].type == GGMLQuantizationType.F32
 
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """See TensorFile. Quantised types come as float32."""
+    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
+        """See TensorFile. Quantised types but `dtype` come as float32."""
         tensor, shape = self._tensors[name], self.shapes[name]
         columns = math.prod(shape[1:])
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
@@ -123,6 +128,8 @@ class GgufFile:
         rows = self._bytes[tensor.begin + start * row_bytes : stop].reshape(-1, row_bytes)
         if tensor.type == GGMLQuantizationType.BF16:
             return rows.view("<u2")
+        if dtype is not None and _QUANTISED.get(dtype) == tensor.type:
+            return rows
         values: NDArray[np.float32] = dequantize(rows, tensor.type)
         return values
 

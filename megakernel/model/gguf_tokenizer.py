@@ -13,12 +13,24 @@ from .chat_template import ChatTemplate
 from .gguf_file import GgufFile
 from .tokenizer import Tokenizer
 
-# Llama 3's published splitting rule.
+# The published splitting rules. Qwen2's is Llama 3's with every digit on its own; Tekken is Mistral's, which also cuts
+# where a small letter is followed by a capital one.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_SPLIT),
+    "qwen2": _LLAMA3_SPLIT.replace("{1,3}", ""),
+    "tekken": _TEKKEN_SPLIT,
+}
+# With these a piece that is a token is that token, whatever the merges say, and a text begins with BOS.
+_WHOLE_PIECES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of ggml's token types
 
 
@@ -53,8 +65,8 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
         )
 
     special = {f"{n}_token": tokens[i] for n in ("bos", "eos") if isinstance(i := get(f"{n}_token_id"), int)}
-    # Where the file does not say, these two kinds of vocabulary are used with BOS.
-    bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _LLAMA3) else None
+    # Where the file does not say, these kinds of vocabulary are used with BOS.
+    bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
     if bos or eos:
         template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
@@ -76,7 +88,9 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
     for merge in merges:
         left, _, right = merge.partition(" ")
         pairs.append((left, right))
-    backend = _bpe(file, tokens, pairs, ignore_merges=pre in _LLAMA3)
+    backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()  # as its own tokenizer.json has it
     backend.pre_tokenizer = _splitter(file, pre)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -90,14 +104,14 @@ def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
         )
     if pre == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in _LLAMA3:
+    if pre in _SPLITS:
         return pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+                pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    known = ", ".join(("smollm", "gpt-2", *_LLAMA3))
+    known = ", ".join(("smollm", "gpt-2", *_SPLITS))
     raise MegakernelError(f"{file.path}: pre-tokeniser {pre!r} is not supported, only {known}: give token ids instead")
 
 

@@ -1,78 +1,34 @@
-"""Hugging Face's `config.json` of a `LlamaForCausalLM`, old and new spellings."""
+"""Hugging Face's `config.json`, old and new spellings."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
-from .config import LlamaConfig, Rope, RopeKind
+from .config import ModelConfig, Rope, RopeKind
+from .families import FAMILIES, Family
 from .limits import check_config
 
 # Read below.
 _READ = {
-    "architectures",
-    "attention_bias",
-    "bos_token_id",
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "mlp_bias",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "partial_rotary_factor",
-    "pretraining_tp",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "tie_word_embeddings",
-    "vocab_size",
-}
+    "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "partial_rotary_factor", "pretraining_tp", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "tie_word_embeddings", "vocab_size",
+}  # fmt: skip
 
 # Known not to change what a forward pass computes: bookkeeping, training, and defaults of text generation.
 _HARMLESS = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "attention_dropout",
-    "attn_implementation",
-    "chunk_size_feed_forward",
-    "dtype",
-    "embd_pdrop",
-    "finetuning_task",
-    "hidden_dropout",
-    "id2label",
-    "initializer_range",
-    "is_decoder",
-    "is_encoder_decoder",
-    "keys_to_ignore_at_inference",
-    "label2id",
-    "max_length",
-    "mlp_dropout",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "resid_pdrop",
-    "return_dict",
-    "sep_token_id",
-    "tokenizer_class",
-    "torch_dtype",
-    "torchscript",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-}
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_length",
+    "mlp_dropout", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "resid_pdrop",
+    "return_dict", "sep_token_id", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+}  # fmt: skip
 
 _ROPE_KEYS = {
     RopeKind.DEFAULT: set[str](),
@@ -81,7 +37,7 @@ _ROPE_KEYS = {
 }
 
 
-def read_hf_config(folder: Path) -> LlamaConfig:
+def read_hf_config(folder: Path) -> ModelConfig:
     """`folder/config.json`, with the end-of-text ids of `generation_config.json` added where there is one.
 
     A key that is neither read nor known to be harmless is refused by name unless its value is null or false:
@@ -95,7 +51,7 @@ def read_hf_config(folder: Path) -> LlamaConfig:
         return config
     ids = _ids(read_json(extra).get("eos_token_id"), "eos_token_id", str(extra))
     merged = tuple(dict.fromkeys(config.eos_ids + ids))
-    return check_config(LlamaConfig(**{**config.__dict__, "eos_ids": merged}), str(extra))
+    return check_config(ModelConfig(**{**config.__dict__, "eos_ids": merged}), str(extra))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,46 +69,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_hf_config(raw: dict[str, Any], source: str) -> LlamaConfig:
+def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     """The shape that `raw` declares. `source` names it in errors."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
-    architectures = raw.get("architectures")
-    if architectures is not None and architectures != ["LlamaForCausalLM"]:
-        raise refuse(f"architectures is {architectures}; only ['LlamaForCausalLM'] is supported")
-    model_type = raw.get("model_type", "llama" if architectures else None)
-    if model_type != "llama":
-        raise refuse(f"model_type is {model_type!r}; only 'llama' is supported")
-    for key in sorted(set(raw) - _READ - _HARMLESS):
+    family = _family(raw, source)
+    for key in sorted(set(raw) - _READ - _HARMLESS - family.keys):
         if raw[key] is not None and raw[key] is not False:
             raise refuse(f"{key} = {_short(raw[key])} is not supported and may change the result")
+    keys = _Keys(raw, source)
     for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
-        if raw.get(key) is not None and raw[key] != wanted:
-            raise refuse(f"{key} = {_short(raw[key])} is not supported, only {wanted!r}")
-
-    def count(key: str, default: int | None = None) -> int:
-        value = raw.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise refuse(f"{key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise refuse(f"{key} is {_short(value)}, not a whole number")
-        return value
-
-    def flag(key: str) -> bool:
-        value = raw.get(key)
-        if not isinstance(value, bool | None):
-            raise refuse(f"{key} is {_short(value)}, not true or false")
-        return bool(value)
-
+        keys.only(key, wanted)
+    count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
         raise refuse(f"hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing")
     bos = _ids(raw.get("bos_token_id"), "bos_token_id", source)
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,
         ffn=count("intermediate_size"),
@@ -163,13 +98,57 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> LlamaConfig:
         max_context=count("max_position_embeddings"),
         rms_eps=_number(raw, "rms_norm_eps", source, 1e-6),
         rope=_rope(raw, source),
-        tied=flag("tie_word_embeddings"),
-        attention_bias=flag("attention_bias"),
-        mlp_bias=flag("mlp_bias"),
+        tied=keys.flag("tie_word_embeddings"),
         bos_id=bos[0] if bos else None,
         eos_ids=_ids(raw.get("eos_token_id"), "eos_token_id", source),
+        family=family.name,
+        **family.read(keys),
     )
     return check_config(config, source)
+
+
+def _family(raw: dict[str, Any], source: str) -> Family:
+    """The family that `architectures` and `model_type` agree on."""
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    for family in FAMILIES.values():
+        same = architectures == [family.architecture]
+        if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
+            return family
+    known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
+    raise MegakernelError(
+        f"{source}: architectures = {_short(architectures)} with model_type = {_short(model_type)} is not supported; "
+        f"known are {known}"
+    )
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Implements `families.family.Reader`."""
+
+    raw: dict[str, Any]
+    source: str
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise MegakernelError(f"{self.source}: {key} is missing")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not a whole number")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.raw.get(key)
+        if not isinstance(value, bool | None):
+            raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not true or false")
+        return default if value is None else value
+
+    def only(self, key: str, *allowed: object) -> None:
+        value = self.raw.get(key)
+        if value is not None and value not in allowed:
+            known = " or ".join(repr(a) for a in allowed) or "null"
+            raise MegakernelError(f"{self.source}: {key} = {_short(value)} is not supported, only {known}")
 
 
 def _rope(raw: dict[str, Any], source: str) -> Rope:

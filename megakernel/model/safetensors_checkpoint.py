@@ -15,32 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Buffer
-from .config import LlamaConfig
+from ..isa import Dtype
+from .config import ModelConfig
+from .families import FAMILIES
 from .files import FileCheckpoint, Naming, check_ranges
 from .hf_config import read_hf_config, read_json
-
-_LAYER = "model.layers.{}."
-_HF_NAMES = Naming(
-    parts={
-        Buffer.EMBED: ("model.embed_tokens.weight",),
-        Buffer.ATTN_NORM: (_LAYER + "input_layernorm.weight",),
-        Buffer.W_QKV: tuple(f"{_LAYER}self_attn.{p}_proj.weight" for p in "qkv"),
-        Buffer.B_QKV: tuple(f"{_LAYER}self_attn.{p}_proj.bias" for p in "qkv"),
-        Buffer.W_O: (_LAYER + "self_attn.o_proj.weight",),
-        Buffer.B_O: (_LAYER + "self_attn.o_proj.bias",),
-        Buffer.MLP_NORM: (_LAYER + "post_attention_layernorm.weight",),
-        Buffer.W_GATE_UP: (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
-        Buffer.B_GATE_UP: (_LAYER + "mlp.gate_proj.bias", _LAYER + "mlp.up_proj.bias"),
-        Buffer.W_DOWN: (_LAYER + "mlp.down_proj.weight",),
-        Buffer.B_DOWN: (_LAYER + "mlp.down_proj.bias",),
-        Buffer.FINAL_NORM: ("model.norm.weight",),
-        Buffer.LM_HEAD: ("lm_head.weight",),
-    },
-    interleaved=False,
-    biases_optional=False,
-    ignored=("rotary_emb.inv_freq",),
-)
 
 # bfloat16 stays bits.
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -75,15 +54,14 @@ class SafetensorsFiles:
     def is_f32(self, name: str) -> bool:
         return self._tensors[name].dtype == "F32"
 
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """See TensorFile."""
+    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
         tensor, shape = self._tensors[name], self.shapes[name]
-        dtype = _DTYPES[tensor.dtype]
+        kind = _DTYPES[tensor.dtype]
         columns = math.prod(shape[1:])
-        row_bytes = columns * dtype.itemsize
+        row_bytes = columns * kind.itemsize
         stop = tensor.begin + min(end, shape[0]) * row_bytes
         data = self._data[tensor.path][tensor.begin + start * row_bytes : stop]
-        rows: NDArray[np.generic] = data.view(dtype).reshape(-1, columns)
+        rows: NDArray[np.generic] = data.view(kind).reshape(-1, columns)
         return rows.astype(np.float32) if tensor.dtype == "F16" else rows
 
     def _open_shards(self, folder: Path, index: Path) -> None:
@@ -162,10 +140,18 @@ def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
     _check_tied(config, tensors)
-    return FileCheckpoint(name or folder.name, config, tensors, _HF_NAMES)
+    return FileCheckpoint(name or folder.name, config, tensors, safetensors_naming(config))
 
 
-def _check_tied(config: LlamaConfig, tensors: SafetensorsFiles) -> None:
+def safetensors_naming(config: ModelConfig) -> Naming:
+    """What a model's tensors are called in Hugging Face's format."""
+    weights = FAMILIES[config.family].weights.items()
+    names = {buffer: weight.safetensors for buffer, weight in weights}
+    halved = {buffer: weight.rotated for buffer, weight in weights}
+    return Naming(names, halved, biases_optional=False, ignored=("rotary_emb.inv_freq",))
+
+
+def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     """A tied config may come with a redundant copy of the embedding as LM head, not with another LM head.
 
     Readers disagree about which of the two to believe, so neither is.

@@ -138,7 +138,7 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
     """From a piece of the vocabulary to its bytes, and whether a text's first space is dropped.
 
-    Llamas have one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
+    A vocabulary has one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
     "▁" is a space and "<0x0A>" a byte.
     """
     declared = json.loads(backend.to_str()).get("decoder") or {}

@@ -1,32 +1,27 @@
 """How far a step is from the limits of the machine, and what the machine's limits allow.
 
-`work` and `ceilings` are about steps that ran; `program_step` about the instructions of a program; the others are
+`work` and `ceilings` are about steps that ran; `program_step` about the phases of a program; the others are
 paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
 from .ceilings import Ceilings, machine_ceilings, measure_ceilings
-from .fit import Fit, memory_fit
+from .fit import memory_fit
 from .fleet import Serving, best, fleet, largest_batch, serve
 from .layout import Layout, LayoutTime, decode_step, train_step
-from .plan import Plan, Refusal, plan
+from .plan import plan
 from .plot import Mark, Point, render_plot
-from .program_step import InstructionCost, Part, StepRoofline, step_roofline
+from .program_step import Part, StepRoofline, step_roofline
 from .shapes import SHAPES, Shape, shape_of
-from .work import Achieved, Work, achieved, bound, fraction_error, step_work
+from .work import Work, achieved, bound, fraction_error, step_work
 
 __all__ = [
     "SHAPES",
-    "Achieved",
     "Ceilings",
-    "Fit",
-    "InstructionCost",
     "Layout",
     "LayoutTime",
     "Mark",
     "Part",
-    "Plan",
     "Point",
-    "Refusal",
     "Serving",
     "Shape",
     "StepRoofline",

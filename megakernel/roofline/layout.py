@@ -213,12 +213,7 @@ def _times(a: dict[str, float], factor: float) -> dict[str, float]:
 
 
 def _why(
-    hardware: Hardware,
-    math_s: float,
-    memory_s: float,
-    comms: dict[str, float],
-    bubble: float,
-    held: float,
+    hardware: Hardware, math_s: float, memory_s: float, comms: dict[str, float], bubble: float, held: float
 ) -> str:
     """One line: what rejects it, or what its time goes to."""
     if held > hardware.chip.hbm_bytes:

@@ -1,11 +1,11 @@
-"""What the instructions of a step cost, family by family, and the least time of the step on a machine."""
+"""What the phases of a step cost, and the least time of the step on a machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..isa import Dims, Dtype, Family, Instruction, attention_cost, link_bytes
+from ..isa import Dims, Dtype, Family, Operation, Phase, attention_cost, cost, link_bytes
 from ..isa.access import Columns
 from ..machine import Hardware
 from .collectives import latency_s, measured_s
@@ -18,17 +18,17 @@ BOUNDS = ("math", "vector", "memory", "comms")
 
 @dataclass(frozen=True)
 class Part:
-    """All instructions of one kind of rank `dims.rank` in a segment that runs `runs` times."""
+    """All instructions of one phase of rank `dims.rank`, in a segment that runs `runs` times."""
 
-    instruction: Instruction
+    phase: Phase
     columns: Columns
     dims: Dims
     runs: int = 1
 
 
 @dataclass(frozen=True)
-class InstructionCost:
-    """Work of one kind of instruction in a whole step, on the rank that has most of it, and its least times.
+class PhaseCost:
+    """Work of the phase named `instruction` in a whole step, on the rank that has most of it, and its least times.
 
     `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for.
     `comms_measured_s`: at the bandwidth that collectives of such a size were measured to have; None where nobody
@@ -74,7 +74,7 @@ class StepRoofline:
     flops: float
     memory_bytes: float
     sent_bytes: float
-    instructions: tuple[InstructionCost, ...]
+    instructions: tuple[PhaseCost, ...]
 
     @property
     def step_s(self) -> float:
@@ -113,13 +113,13 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
     work = [(part, _work(part, context)) for part in parts]
 
-    def cost(name: str) -> InstructionCost:
-        mine = [(part, w) for part, w in work if part.instruction.name == name]
+    def of(phase: Phase) -> PhaseCost:
+        mine = [(part, w) for part, w in work if part.phase == phase]
         matrix, vector, memory, sent = _most(mine)
         hops = max(part.runs for part, _ in mine) if sent else 0
-        return InstructionCost(
-            instruction=name,
-            family=mine[0][0].instruction.family,
+        return PhaseCost(
+            instruction=phase.name,
+            family=phase.family,
             matrix_flops=matrix,
             vector_flops=vector,
             memory_bytes=memory,
@@ -132,7 +132,7 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
             comms_measured_s=_measured_s(sent, hops, hardware, dims.tp),
         )
 
-    costs = tuple(cost(name) for name in dict.fromkeys(part.instruction.name for part in parts))
+    costs = tuple(map(of, dict.fromkeys(part.phase for part in parts)))
     matrix, vector, memory, sent = _most(work)
     hops = sum(c.hops for c in costs)
     measured = [c.comms_measured_s for c in costs]
@@ -153,14 +153,14 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
 def _work(part: Part, context: float) -> _Work:
     """(matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of all runs."""
     d = part.dims
-    cost = part.instruction.cost(part.columns, d)
-    matrix, memory = float(cost.matrix_flops.sum()), float(cost.memory_bytes.sum())
-    if part.instruction.family is Family.ATTENTION and d.rank_heads:
+    done = cost(part.phase, part.columns, d)
+    matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
+    if part.phase.operation is Operation.ATTENTION and d.rank_heads:
         flops, kv_bytes = attention_cost(d, d.tokens * d.rank_kv_heads, context)
         matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)  # a KV head may be shared by ranks
         memory += kv_bytes
-    sent = float(link_bytes(part.instruction, part.columns, d).sum()) if d.tp > 1 else 0.0
-    return matrix * part.runs, float(cost.vector_flops.sum()) * part.runs, memory * part.runs, sent * part.runs
+    sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.tp > 1 else 0.0
+    return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
 
 
 def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:

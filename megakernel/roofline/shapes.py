@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..model.config import LlamaConfig
+from ..model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
         return self.dense_parameters - self.embedding_parameters + routed
 
 
-def shape_of(name: str, config: LlamaConfig) -> Shape:
+def shape_of(name: str, config: ModelConfig) -> Shape:
     """A dense Llama's."""
     c = config
     attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)

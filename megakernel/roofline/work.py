@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..isa import BIASES, BUFFERS, Buffer, Dims, Space, attention_cost, itemsize
+from ..isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Rows, attention_cost, itemsize
 from .ceilings import Ceilings
-
-_LAYER_MATRICES = (Buffer.W_QKV, Buffer.W_O, Buffer.W_GATE_UP, Buffer.W_DOWN)
-_HEAD = (Buffer.FINAL_NORM, Buffer.LM_HEAD)
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,32 @@ class Achieved:
     error: str | None
 
 
-def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False) -> Work:
+def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
+    """Bytes of each weight buffer that phases of rank `dims.rank` name, all layers, as they lie in memory."""
+    out: dict[Buffer, int] = {}
+    for phase in phases:
+        for buffer in (phase.weights, phase.norm, phase.bias):
+            if buffer is not None and buffer not in out:
+                spec = BUFFERS[buffer]
+                stored = phase.is_matmul and buffer is phase.weights
+                dtype = phase.storage_type(dims) if stored else spec.resolve_dtype(dims)
+                *rows, length = spec.shape(dims, 0)
+                out[buffer] = (dims.layers if spec.layered else 1) * math.prod(rows) * dtype.row_bytes(length)
+    return out
+
+
+def step_work(
+    forward: Forward, dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
+) -> Work:
     """Necessary work of one step.
 
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
 
-    FLOPs: 2 x weights of the layers x rows + 2 x LM head x logit_rows + 4 x query heads x head_dim x layers x (query,
-    key) pairs, each row seeing itself and what came before it. Norms, RoPE and softmax are left out: they are a few
-    operations per element. Bytes: every weight once, of the embedding table only the gathered rows (none if it is
-    `tied` and the LM head reads all of it), final norm and LM head only if there are logit rows; K and V of every
-    context token once. What goes to other ranks: `_link_bytes`.
+    FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, each row seeing
+    itself and what came before it. Norms, RoPE and softmax are left out: they are a few operations per element. Bytes:
+    every weight once, of the embedding table only the gathered rows (none if it is `tied` and the LM head reads all of
+    it), weights for logit rows only if there are such rows; K and V of every context token once. What goes to other
+    ranks: `_link_bytes`.
     """
     if len(rows) != len(contexts):
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
@@ -60,17 +73,17 @@ def step_work(dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_ro
     total = sum(rows)
     pairs = sum(r * c - r * (r - 1) / 2 for r, c in zip(rows, contexts, strict=True))
     attention, _ = attention_cost(dims, dims.kv_heads, pairs)
-    matrices = dims.layers * sum(_elements(b, dims) for b in _LAYER_MATRICES)
-    flops = 2.0 * matrices * total + 2.0 * _elements(Buffer.LM_HEAD, dims) * logit_rows + attention * dims.layers
+    flops = attention * dims.layers
+    for runs, segment in zip((1, dims.layers, 1), forward.segments, strict=True):
+        for phase in segment:
+            if phase.is_matmul and phase.weights is not None:
+                products = runs * math.prod(BUFFERS[phase.weights].shape(dims, 0))
+                flops += 2.0 * products * (logit_rows if phase.rows is Rows.LOGIT else total)
 
-    weights = 0.0
-    for buffer, spec in BUFFERS.items():
-        if spec.space is not Space.WEIGHT or buffer is Buffer.EMBED:
-            continue
-        if (buffer in _HEAD and not logit_rows) or (buffer in BIASES and not getattr(dims, BIASES[buffer])):
-            continue
-        copies = dims.layers if spec.layered else 1
-        weights += copies * _elements(buffer, dims) * spec.resolve_dtype(dims).itemsize
+    def read(phase: Phase) -> bool:
+        return phase.operation is not Operation.GATHER and (logit_rows > 0 or phase.rows is not Rows.LOGIT)
+
+    weights = float(sum(model_weights(filter(read, forward), dims).values()))
     if not (tied and logit_rows):
         weights += total * dims.hidden * itemsize(dims)
     kv = 2.0 * sum(contexts) * dims.kv_cols * itemsize(dims) * dims.layers
@@ -86,16 +99,12 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
     float32 sent to where they are sampled.
     """
     others = (dims.tp - 1) / dims.tp
-    copies = dims.tp if dims.one_hop else 1
-    gathers = 0 if dims.one_hop else 1
+    copies = dims.tp if dims.replicated_residual else 1
+    gathers = 0 if dims.replicated_residual else 1
     attention = dims.heads * dims.head_dim / dims.tp if dims.replicated_o else dims.hidden
     layer = others * (2 * gathers * dims.hidden + copies * (attention + dims.hidden))
     head = others * (gathers * dims.hidden * itemsize(dims) + 4 * dims.vocab / dims.tp)
     return rows * layer * dims.layers * itemsize(dims) + logit_rows * head
-
-
-def _elements(buffer: Buffer, dims: Dims) -> int:
-    return math.prod(BUFFERS[buffer].shape(dims, 0))
 
 
 def bound(work: Work, ceilings: Ceilings) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable, pages
+from ..isa import Dims, StepTable, ceil_div, pages, target_of
 
 Ints = NDArray[np.signedinteger]
 
@@ -80,7 +80,7 @@ def deal_items(table: StepTable, seq: Ints, start: Ints, count: Ints) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """One rank's items by step-table field, and its slot_items."""
-    query_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.group_size) if dims.pages else QUERY_TILE
+    query_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.group_size) if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
@@ -105,13 +105,8 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
     rows = np.minimum(rows, run_end[of] - row)
     chunk = np.searchsorted(chunk_row, row, side="right") - 1
     position = np.where(row < live, start[chunk] + row - chunk_row[chunk], 0)
-    blocks = np.where(row < live, _blocks_to(dims, position + rows), 0)
+    blocks = np.where(row < live, ceil_div(position + rows, dims.kv_block), 0)
     return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], blocks)
-
-
-def _blocks_to(dims: Dims, position: Ints) -> Ints:
-    """KV blocks that hold the tokens before `position`."""
-    return -(-position // dims.kv_block)
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
 
     A part is `grains` long on the line: rows, or runs of KV blocks (`by_blocks`).
     """
-    divided = (_gpu_parts if dims.pages else _core_parts)(dims, tiles)
+    divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
     wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
     parts = dims.rank_kv_heads // wide
     first_part = np.cumsum(parts) - parts
@@ -202,7 +197,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     rows = np.where(by_rows, length, tiles.rows[of])
     live = tiles.seq[of] >= 0
     position = tiles.position[of] + row - tiles.row[of]
-    block_end = np.where(live, _blocks_to(dims, position + rows), 0)
+    block_end = np.where(live, ceil_div(position + rows, dims.kv_block), 0)
     is_split = partly & by_blocks[of]
     block = np.where(is_split, grain * grain_blocks, 0)
     block_end = np.where(is_split, np.minimum((grain + length) * grain_blocks, block_end), block_end)

@@ -37,11 +37,9 @@ class Launch(Protocol):
 
     def wait(self) -> Output:
         """Its outcome, once. Ctrl-C aborts it within a second; the next launch works."""
-        ...
 
     def abort(self) -> None:
         """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
-        ...
 
 
 class Backend(Protocol):
@@ -55,16 +53,12 @@ class Backend(Protocol):
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
         """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
-        ...
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""
-        ...
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
-        ...
 
     def close(self) -> None:
         """Abort what runs, release threads and memory. Further launches are errors."""
-        ...

@@ -8,19 +8,13 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, StepTable
 from ..program import Program
+from ..settings import SETTINGS
+from .step_check import check_step
 
 # What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
 _BUCKET = {
-    "row_block",
-    "tokens",
-    "logit_rows",
-    "items",
-    "attention_slots",
-    "partials",
-    "bias_entries",
-    "one_hop",
-    "norm_ahead",
-}
+    "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "replicated_residual",
+}  # fmt: skip
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
@@ -63,3 +57,5 @@ def check_table(program: Program, table: StepTable, pages: int) -> None:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:
         raise MegakernelError(f"the step table names a page outside the pool of {pages}")
+    if SETTINGS["check steps"].value() == "1":
+        check_step(table)

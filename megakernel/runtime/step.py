@@ -88,7 +88,7 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     table.row_seq[:rows] = row_slot
     table.row_seq[rows:] = -1
     block_tables = table.block_tables
-    for chunk, needed in zip(chunks, (-(-(start + count) // dims.page)).tolist(), strict=True):
+    for chunk, needed in zip(chunks, (-(-(start + count) // dims.kv_page)).tolist(), strict=True):
         if len(chunk.pages) < needed:
             raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
         block_tables[chunk.slot, :needed] = chunk.pages[:needed]
@@ -105,7 +105,7 @@ def _fits(capacity: str, wanted: int, limit: int) -> None:
 _WORD = 0xFFFFFFFF
 # Fields of SampleRow that the table has under the same name.
 _INTS = ("prompt_length", "target", "top_k", "choice")
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[int]) -> None:
@@ -122,7 +122,7 @@ def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[in
     table.logit_rows[:n] = [row + s.index for _, row, s in samples]
     table.sample_slot[:n] = [chunk.slot if s.store else -1 for chunk, _, s in samples]
     table.sample_position[:n] = [chunk.start + s.index + 1 for chunk, _, s in samples]
-    for names, dtype in ((_INTS, np.int32), (_FLOATS, np.float32)):
+    for names, dtype in ((_INTS, np.int32), (FLOATS, np.float32)):
         columns = np.array([attrgetter(*names)(s) for _, _, s in samples], dtype).T
         for name, column in zip(names, columns, strict=True):
             getattr(table, name)[:n] = column

@@ -75,8 +75,8 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     """Sequences `seq` write positions `start` to `last` and read all before."""
     index = np.arange(t.dims.pages_per_seq)
     tables = t.block_tables[seq]
-    used = index <= (last // t.dims.page)[:, None]
-    written = used & (index >= (start // t.dims.page)[:, None])
+    used = index <= (last // t.dims.kv_page)[:, None]
+    written = used & (index >= (start // t.dims.kv_page)[:, None])
     owner = np.broadcast_to(np.arange(len(seq))[:, None], tables.shape)
     pages = tables[written]
     order = np.argsort(pages, kind="stable")

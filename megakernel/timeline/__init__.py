@@ -1,18 +1,9 @@
 """Where the time went: metrics, a page, a Perfetto file and a terminal table, from a program and its trace."""
 
-from .compare import Comparison, compare
+from .compare import compare
 from .html import write_html
 from .perfetto import write_perfetto
-from .summary import Summary, summarise
+from .summary import summarise
 from .text import render, render_comparison
 
-__all__ = [
-    "Comparison",
-    "Summary",
-    "compare",
-    "render",
-    "render_comparison",
-    "summarise",
-    "write_html",
-    "write_perfetto",
-]
+__all__ = ["compare", "render", "render_comparison", "summarise", "write_html", "write_perfetto"]

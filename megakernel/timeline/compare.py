@@ -1,11 +1,13 @@
 """Two traces side by side: predicted and measured, or before and after a change.
 
-The counterpart of an executed instruction has the same name, operands, layer, rank and launch, wherever it was placed
-and whenever it ran. So programs of one bucket that were compiled differently can be compared as well.
+The counterpart of an executed instruction has a phase of the same name and the same operands, layer, rank and launch,
+wherever it was placed and whenever it ran. So programs of one bucket that were compiled differently can be compared as
+well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BY_OPCODE, Family
+from ..isa import Phase
 from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind, Trace
@@ -21,8 +23,8 @@ from .resolve import Resolved, resolve
 
 
 @dataclass(frozen=True)
-class InstructionChange:
-    """COMPUTE time of the matched instructions of one name: mean of both, and second / first."""
+class PhaseChange:
+    """COMPUTE time of the matched instructions of one phase: mean of both, and second / first."""
 
     name: str
     count: int
@@ -32,8 +34,8 @@ class InstructionChange:
 
 
 @dataclass(frozen=True)
-class PhaseChange:
-    """First begin and last end of one (layer, instruction) over all workers, in seconds since its launch began."""
+class LayerChange:
+    """First begin and last end of a phase in one layer over all workers, in seconds since its launch began."""
 
     layer: int | None
     instruction: str
@@ -55,8 +57,8 @@ class Comparison:
     matched: int
     only_first: int
     only_second: int
-    instructions: list[InstructionChange]
-    phases: list[PhaseChange]
+    instructions: list[PhaseChange]
+    phases: list[LayerChange]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,10 +66,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Executed instructions: identity [n, words] int64, opcode, layer (-1: none), COMPUTE ticks, begin, end, launch."""
+    """Executed instructions: identity [n, words] int64, the phase's place `in_common`, layer (-1: none), COMPUTE ticks,
+    begin, end, launch."""
 
     key: NDArray[np.int64]
-    opcode: NDArray[np.int64]
+    place: NDArray[np.int64]
     layer: NDArray[np.int64]
     seconds: NDArray[np.float64]
     begin: NDArray[np.float64]
@@ -78,16 +81,17 @@ class _Executed:
 def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comparison:
     """All of it; MegakernelError if a trace does not fit its program or the two have no instruction in common."""
     a, b = resolve(*first), resolve(*second)
-    one, two = _executed(a), _executed(b)
+    phases, places = in_common((a.program, b.program))
+    one, two = (_executed(*each) for each in zip((a, b), places, strict=True))
     mine, theirs = match(one.key, two.key)
     if not len(mine):
         raise MegakernelError("the two traces have no instruction in common: compare steps of one model and bucket")
     changes = []
-    for op in np.unique(one.opcode[mine]).tolist():
-        here = one.opcode[mine] == op
+    for place in np.unique(one.place[mine]).tolist():
+        here = one.place[mine] == place
         before, after = (float(e.seconds[i[here]].mean()) for e, i in ((one, mine), (two, theirs)))
-        name, count = BY_OPCODE[op].name, int(here.sum())
-        changes.append(InstructionChange(name, count, before, after, _ratio(before, after)))
+        name, count = phases[place].name, int(here.sum())
+        changes.append(PhaseChange(name, count, before, after, _ratio(before, after)))
     steps = (_step_s(a), _step_s(b))
     return Comparison(
         first=first[1].header.source,
@@ -98,8 +102,16 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
         only_first=len(one.key) - len(mine),
         only_second=len(two.key) - len(mine),
         instructions=sorted(changes, key=lambda c: -c.count * c.first_mean_s),
-        phases=_phases(one, two),
+        phases=_layers(phases, one, two),
     )
+
+
+def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
+    """The phases of all programs, one of each name, and for each program their places in that list, by number."""
+    forwards = [program.forward.by_number.values() for program in programs]
+    phases = {phase.name: phase for forward in forwards for phase in forward}
+    place = {name: at for at, name in enumerate(phases)}
+    return list(phases.values()), [np.array([-1, *(place[phase.name] for phase in forward)]) for forward in forwards]
 
 
 def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -113,18 +125,17 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
     return found[0][shared][order], found[1][shared][order]
 
 
-def identity(resolved: Resolved, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows, words] what an executed instruction shares with its counterpart."""
+def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[rows, words] what an executed instruction shares with its counterpart. `places`: of its phase, `in_common`."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
-    own = (resolved.opcode, resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)
+    own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)
     return np.concatenate([np.stack([c[rows].astype(np.int64) for c in own], axis=1), operands], axis=1)
 
 
-def _executed(resolved: Resolved) -> _Executed:
+def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
     """Of every instance with a COMPUTE that is not control; those of one identity may be several (none in practice)."""
-    control = [op for op, i in BY_OPCODE.items() if i.family is Family.CONTROL]
-    chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~np.isin(resolved.opcode, control))
+    chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     rows = chosen[first]
     tick = resolved.trace.header.tick_s
@@ -135,8 +146,8 @@ def _executed(resolved: Resolved) -> _Executed:
     np.maximum.at(end, at, resolved.end[chosen])
     origin = resolved.launch_spans()[0][resolved.launch[rows]]
     return _Executed(
-        key=identity(resolved, rows),
-        opcode=resolved.opcode[rows],
+        key=identity(resolved, rows, places),
+        place=places[resolved.number[rows]],
         layer=np.where(resolved.segment[rows] == 1, resolved.rows["layer"][rows].astype(np.int64), -1),
         seconds=(ticks * tick).astype(np.float64),
         begin=((begin - origin) * tick).astype(np.float64),
@@ -145,21 +156,21 @@ def _executed(resolved: Resolved) -> _Executed:
     )
 
 
-def _phases(one: _Executed, two: _Executed) -> list[PhaseChange]:
+def _layers(phases: list[Phase], one: _Executed, two: _Executed) -> list[LayerChange]:
     spans = []
     for e in (one, two):
         last = e.launch == e.launch.max()
-        pairs, at = np.unique(np.stack([e.layer[last], e.opcode[last]]), axis=1, return_inverse=True)
+        pairs, at = np.unique(np.stack([e.layer[last], e.place[last]]), axis=1, return_inverse=True)
         begin, end = np.full(pairs.shape[1], np.inf), np.zeros(pairs.shape[1])
         np.minimum.at(begin, at.ravel(), e.begin[last])
         np.maximum.at(end, at.ravel(), e.end[last])
-        names = [(int(layer), int(op)) for layer, op in pairs.T]
-        spans.append(dict(zip(names, zip(begin.tolist(), end.tolist(), strict=True), strict=True)))
+        keys = [(int(layer), int(place)) for layer, place in pairs.T]
+        spans.append(dict(zip(keys, zip(begin.tolist(), end.tolist(), strict=True), strict=True)))
     first, second = spans
     shared = sorted((k for k in first if k in second), key=lambda k: first[k])
     return [
-        PhaseChange(None if layer < 0 else layer, BY_OPCODE[op].name, first[layer, op], second[layer, op])
-        for layer, op in shared
+        LayerChange(None if layer < 0 else layer, phases[place].name, first[layer, place], second[layer, place])
+        for layer, place in shared
     ]
 
 

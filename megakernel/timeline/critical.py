@@ -15,6 +15,8 @@ from .resolve import Resolved
 class Link:
     """One instruction of the chain, in seconds since the launch began. `after` says what it had to follow.
 
+    `instruction` is the name of its phase.
+
     `after` is "wait" (the previous link released it), "order" (the previous link is earlier in its own stream) or
     "start". `interval` is the row in the trace.
     """
@@ -74,7 +76,7 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
             Link(
                 rank=int(resolved.rows["rank"][row]),
                 worker=int(resolved.rows["worker"][row]),
-                instruction=resolved.instruction(row).name,
+                instruction=resolved.phase(row).name,
                 layer=resolved.layer(row),
                 begin_s=(int(begin[node]) - origin) * tick,
                 end_s=(int(resolved.end[row]) - origin) * tick,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import zlib
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BY_OPCODE, INSTRUCTIONS, Buffer, Family
+from ..isa import RESULTS, Buffer, Family, Phase, Result, accesses
 from ..isa import access as acc
 from ..isa import record as rec
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
-from .compare import compare, identity, match
-from .resolve import Resolved, resolve
+from .compare import compare, identity, in_common, match
+from .resolve import Resolved, by_phase, resolve
 from .resources import RESOURCES, curves, peaks
 from .summary import Summary, machine_of, summarise_resolved
 from .waits import Causes, causes, finishes, releasers
@@ -47,23 +46,26 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page says about it. `curves`: shares of the peaks, [ranks, RESOURCES, bins]."""
+    """A trace and everything that the page says about it. `places`: of its phases in the page's list, by number.
+    `curves`: shares of the peaks, [ranks, RESOURCES, bins]."""
 
     resolved: Resolved
+    places: NDArray[np.int64]
     cause: Causes
     releaser: NDArray[np.int64]
     summary: Summary
     curves: NDArray[np.float64]
 
     @staticmethod
-    def of(program: Program, trace: Trace) -> _Source:
+    def of(program: Program, trace: Trace, places: NDArray[np.int64]) -> _Source:
         resolved, cause = resolve(program, trace), causes(program)
         finish = finishes(resolved)
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
         peak = np.array(peaks(machine_of(program), program.workers)) * bin_s
         shares = curves(resolved, _bins(resolved)) / peak[:, None]
-        return _Source(resolved, cause, releaser, summarise_resolved(resolved, cause, finish, releaser), shares)
+        summary = summarise_resolved(resolved, cause, finish, releaser)
+        return _Source(resolved, places, cause, releaser, summary, shares)
 
 
 def write_html(program: Program, trace: Trace, path: Path, other: tuple[Program, Trace] | None = None) -> None:
@@ -72,10 +74,11 @@ def write_html(program: Program, trace: Trace, path: Path, other: tuple[Program,
     MegakernelError if a trace does not fit its program, the two have nothing in common or the file cannot be written.
     """
     pairs = [(program, trace), *([other] if other else [])]
-    sources = [_Source.of(*pair) for pair in pairs]
+    phases, places = in_common([program for program, _ in pairs])
+    sources = [_Source.of(*pair, own) for pair, own in zip(pairs, places, strict=True)]
     unit_s = _unit_s(sources)
     columns = _join(sources, unit_s)
-    meta = _meta(sources, unit_s) | {
+    meta = _meta(sources, phases, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
         "comparison": compare(*pairs).to_json() if other else None,
     }
@@ -107,7 +110,7 @@ def _unit_s(sources: list[_Source]) -> float:
     return tick * float(np.ceil(longest / tick / 2**32))
 
 
-def _meta(sources: list[_Source], unit_s: float) -> dict[str, Any]:
+def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[str, Any]:
     return {
         "unit_s": unit_s,
         "span": max(_moments(s, unit_s)[1] for s in sources),
@@ -118,21 +121,23 @@ def _meta(sources: list[_Source], unit_s: float) -> dict[str, Any]:
         "roles": [r.name.lower().replace("_", " ") for r in Role],
         "resources": RESOURCES,
         "curveMost": _CURVE_MOST,
-        "instructions": {
-            i.opcode: {
-                "name": i.name,
-                "family": list(Family).index(i.family),
-                "operands": i.operands,
-                "semantics": i.semantics,
-            }
-            for i in INSTRUCTIONS
-        },
+        "phases": [
+            {"name": p.name, "family": list(Family).index(p.family), "operands": p.operands, "meaning": _meaning(p)}
+            for p in phases
+        ],
         "buffers": [b.name for b in Buffer],
         "accesses": [k.value for k in _ACCESS_KINDS],
         "indexes": [i.value for i in _INDEXES],
         "copies": {acc.EVERY: "every rank", _OWNERS: "the rows' owners"},
         "causes": [name for s in sources for name in s.cause.names],
     }
+
+
+def _meaning(phase: Phase) -> list[str]:
+    """What the phase's operation does, and to which buffers."""
+    named = {name: getattr(phase, name) for name in ("weights", "norm", "bias", "inputs", "output")}
+    does = [phase.spec.meaning, *([] if phase.result is Result.NONE else [RESULTS[phase.result]])]
+    return does + [f"{name}: {buffer.name}" for name, buffer in named.items() if buffer is not None]
 
 
 def _about(source: _Source, unit_s: float) -> dict[str, Any]:
@@ -187,10 +192,15 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Typed columns in the page's order: per interval, per record (all segments in a row) and per region."""
+    """Typed columns in the page's order: per interval, per record (all segments in a row) and per region.
+
+    The first word of a record is the place of its phase in the page's list.
+    """
     resolved, cause, rows = source.resolved, source.cause, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
+    records = resolved.records.copy()
+    records[:, 0] = source.places[rec.phase_number(records)]
     begin = np.floor(resolved.begin * factor)
     tops = np.maximum(source.curves.max(axis=(0, 2)), np.finfo(float).tiny)
     return {
@@ -198,7 +208,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
         "length": (np.floor(resolved.end * factor) - begin).astype(np.uint32),
         "record": resolved.record.astype(np.uint32),
         "releaser": source.releaser.astype(np.int32),
-        "records": resolved.records.astype(np.int32).ravel(),
+        "records": records.ravel(),
         "regionStart": region_start.astype(np.uint32),
         "regions": regions.astype(np.int32).ravel(),
         "lane": resolved.lane.astype(np.uint16),
@@ -218,10 +228,9 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
     total = sum(len(s.resolved) for s in sources)
     twin = np.full(total, -1, dtype=np.int32)
     if len(sources) == 2:
-        a, b = (s.resolved for s in sources)
-        rows = [np.flatnonzero(r.kind(IntervalKind.COMPUTE)) for r in (a, b)]
-        mine, theirs = match(identity(a, rows[0]), identity(b, rows[1]))
-        left, right = rows[0][mine], rows[1][theirs] + len(a)
+        rows = [np.flatnonzero(s.resolved.kind(IntervalKind.COMPUTE)) for s in sources]
+        mine, theirs = match(*(identity(s.resolved, own, s.places) for s, own in zip(sources, rows, strict=True)))
+        left, right = rows[0][mine], rows[1][theirs] + len(sources[0].resolved)
         twin[left], twin[right] = right, left
     return twin
 
@@ -231,20 +240,16 @@ def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
     The rank is whose copy: a number, or OWN, EVERY or OWNERS.
     """
-    program, records = resolved.program, resolved.records
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
-    opcodes = resolved.opcodes
-    for op, rank in itertools.product(np.unique(opcodes).tolist(), range(program.ranks)):
-        mine = np.flatnonzero((opcodes == op) & (resolved.record_ranks == rank))
-        instruction = BY_OPCODE[op]
-        for a in instruction.accesses(instruction.columns(records[mine]), program.rank_dims(rank)):
-            fixed = [np.full(len(mine), v) for v in (int(a.buffer), _ACCESS_KINDS.index(a.kind))]
-            index = np.full(len(mine), _INDEXES.index(a.index))
-            copy = np.broadcast_to(np.asarray(_OWNERS if a.rank is None else a.rank), len(mine))
-            box = np.stack([*fixed, a.row, a.row_end, a.col, a.col_end, index, copy], axis=1)
+    for phase, dims, mine, columns in by_phase(resolved.program):
+        for a in accesses(phase, columns, dims):
+            rank = _OWNERS if a.rank is None else a.rank
+            what = int(a.buffer), _ACCESS_KINDS.index(a.kind)
+            parts = (*what, a.row, a.row_end, a.col, a.col_end, _INDEXES.index(a.index), rank)
+            box = np.stack([np.broadcast_to(part, len(mine)) for part in parts], axis=1)
             some = (a.row_end > a.row) & (a.col_end > a.col)
             owner.append(mine[some])
             boxes.append(box[some])
     owners, table = np.concatenate(owner), np.concatenate(boxes)
     order = np.argsort(owners, kind="stable")
-    return np.searchsorted(owners[order], np.arange(len(records) + 1)), table[order]
+    return np.searchsorted(owners[order], np.arange(len(resolved.records) + 1)), table[order]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_OPCODE, INSTRUCTIONS, Family
-from ..isa import record as rec
+from ..isa import MAX_PHASES, cost
 from ..machine import Machine
 from ..program import Program
 from ..trace import IntervalKind
-from .resolve import WAIT, Resolved
+from .resolve import WAIT, Resolved, by_phase
 from .spans import Spans, active
 
 
@@ -84,33 +83,24 @@ def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> fl
 
 
 def compute_bound(program: Program, machine: Machine) -> set[int]:
-    """Opcodes whose declared matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
+    """Numbers of phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
 
     The balance is matrix_flops / memory_bytes_per_s. The rest is memory-bound: norms, gathers and sampling do no
     matrix work, and attention declares none (its work is in the step table).
     """
-    result = set()
-    for instruction in INSTRUCTIONS:
-        flops = bytes_ = 0.0
-        for segment in range(3):
-            records, ranks = program.numbered(segment)
-            for rank in range(program.ranks):
-                mine = records[(rec.opcode(records) == instruction.opcode) & (ranks == rank)]
-                if len(mine):
-                    cost = instruction.cost(instruction.columns(mine), program.rank_dims(rank))
-                    flops += cost.matrix_flops.sum()
-                    bytes_ += cost.memory_bytes.sum()
-        if flops > bytes_ * machine.matrix_flops / machine.memory_bytes_per_s:
-            result.add(instruction.opcode)
-    return result
+    work = np.zeros((MAX_PHASES + 1, 2))
+    for phase, dims, _, columns in by_phase(program):
+        done = cost(phase, columns, dims)
+        work[phase.number] += done.matrix_flops.sum(), done.memory_bytes.sum()
+    flops, bytes_ = work.T
+    return set(np.flatnonzero(flops > bytes_ * machine.matrix_flops / machine.memory_bytes_per_s).tolist())
 
 
 def across_workers(resolved: Resolved, machine: Machine) -> float | None:
     """|a worker computes memory-bound while another computes compute-bound| / |some worker computes memory-bound|."""
     compute = resolved.kind(IntervalKind.COMPUTE)
-    control = [op for op, i in BY_OPCODE.items() if i.family is Family.CONTROL]
-    matrix = np.isin(resolved.opcode, list(compute_bound(resolved.program, machine)))
-    memory = ~matrix & ~np.isin(resolved.opcode, control)
+    matrix = np.isin(resolved.number, list(compute_bound(resolved.program, machine)))
+    memory = ~matrix & ~resolved.control
     chosen = (compute & memory, compute & matrix, compute)
     length, (m, c, workers) = active([lane_spans(resolved, k).moments(resolved.period) for k in chosen])
     total = int(length[m > 0].sum())
@@ -118,39 +108,35 @@ def across_workers(resolved: Resolved, machine: Machine) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """|workers compute instructions of >= 2 (layer, opcode) at once| / |some worker computes|.
+    """|workers compute instructions of >= 2 (layer, phase) at once| / |some worker computes|.
 
     A program with a grid barrier after every phase has 0.
     """
-    compute = resolved.kind(IntervalKind.COMPUTE)
-    by_phase = _phase_spans(resolved, compute)
-    by_lane = lane_spans(resolved, compute)
-    length, (kinds, workers) = active([s.moments(resolved.period) for s in (by_phase, by_lane)])
-    total = int(length[workers > 0].sum())
-    return float(length[(kinds > 1) & (workers > 1)].sum()) / total if total else None
+    return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """|ranks compute instructions of >= 2 (layer, opcode) at once| / |some worker computes|; None for one rank.
+    """|ranks compute instructions of >= 2 (layer, phase) at once| / |some worker computes|; None for one rank.
 
     Where ranks wait for each other by whole phases it tends to 0: nobody begins a phase before all have ended the last.
     """
     if resolved.program.ranks == 1:
         return None
     compute = resolved.kind(IntervalKind.COMPUTE)
-    by_phase = _phase_spans(resolved, compute)
-    base = resolved.lane[compute] // resolved.program.workers * resolved.period
+    base = resolved.rows["rank"][compute].astype(np.int64) * resolved.period
     by_rank = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
-    length, (kinds, ranks) = active([s.moments(resolved.period) for s in (by_phase, by_rank)])
-    total = int(length[ranks > 0].sum())
-    return float(length[(kinds > 1) & (ranks > 1)].sum()) / total if total else None
+    return _phases_together(resolved, by_rank)
 
 
-def _phase_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
-    """Union of the chosen intervals per (layer, opcode), phases end to end."""
-    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.opcode
-    base = np.unique(phase[chosen], return_inverse=True)[1] * resolved.period
-    return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
+def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
+    """Share of the time in which somebody is busy that two or more are, in two or more (layer, phase)."""
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.number
+    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period  # phases end to end
+    by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
+    length, (kinds, who) = active([s.moments(resolved.period) for s in (by_phase, busy)])
+    total = int(length[who > 0].sum())
+    return float(length[(kinds > 1) & (who > 1)].sum()) / total if total else None
 
 
 def overlap(resolved: Resolved, machine: Machine) -> Overlap:

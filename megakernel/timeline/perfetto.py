@@ -119,7 +119,7 @@ def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, l
 
 
 class _Labels:
-    """Names of slices: the instruction, or for a wait what it waits for."""
+    """Names of slices: the phase, or for a wait what it waits for."""
 
     def __init__(self, resolved: Resolved, cause: Causes) -> None:
         self._resolved, self._names, self._which = resolved, cause.names, wait_causes(resolved, cause)
@@ -131,7 +131,7 @@ class _Labels:
         if kind == IntervalKind.COUNTER_WAIT:
             which = int(self._which[i])
             return f"waits for {self._names[which] if which >= 0 else 'nothing'}"
-        return self._resolved.instruction(i).name
+        return self._resolved.phase(i).name
 
 
 def _packet() -> TracePacket:
@@ -187,7 +187,7 @@ def _slice(
     packet.timestamp = round(int(resolved.begin[i]) * ns)
     event = packet.track_event
     event.type, event.track_uuid, event.name = type(event).TYPE_SLICE_BEGIN, track, labels[i]
-    event.categories.append(resolved.instruction(i).family.name.lower())
+    event.categories.append(resolved.phase(i).family.name.lower())
     event.flow_ids.extend(starts)
     event.terminating_flow_ids.extend(ends)
     layer = resolved.layer(i)
@@ -199,7 +199,7 @@ def _slice(
         note.name, note.int_value = name, value
     if resolved.rows["kind"][i] not in WORK:
         note = event.debug_annotations.add()
-        note.name, note.string_value = "instruction", resolved.instruction(i).name
+        note.name, note.string_value = "phase", resolved.phase(i).name
     yield packet
     packet = _packet()
     packet.timestamp = round(int(resolved.end[i]) * ns)

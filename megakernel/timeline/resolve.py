@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BY_NAME, BY_OPCODE, Instruction
+from ..isa import CONTROL, OPERATIONS, Column, Dims, Operation, Phase
 from ..isa import record as rec
 from ..isa.record import Records
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
-_ATTENTION = BY_NAME["attention"]
+_SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
@@ -38,7 +39,6 @@ class Resolved:
     lane: NDArray[np.int64]
     segment: NDArray[np.int64]
     block: NDArray[np.int64]
-    opcode: NDArray[np.int64]
     instance: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -60,17 +60,7 @@ class Resolved:
     @cached_property
     def records(self) -> Records:
         """Records of all segments in a row, numbered as in traces within each."""
-        return np.concatenate([self.program.numbered(s)[0] for s in range(3)])
-
-    @cached_property
-    def opcodes(self) -> NDArray[np.int32]:
-        """Opcode of each of `records`."""
-        return rec.opcode(self.records)
-
-    @cached_property
-    def record_ranks(self) -> NDArray[np.int64]:
-        """Rank of each of `records`."""
-        return np.concatenate([self.program.numbered(s)[1] for s in range(3)])
+        return all_records(self.program)[0]
 
     @cached_property
     def record(self) -> NDArray[np.int64]:
@@ -80,6 +70,16 @@ class Resolved:
         return index
 
     @cached_property
+    def number(self) -> NDArray[np.int32]:
+        """Number of the phase of each interval's instruction."""
+        return rec.phase_number(self.records)[self.record]
+
+    @cached_property
+    def control(self) -> NDArray[np.bool_]:
+        """Intervals of instructions that compute nothing."""
+        return np.isin(self.number, [phase.number for phase in CONTROL])
+
+    @cached_property
     def stored(self) -> NDArray[np.bool_]:
         """STORE by a storer, which holds up nobody else in its worker."""
         chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
@@ -87,8 +87,7 @@ class Resolved:
 
     @cached_property
     def of_attention(self) -> NDArray[np.int64]:
-        """Intervals of attention."""
-        return np.flatnonzero(self.opcode == _ATTENTION.opcode)
+        return np.flatnonzero(np.isin(self.number, self.program.forward.numbers(Operation.ATTENTION)))
 
     @cached_property
     def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
@@ -96,7 +95,7 @@ class Resolved:
         if self.trace.attention is None:
             return None
         i = self.of_attention
-        slot = self.records[self.record[i], rec.OPERAND_WORD + _ATTENTION.operands.index("slot")]
+        slot = self.records[self.record[i], _SLOT]
         return i, self.trace.attention[self.launch[i], self.rows["rank"][i], slot]
 
     def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
@@ -110,16 +109,34 @@ class Resolved:
         np.maximum.at(last, self.launch, self.end)
         return first, last
 
-    def instruction(self, i: int) -> Instruction:
-        return BY_OPCODE[int(self.opcode[i])]
+    def phase(self, i: int) -> Phase:
+        return self.program.forward.by_number[int(self.number[i])]
 
     def operands(self, i: int) -> dict[str, int]:
         words = self.records[self.record[i]]
-        return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.instruction(i).operands)}
+        return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.phase(i).operands)}
 
     def layer(self, i: int) -> int | None:
         """Layer of interval i; None outside the layer body."""
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
+
+
+def all_records(program: Program) -> tuple[Records, NDArray[np.int64]]:
+    """Records of all segments in a row, numbered as in traces within each, and their ranks."""
+    records, ranks = zip(*(program.numbered(segment) for segment in range(3)), strict=True)
+    return np.concatenate(records), np.concatenate(ranks)
+
+
+def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
+    """Of each phase and rank that has records: the rank's sizes, rows of `all_records`, their operands."""
+    records, ranks = all_records(program)
+    numbers = rec.phase_number(records)
+    for number in np.unique(numbers).tolist():
+        phase = program.forward.by_number[number]
+        for rank in range(program.ranks):
+            rows = np.flatnonzero((numbers == number) & (ranks == rank))
+            if len(rows):
+                yield phase, program.rank_dims(rank), rows, phase.columns(records[rows])
 
 
 def resolve(program: Program, trace: Trace) -> Resolved:
@@ -131,8 +148,7 @@ def resolve(program: Program, trace: Trace) -> Resolved:
         raise MegakernelError("the trace holds no intervals: launch with tracing on")
     layer = rows["layer"].astype(np.int64)
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
-    records = [program.numbered(s)[0] for s in range(3)]
-    counts = np.array([len(r) for r in records])
+    counts = np.array([len(program.numbered(s)[0]) for s in range(3)])
     index = rows["instruction"].astype(np.int64)
     layers = program.dims.layers
     bad = (
@@ -148,10 +164,6 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     expected = (int(launch.max()) + 1, program.ranks, program.dims.attention_slots, 2)
     if trace.attention is not None and trace.attention.shape != expected:
         raise MegakernelError("the trace's attention does not fit its program: the trace is damaged")
-    opcode = np.zeros(len(rows), dtype=np.int64)
-    for s in range(3):
-        here = segment == s
-        opcode[here] = rec.opcode(records[s][index[here]])
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
     origin = rows["begin"].min()
@@ -165,6 +177,5 @@ def resolve(program: Program, trace: Trace) -> Resolved:
         lane=rows["rank"].astype(np.int64) * program.workers + rows["worker"],
         segment=segment,
         block=np.array([0, 0, layers])[segment] + run,
-        opcode=opcode,
         instance=launch * program.instructions + start[segment] + run * counts[1] + index,
     )

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_OPCODE, Family
+from ..isa import cost
 from ..isa.link import link_bytes_each
 from ..machine import Machine
 from ..trace import IntervalKind
-from .resolve import Resolved
+from .resolve import Resolved, by_phase
 
 Amounts = NDArray[np.float64]
 
 # Name and unit of its rate. A link has a direction: what a rank sends, what it gets.
 RESOURCES = (("matrix", "FLOP/s"), ("vector", "FLOP/s"), ("memory", "B/s"), ("link out", "B/s"), ("link in", "B/s"))
-_MATRIX, _VECTOR, _MEMORY, _OUT, _IN = range(len(RESOURCES))
 BINS = 96  # of the curves in `Resource`
 
 
@@ -78,9 +77,9 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     FLOPs run evenly over an instruction's COMPUTE, link bytes over its STORE where it has one, else over COMPUTE,
     memory bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of the bytes only).
     """
-    work = _Work.of(resolved)
-    matrix, memory = work.matrix[resolved.record], work.memory[resolved.record]
-    link = work.link[resolved.record]
+    declared, link = _declared(resolved)
+    matrix, vector, memory = declared[resolved.record].T
+    link = link[resolved.record]
     if (items := resolved.attention) is not None:
         at, told = items
         matrix[at], memory[at] = told.T
@@ -90,48 +89,26 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     store = _or_else(resolved, resolved.kind(IntervalKind.STORE), compute)
     rank = resolved.rows["rank"].astype(np.int64)
     out = np.zeros((resolved.program.ranks, len(RESOURCES), bins))
-    for resource, chosen, amount in (
-        (_MATRIX, compute, matrix),
-        (_VECTOR, compute, work.vector[resolved.record]),
-        (_MEMORY, load, memory),
-        (_OUT, store, link.sum(axis=1)),
-    ):
+    own = ((compute, matrix), (compute, vector), (load, memory), (store, link.sum(axis=1)))
+    for resource, (chosen, amount) in enumerate(own):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
         # All senders' bytes for one receiver make one row.
-        out[peer, _IN] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
+        out[peer, -1] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
     return out
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Declared work of each of `Resolved.records`; link: [records, ranks] bytes sent to each."""
-
-    matrix: Amounts
-    vector: Amounts
-    memory: Amounts
-    link: Amounts
-
-    @staticmethod
-    def of(resolved: Resolved) -> _Work:
-        program, records = resolved.program, resolved.records
-        opcodes = resolved.opcodes
-        matrix, vector, memory = (np.zeros(len(records)) for _ in range(3))
-        link = np.zeros((len(records), program.ranks))
-        for op in np.unique(opcodes).tolist():
-            instruction = BY_OPCODE[op]
-            if instruction.family is Family.CONTROL:
-                continue
-            for rank in range(program.ranks):
-                mine = np.flatnonzero((opcodes == op) & (resolved.record_ranks == rank))
-                if not len(mine):
-                    continue
-                columns, dims = instruction.columns(records[mine]), program.rank_dims(rank)
-                cost = instruction.cost(columns, dims)
-                matrix[mine], vector[mine], memory[mine] = cost.matrix_flops, cost.vector_flops, cost.memory_bytes
-                if dims.tp == program.ranks:  # programs made by hand may share nothing
-                    link[mine] = link_bytes_each(instruction, columns, dims)
-        return _Work(matrix, vector, memory, link)
+def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
+    """Of each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes], and [ranks] bytes sent to each rank."""
+    count, ranks = len(resolved.records), resolved.program.ranks
+    work, link = np.zeros((count, 3)), np.zeros((count, ranks))
+    for phase, dims, rows, columns in by_phase(resolved.program):
+        if not phase.control:
+            done = cost(phase, columns, dims)
+            work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes], axis=1)
+            if dims.tp == ranks:  # programs made by hand may share nothing
+                link[rows] = link_bytes_each(phase, columns, dims)
+    return work, link
 
 
 def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import machine as machines
-from ..isa import BY_OPCODE
+from ..isa import MAX_PHASES
 from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import IntervalKind, Trace
@@ -32,8 +32,8 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class InstructionTime:
-    """COMPUTE and STORE time of one opcode over all workers; `share` of all such time."""
+class PhaseTime:
+    """COMPUTE and STORE time of one phase over all workers; `share` of all such time."""
 
     name: str
     family: str
@@ -45,7 +45,7 @@ class InstructionTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """`instruction` waited for `cause`: the instructions that signal the counter met last. `share` of all wait time."""
+    """Phase `instruction` waited for `cause`: the phases that signal the counter met last. `share` of all wait time."""
 
     instruction: str
     cause: str
@@ -82,7 +82,7 @@ class Summary:
     overlap: Overlap
     resources: list[Resource]
     without_attention: bool
-    instructions: list[InstructionTime]
+    instructions: list[PhaseTime]
     families: dict[str, float]
     waits: list[WaitTime]
     per_worker: list[Worker]
@@ -171,23 +171,23 @@ def _workers(resolved: Resolved, steps: int) -> list[Worker]:
     ]
 
 
-def _instructions(resolved: Resolved) -> list[InstructionTime]:
+def _instructions(resolved: Resolved) -> list[PhaseTime]:
     work = resolved.kind(*WORK)
-    ticks = np.bincount(resolved.opcode[work], (resolved.end - resolved.begin)[work], minlength=256)
+    ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
-    counts = np.bincount(resolved.opcode[work][executed], minlength=256)
+    counts = np.bincount(resolved.number[work][executed], minlength=MAX_PHASES + 1)
     tick, total = resolved.trace.header.tick_s, max(float(ticks.sum()), 1.0)
     found = [
-        InstructionTime(
-            name=i.name,
-            family=i.family.name.lower(),
-            count=int(counts[op]),
-            total_s=float(ticks[op]) * tick,
-            mean_s=float(ticks[op]) / int(counts[op]) * tick,
-            share=float(ticks[op]) / total,
+        PhaseTime(
+            name=phase.name,
+            family=phase.family.name.lower(),
+            count=int(counts[n]),
+            total_s=float(ticks[n]) * tick,
+            mean_s=float(ticks[n]) / int(counts[n]) * tick,
+            share=float(ticks[n]) / total,
         )
-        for op, i in BY_OPCODE.items()
-        if counts[op]
+        for n, phase in resolved.program.forward.by_number.items()
+        if counts[n]
     ]
     return sorted(found, key=lambda item: -item.total_s)
 
@@ -214,17 +214,17 @@ def _waits(resolved: Resolved, cause: Causes) -> list[WaitTime]:
     length = resolved.end - resolved.begin
     total = max(int(length[chosen].sum()), 1)
     pairs, at, counts = np.unique(
-        np.stack([resolved.opcode[chosen], which[chosen]]), axis=1, return_inverse=True, return_counts=True
+        np.stack([resolved.number[chosen], which[chosen]]), axis=1, return_inverse=True, return_counts=True
     )
     ticks = np.bincount(at.ravel(), length[chosen], minlength=pairs.shape[1])
     found = [
         WaitTime(
-            instruction=BY_OPCODE[int(op)].name,
+            instruction=resolved.program.forward.by_number[int(number)].name,
             cause=names[int(name)],
             count=int(count),
             total_s=float(t) * resolved.trace.header.tick_s,
             share=float(t) / total,
         )
-        for (op, name), count, t in zip(pairs.T, counts, ticks, strict=True)
+        for (number, name), count, t in zip(pairs.T, counts, ticks, strict=True)
     ]
     return sorted(found, key=lambda item: -item.total_s)

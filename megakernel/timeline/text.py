@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..isa import BY_OPCODE, Family
+from ..isa import Family
 from ..program import Program
 from ..trace import Trace
 from .compare import Comparison
@@ -37,7 +37,7 @@ def render(summary: Summary, program: Program, trace: Trace, console: Console) -
 
 
 def render_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the second trace against the first: the step, then matched instructions by name."""
+    """Print the second trace against the first: the step, then matched instructions by phase."""
     c = comparison
     table = _table("Second against first", "", f"first, {c.first}", f"second, {c.second}", "ratio", "matched")
     table.add_row("step", *map(seconds, c.step_s), _times(c.ratio), "")
@@ -80,36 +80,33 @@ def _headline(s: Summary) -> Text:
 def _map(resolved: Resolved, console_width: int) -> Text:
     """A row per lane: each cell has the colour of the family with most time in it, a light shade where it waits."""
     width = max(20, min(console_width, 160) - 14)
-    span = resolved.period
-    edges = np.linspace(0, span, width + 1).astype(np.int64)
+    edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
     families = list(Family)
-    family = np.array([families.index(BY_OPCODE[op].family) for op in resolved.opcode.tolist()])
+    waiting = len(families)
+    of_phase = {number: families.index(p.family) for number, p in resolved.program.forward.by_number.items()}
+    family = np.array([of_phase[number] for number in resolved.number.tolist()])
+    part = np.where(resolved.kind(*WORK), family, np.where(resolved.kind(*WAIT), waiting, -1))
     lanes = np.unique(np.linspace(0, resolved.lanes - 1, min(resolved.lanes, _LANES)).astype(int))
     result = Text()
     for lane in lanes.tolist():
-        here = resolved.lane == lane
-        time = np.zeros((len(families) + 1, width))
-        for row, chosen in enumerate([*((family == f) & resolved.kind(*WORK) for f in range(len(families))), None]):
-            pick = here & (resolved.kind(*WAIT) if chosen is None else chosen)
-            begin, end = resolved.begin[pick], resolved.end[pick]
-            elapsed = np.interp(edges, *_cumulative(begin, end, span))
-            time[row] = np.diff(elapsed)
+        time = np.zeros((waiting + 1, width))
+        for row in range(waiting + 1):
+            pick = (resolved.lane == lane) & (part == row)
+            moments = _cumulative(resolved.begin[pick], resolved.end[pick], resolved.period)
+            time[row] = np.diff(np.interp(edges, *moments))
         rank, worker = divmod(lane, resolved.program.workers)
         label = f"{rank}:{worker}" if resolved.program.ranks > 1 else f"{worker}"
         result.append(f"{'worker ' + label:>12}  ")
-        for cell, best in enumerate(time.argmax(axis=0).tolist()):
-            if time[:, cell].sum() < 0.1 * (edges[cell + 1] - edges[cell]):
+        for spent, best, span in zip(time.T, time.argmax(axis=0).tolist(), np.diff(edges), strict=True):
+            if spent.sum() < 0.1 * span:
                 result.append(" ")
-            elif best == len(families):
+            elif best == waiting:
                 result.append("·", "bright_black")
             else:
-                result.append(
-                    "█" if time[best, cell] * 2 > edges[cell + 1] - edges[cell] else "▄", _STYLES[families[best]]
-                )
+                result.append("█" if spent[best] * 2 > span else "▄", _STYLES[families[best]])
         result.append("\n")
-    used = [f for i, f in enumerate(families) if (family == i).any()]
     legend = Text(" " * 14)
-    for f in used:
+    for f in (families[i] for i in np.unique(family)):
         legend.append("█ ", _STYLES[f]).append(f.name.lower() + "   ")
     return result.append_text(legend.append("· ", "bright_black").append("waiting"))
 
@@ -133,7 +130,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _instructions(s: Summary) -> Table:
-    table = _table("Work", "instruction", "count", "total", "mean", "share")
+    table = _table("Work", "phase", "count", "total", "mean", "share")
     for i in s.instructions:
         name = Text.assemble(("■ ", _STYLES[Family[i.family.upper()]]), i.name)
         table.add_row(name, f"{i.count:,}", seconds(i.total_s), seconds(i.mean_s), percent(i.share))
@@ -141,7 +138,7 @@ def _instructions(s: Summary) -> Table:
 
 
 def _waits(s: Summary) -> Table:
-    table = _table("Waits", "instruction ← waited for", "count", "total", "share")
+    table = _table("Waits", "phase ← waited for", "count", "total", "share")
     for w in s.waits[:_WAITS]:
         table.add_row(f"{w.instruction} ← {w.cause}", f"{w.count:,}", seconds(w.total_s), percent(w.share))
     if len(s.waits) > _WAITS:
@@ -189,14 +186,10 @@ def _overlap(s: Summary) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = (
         ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
-        (
-            "loads hidden",
-            percent(s.overlap.inside_worker),
-            "of load time before the own compute, under others'",
-        ),
+        ("loads hidden", percent(s.overlap.inside_worker), "of load time before the own compute, under others'"),
         ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, the own compute included"),
         ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside a compute-bound one"),
-        ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, instruction) at once"),
+        ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, phase) at once"),
         ("ranks overlapping", percent(s.overlap.across_ranks), "of compute time, ranks in two or more phases at once"),
         ("exposed communication", percent(s.exposed_communication), "of the step, blocked on another rank"),
         (

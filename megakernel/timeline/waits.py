@@ -1,4 +1,4 @@
-"""What a wait waited for: from the program which instructions signal a counter, from the trace which came last."""
+"""What a wait waited for: the program tells which phases signal a counter, the trace which instruction came last."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BY_NAME, BY_OPCODE
+from ..isa import JOIN, OPERATIONS, Operation
 from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind
 from .resolve import Resolved
 
-_JOIN = BY_NAME["join"].opcode
-_ATTENTION = BY_NAME["attention"]
+_GROUPS = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
 
 # Counters of block 0, of the blocks between and of the last block have different producers (see program.py).
 _FIRST, _MIDDLE, _LAST = range(3)
@@ -22,10 +21,10 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 @dataclass(frozen=True)
 class Causes:
-    """Per wait word, the instructions that signal its counter, as an index into `names`; -1 where there is no wait.
+    """Per wait word, the phases that signal its counter, as an index into `names`; -1 where there is no wait.
 
     `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. A name lists several
-    instructions with commas. A join stands for what it waits for.
+    phases with commas. A join stands for what it waits for.
     """
 
     names: list[str]
@@ -72,20 +71,20 @@ def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArr
     """First counter of each wait word (-1: none) and how many counters it may name: [records, WAITS] each."""
     records = program.numbered(segment)[0]
     words = rec.waits(records)
-    attention = rec.opcode(records) == _ATTENTION.opcode
-    groups = np.where(attention, records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("groups")], 1)
+    attention = np.isin(rec.phase_number(records), program.forward.numbers(Operation.ATTENTION))
+    groups = np.where(attention, records[:, _GROUPS], 1)
     members = np.where(words & rec.INDEXED, program.dims.row_blocks * groups[:, None], 1)
     return rec.word_counter(words).astype(np.int64), members.astype(np.int64)
 
 
 def causes(program: Program) -> Causes:
-    """Derive them from the records alone: bit sets of opcodes per counter, joins replaced by what they wait for."""
+    """Derive them from the records alone: bit sets of phases per counter, joins replaced by what they wait for."""
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
     ranks = [program.numbered(s)[1] for s in range(3)]
-    # What a record stands for: its opcode's bit; a join's set grows from nothing until it no longer changes.
-    opcodes = [rec.opcode(program.numbered(s)[0]) for s in range(3)]
-    stands = [np.where(op == _JOIN, 0, np.int64(1) << op.astype(np.int64)) for op in opcodes]
+    # What a record stands for: its phase's bit; a join's set grows from nothing until it no longer changes.
+    numbers = [rec.phase_number(program.numbered(s)[0]) for s in range(3)]
+    stands = [np.where(n == JOIN.number, 0, np.int64(1) << n.astype(np.int64)) for n in numbers]
     while True:
         produced = _produced(program, signals, stands)
         found = [
@@ -96,21 +95,22 @@ def causes(program: Program) -> Causes:
         ]
         own = [found[0], found[1] | found[2], found[3]]
         grown = [
-            np.where(op == _JOIN, np.bitwise_or.reduce(o, axis=1), s)
-            for op, o, s in zip(opcodes, own, stands, strict=True)
+            np.where(n == JOIN.number, np.bitwise_or.reduce(o, axis=1), s)
+            for n, o, s in zip(numbers, own, stands, strict=True)
         ]
         if all((g == s).all() for g, s in zip(grown, stands, strict=True)):
             break
         stands = grown
     sets = np.unique(np.concatenate([f.ravel() for f in found]))
     sets = sets[sets != 0]
-    names = [", ".join(BY_OPCODE[op].name for op in BY_OPCODE if mask >> op & 1) for mask in sets.tolist()]
+    phases = program.forward.by_number
+    names = [", ".join(p.name for number, p in phases.items() if mask >> number & 1) for mask in sets.tolist()]
     tables = [np.where(f == 0, -1, np.searchsorted(sets, f)).astype(np.int16) for f in found]
     return Causes(names, *tables)
 
 
 def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Bit sets of the opcodes that arrive at each counter: [first/middle/last block, rank, counter]."""
+    """Bit sets of the phases that arrive at each counter: [first/middle/last block, rank, counter]."""
     sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
     for segment, blocks in ((0, (_FIRST,)), (1, (_FIRST, _MIDDLE)), (2, (_LAST,))):
         s = signals[segment]
@@ -126,7 +126,7 @@ def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np
 def _waited(
     waits: tuple[NDArray[np.int64], NDArray[np.int64]], ranks: NDArray[np.int64], produced: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Opcode sets of each wait word: [records, WAITS]."""
+    """Phase sets of each wait word: [records, WAITS]."""
     first, members = waits
     result: NDArray[np.int64] = np.where(first >= 0, produced[ranks[:, None], first], 0)
     for r, w in zip(*np.nonzero((first >= 0) & (members > 1)), strict=True):

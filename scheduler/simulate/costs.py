@@ -1,7 +1,7 @@
 """What the simulator takes things to cost: rates that are reached rather than promised, latencies, and room on chip.
 
 Fractions and latencies are published measurements of others, named below; the host's are measured by
-`benchmarks/simulate_host.py`. None was fitted to a step time: predictions are compared with measurements in
+`benchmarks/calibration/simulate_host.py`. None was fitted to a step time: predictions are compared with measurements in
 docs/simulator.md.
 """
 
@@ -113,7 +113,7 @@ def _gpu_costs(machine: Machine) -> Costs:
         signal_s=machine.signal_s,
         remote_signal_s=machine.remote_signal_s,
         launch_s=machine.launch_s,
-        ring_bytes=float(machine.pages * PAGE_BYTES),
+        ring_bytes=float(machine.ring_pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
@@ -123,7 +123,7 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 # -- the host
 # Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json, attention of
-# simulate-host-attention.json. For another host, run benchmarks/simulate_host.py there.
+# simulate-host-attention.json. For another host, run benchmarks/calibration/simulate_host.py there.
 def _host_costs(machine: Machine) -> Costs:
     return Costs(
         matmul_flops=((1.0, 52e9), (2.0, 90e9), (4.0, 110e9), (8.0, 125e9), (96.0, 124e9)),

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # mk::simulate::Wait
 RECORD = np.dtype([(name, np.int32) for name in (
-    "number", "opcode", "first_task", "end_task", "queue", "claims_end",
+    "number", "phase", "first_task", "end_task", "queue", "claims_end",
 )])  # mk::simulate::Record  # fmt: skip
 TASK = np.dtype([
     *((name, np.float64) for name in (
@@ -100,23 +100,6 @@ class Result(ctypes.Structure):
         ("intervals", _I64),
         *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
     )  # fmt: skip
-    step_s: float
-    compute_s: float
-    wait_s: float
-    remote_wait_s: float
-    memory_bytes: float
-    cache_bytes: float
-    link_bytes: float
-    inside_worker: ctypes.Array[ctypes.c_double]
-    across_workers: ctypes.Array[ctypes.c_double]
-    across_ranks: ctypes.Array[ctypes.c_double]
-    phases: ctypes.Array[ctypes.c_double]
-    events: int
-    intervals: int
-    stuck_stream: int
-    stuck_record: int
-    stuck_layer: int
-    crowded_counter: int
 
 
 @functools.cache

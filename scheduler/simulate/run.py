@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import MegakernelError
-from ...isa import BY_OPCODE, StepTable, slot_work
+from ...isa import StepTable, cost, slot_work
 from ...isa import record as rec
 from ...machine import Machine
 from ...program import SEGMENTS, Program
@@ -75,9 +75,9 @@ def simulate(
 ) -> Simulation:
     """Run one step, `table`, of `program` on `machine`.
 
-    `costs`: the table's for the machine by default. `compute_bound`: opcodes, for the overlap across workers. `trace`:
-    keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends, or more
-    signals arrive than a counter counts.
+    `costs`: the table's for the machine by default. `compute_bound`: numbers of phases, for the overlap across workers.
+    `trace`: keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends,
+    or more signals arrive than a counter counts.
     """
     if program.workers != machine.workers:
         raise MegakernelError(
@@ -93,7 +93,7 @@ def simulate(
     _check(program, work, result)
     lanes = program.ranks * program.workers
     flops = _matrix_flops(program, table)
-    step = result.step_s
+    step: float = result.step_s
 
     def part(amount: float, rate: float) -> float:
         return amount / (rate * step * program.ranks)
@@ -155,7 +155,7 @@ def _check(program: Program, work: Work, result: Result) -> None:
         return
     rank, worker = divmod(result.stuck_stream, program.workers)
     record = work.records[result.stuck_record]
-    name = BY_OPCODE[int(record["opcode"])].name
+    name = program.forward.by_number[int(record["phase"])].name
     raise MegakernelError(
         f"the program never ends: rank {rank} worker {worker} waits at record"
         f" {record['number']} ({name}, layer {result.stuck_layer}); verify it"
@@ -167,12 +167,11 @@ def _matrix_flops(program: Program, table: StepTable) -> float:
     total = 0.0
     for segment in range(len(SEGMENTS)):
         records, ranks = program.numbered(segment)
-        opcodes = rec.opcode(records)
+        numbers = rec.phase_number(records)
         runs = program.dims.layers if SEGMENTS[segment] == "body" else 1
         for rank in range(program.ranks):
-            for opcode in np.unique(opcodes[ranks == rank]).tolist():
-                chosen = records[(opcodes == opcode) & (ranks == rank)]
-                instruction = BY_OPCODE[opcode]
-                cost = instruction.cost(instruction.columns(chosen), program.rank_dims(rank))
-                total += runs * float(cost.matrix_flops.sum())
+            for number in np.unique(numbers[ranks == rank]).tolist():
+                phase = program.forward.by_number[number]
+                columns = phase.columns(records[(numbers == number) & (ranks == rank)])
+                total += runs * float(cost(phase, columns, program.rank_dims(rank)).matrix_flops.sum())
     return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())

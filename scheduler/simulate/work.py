@@ -1,7 +1,7 @@
 """What the simulator runs: of each task of a program its waits and signals, what it loads, computes and stores.
 
 A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one.
-All of it follows from the instruction table: loads and stores from the declared accesses, arithmetic from the declared
+All of it follows from the program's phases: loads and stores from the declared accesses, arithmetic from the declared
 costs, attention's from the step table. What a rank's last shared cache may hold is named in pieces: a weight tile or a
 sequence's KV head of one layer, and a row block of an activation buffer.
 """
@@ -16,23 +16,27 @@ from numpy.typing import NDArray
 
 from ...isa import (
     BUFFERS,
-    BY_NAME,
-    BY_OPCODE,
+    DRAIN,
     EVERY,
+    MAX_PHASES,
     OWN,
     Buffer,
     Dims,
-    Family,
     Index,
-    Instruction,
     Kind,
-    Matmul,
+    Operation,
+    Phase,
+    Rows,
     StepTable,
+    Units,
+    accesses,
     attention_pages,
+    cost,
     item_work,
     itemsize,
     matmul_pages,
     tile_work,
+    weight_bytes,
 )
 from ...isa import record as rec
 from ...isa.access import Columns
@@ -44,7 +48,6 @@ from .costs import Costs
 from .native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
-_ATTENTION, _DRAIN, _FINAL_NORM = BY_NAME["attention"], BY_NAME["drain"], BY_NAME["final_norm"]
 _LISTS = (*SEGMENTS, "queues")
 
 
@@ -79,39 +82,45 @@ class _Tasks:
 def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: Collection[int]) -> Work:
     """One step of `program` as the simulator runs it. `table` is of its sizes, seen by any rank."""
     records, ranks, number, offsets = _records(program)
-    opcodes = rec.opcode(records)
+    numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
+    # Records of each phase and rank.
+    groups = [
+        (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.rank)))
+        for view in views
+        for phase in program.forward
+    ]
+    groups = [group for group in groups if len(group[2])]
     per_record = np.ones(len(records), dtype=np.int64)
-    slot = records[:, rec.OPERAND_WORD + _ATTENTION.operands.index("slot")]
-    for rank, view in enumerate(views):
-        here = (opcodes == _ATTENTION.opcode) & (ranks == rank)
-        started = np.concatenate([[0], np.cumsum(_starts_task(view))])
-        per_record[here] = np.maximum(1, np.diff(started[view.slot_items])[slot[here]])
+    for phase, view, chosen in groups:
+        if phase.operation is Operation.ATTENTION:
+            started = np.concatenate([[0], np.cumsum(_starts_task(view))])
+            slot = phase.columns(records[chosen])["slot"]
+            per_record[chosen] = np.maximum(1, np.diff(started[view.slot_items])[slot])
     first_task = np.concatenate([[0], np.cumsum(per_record)])
     tasks = _Tasks(int(first_task[-1]), program.ranks)
-    keys = _Keys(program, views, records, opcodes)
-    for rank, view in enumerate(views):
-        dims = view.dims
-        for opcode in np.unique(opcodes[ranks == rank]).tolist():
-            chosen = np.flatnonzero((opcodes == opcode) & (ranks == rank))
-            instruction = BY_OPCODE[opcode]
-            if opcode == _ATTENTION.opcode:
-                _attention(tasks, keys, records[chosen], first_task[chosen], view, costs)
-            elif instruction.family is not Family.CONTROL:
-                _plain(tasks, keys, instruction, records[chosen], first_task[chosen], dims, costs)
-    _words(tasks, program, records, opcodes, ranks, first_task, views)
-    drain = opcodes == _DRAIN.opcode
+    keys = _Keys(program, views, records, numbers)
+    _words(tasks, records, first_task)
+    for phase, view, chosen in groups:
+        mine, first = records[chosen], first_task[chosen]
+        if phase.operation is Operation.ATTENTION:
+            _attention(tasks, keys, phase, mine, first, view, costs)
+            _item_words(tasks, phase, mine, first, view)
+        else:
+            _plain(tasks, keys, phase, mine, first, view.dims, costs)
+        if phase.operation is Operation.NORM and phase.rows is Rows.LOGIT:
+            _logit_waits(tasks, phase, mine, first, view)
+    drain = numbers == DRAIN.number
     table_of_records = np.zeros(len(records), dtype=RECORD)
-    table_of_records["number"], table_of_records["opcode"] = number, opcodes
+    table_of_records["number"], table_of_records["phase"] = number, numbers
     table_of_records["first_task"], table_of_records["end_task"] = first_task[:-1], first_task[1:]
     for name, operand in (("queue", "queue"), ("claims_end", "end")):
-        table_of_records[name] = np.where(drain, records[:, rec.OPERAND_WORD + _DRAIN.operands.index(operand)], -1)
+        table_of_records[name] = np.where(drain, DRAIN.columns(records)[operand], -1)
     waits = tasks.words(tasks.waits, "wait", WAIT)
     signals = tasks.words(tasks.signals, "signal", SIGNAL)
-    bound = np.full(max(BY_OPCODE) + 1, 2, dtype=np.uint8)  # 2: neither
-    for opcode, instruction in BY_OPCODE.items():
-        if instruction.family is not Family.CONTROL:
-            bound[opcode] = opcode in compute_bound
+    bound = np.full(MAX_PHASES + 1, 2, dtype=np.uint8)  # 2: neither
+    for phase in program.forward:
+        bound[phase.number] = phase.number in compute_bound
     return Work(
         ranks=program.ranks,
         workers=program.workers,
@@ -156,15 +165,13 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 class _Keys:
     """Numbers of cache pieces, the same on every rank, and their sizes, [ranks, keys]."""
 
-    def __init__(self, program: Program, views: list[StepTable], records: Records, opcodes: Int32s) -> None:
+    def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
-        matmuls = [i for i in BY_OPCODE.values() if i.family is Family.MATMUL]
-        self._weights: dict[int, Int32s] = {}
-        self._first: dict[int, int] = {}
+        self._weights: dict[int, tuple[int, Int32s]] = {}  # of a phase: its first key, the columns of its tiles
         count = 0
-        for instruction in matmuls:
-            cols = np.unique(instruction.columns(records[opcodes == instruction.opcode])["col"])
-            self._weights[instruction.opcode], self._first[instruction.opcode] = cols, count
+        for phase in (p for p in program.forward if p.is_matmul):
+            cols = np.unique(phase.columns(records[numbers == phase.number])["col"])
+            self._weights[phase.number] = count, cols
             count += len(cols)
         self._kv, self._heads = count, max(view.dims.rank_kv_heads for view in views)
         count += dims.max_seqs * self._heads
@@ -173,8 +180,9 @@ class _Keys:
         self.count = count + len(BUFFERS) * self._row_blocks
         self.bytes = np.zeros((program.ranks, self.count))
 
-    def weight(self, opcode: int, col: Int32s) -> Ints:
-        return self._first[opcode] + np.searchsorted(self._weights[opcode], col)
+    def weight(self, phase: Phase, col: Int32s) -> Ints:
+        first, cols = self._weights[phase.number]
+        return first + np.searchsorted(cols, col)
 
     def kv(self, sequence: Ints, head: Ints) -> Ints:
         return self._kv + sequence * self._heads + head
@@ -186,21 +194,18 @@ class _Keys:
         np.maximum.at(self.bytes[rank], key, size)
 
 
-def _plain(
-    tasks: _Tasks, keys: _Keys, instruction: Instruction, records: Records, task: Ints, dims: Dims, costs: Costs
-) -> None:
+def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: Costs) -> None:
     """Everything but attention and control."""
-    columns = instruction.columns(records)
+    columns = phase.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
-    cost = instruction.cost(columns, dims)
-    weights, weight_key = cost.memory_bytes, np.full(len(task), -1)
-    if instruction.matmul:
-        # 2 x rows x columns x k FLOPs: columns x k weights.
-        weights = cost.matrix_flops / (2 * rows) * itemsize(dims)
-        weight_key = keys.weight(instruction.opcode, columns["col"])
+    work = cost(phase, columns, dims)
+    weights, weight_key = work.memory_bytes, np.full(len(task), -1)
+    if phase.is_matmul:
+        weights = weight_bytes(phase, columns["cols"], dims)
+        weight_key = keys.weight(phase, columns["col"])
         keys.at_least(dims.rank, weight_key, weights)
     read, read_key, write_key = np.zeros(len(task)), None, None
-    for access in instruction.accesses(columns, dims):
+    for access in accesses(phase, columns, dims):
         wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
         wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
         high = np.maximum(access.row_end - access.row, 0) if access.index is not Index.LOGIT_ROW else rows
@@ -221,35 +226,37 @@ def _plain(
         for to in range(dims.tp):
             keys.at_least(to, write_key, tasks.stores[task, to])
         tasks.set(task, write_key=write_key)
-    matrix_s, vector_s = costs.matmul_s(cost.matrix_flops, rows), cost.vector_flops / costs.vector_flops
-    if instruction.matmul and dims.pages:
-        read, matrix_s = _paged(tasks, task, instruction.matmul, columns, dims, costs)
-    elif dims.pages:
+    matrix_s, vector_s = costs.matmul_s(work.matrix_flops, rows), work.vector_flops / costs.vector_flops
+    if phase.is_matmul and dims.ring_pages:
+        loaded, matrix_s = _paged(tasks, task, phase, columns, dims, costs)
+        read = loaded if phase.norm is None else read
+    elif dims.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
     else:
         tasks.set(task, ring_bytes=weights)
-    compute_s = np.maximum(matrix_s, vector_s)
+    compute_s = matrix_s + vector_s  # both where a matmul normalises its inputs first
     tail_s = compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
 def _paged(
-    tasks: _Tasks, task: Ints, matmul: Matmul, columns: Columns, dims: Dims, costs: Costs
+    tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs
 ) -> tuple[Floats, Floats]:
-    """Matmuls through the ring: what they take of it. Bytes loaded beside weights, and seconds of arithmetic."""
-    taken = matmul_pages(matmul, columns["rows"], columns["cols"], dims)
+    """Matmuls through the ring: what they take of it. Bytes of their rows that it brings, and seconds of arithmetic."""
+    taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    weights = matmul.length(dims) * matmul.width * cols
-    if dims.dots:
+    weights = phase.inner(dims) * phase.matrices(dims) * cols
+    if dims.units == Units.DOTS:
         # The rows come in every lap, and stay to its end.
-        held = dot_input_pages(matmul, rows, dims)
+        held = dot_input_pages(phase, rows, dims)
+        laps = taken.inputs // np.maximum(held, 1)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
-        read = taken.inputs // held * rows * (matmul.length(dims) * itemsize(dims))
+        read = laps * rows * (phase.inner(dims) * itemsize(dims))
         return read.astype(np.float64), (2 * rows * weights).astype(np.float64) / costs.vector_flops
     # The next instruction comes after the results of the last columns.
-    last = np.minimum(taken.output, chunk_output_pages(matmul, dims))
+    last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
-    flops, loads = tile_work(matmul, rows, cols, dims)
+    flops, loads = tile_work(phase, rows, cols, dims)
     whole = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS  # as these FLOPs are counted
     read = loads - weights * itemsize(dims)
     return read.astype(np.float64), costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
@@ -264,11 +271,13 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
             yield to, size
 
 
-def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: StepTable, costs: Costs) -> None:
+def _attention(
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: Costs
+) -> None:
     """One rank's attention. K and V of earlier steps come from memory, once for a sequence
     whose rows several items share."""
     dims = view.dims
-    task, item, _ = _items(records, first, view)
+    task, item, _ = _items(phase, records, first, view)
     if not len(item):
         return
     items_of = np.bincount(task - task[0])[task - task[0]]
@@ -283,14 +292,14 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     shared = whole & (items_of == 1)
     key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
     keys.at_least(dims.rank, key[shared], kv_bytes[shared])
-    access = next(a for a in _ATTENTION.accesses(_ATTENTION.columns(records[:1]), dims) if a.kind is Kind.WRITE)
-    owner = access.rank if access.rank is not None else (row // dims.row_block % dims.tp).astype(np.int32)
+    access = next(a for a in accesses(phase, phase.columns(records[:1]), dims) if a.kind is Kind.WRITE)
+    owner = access.rank if access.rank is not None else dims.owner(row).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
     for to, part in _targets(owner, size, dims):
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
-    if dims.pages:
+    if dims.ring_pages:
         ring += PAGE_BYTES * attention_pages(
             view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims
         )
@@ -307,9 +316,9 @@ def _attention(tasks: _Tasks, keys: _Keys, records: Records, first: Ints, view: 
     )
 
 
-def _items(records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
+def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
     """(task, item, record) of the items of attention records whose first tasks are `first`."""
-    slot = _ATTENTION.columns(records)["slot"]
+    slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record = np.repeat(np.arange(len(records)), count)
     item = begin[record] + np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
@@ -330,17 +339,9 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     return starts
 
 
-def _words(
-    tasks: _Tasks,
-    program: Program,
-    records: Records,
-    opcodes: Int32s,
-    ranks: Ints,
-    first_task: Ints,
-    views: list[StepTable],
-) -> None:
-    """Waits and signals. Plain words of attention: every item waits, the last one signals."""
-    waits = records[:, rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS]
+def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
+    """Plain waits and signals. Those of attention: every item waits, the last one signals."""
+    waits = rec.waits(records)
     record, slot = np.nonzero(waits)
     word = waits[record, slot]
     plain = word & rec.INDEXED == 0
@@ -350,7 +351,7 @@ def _words(
     task = first_task[record[plain]][of] + nth
     tasks.waits.append(np.stack([task, rec.word_counter(word[plain])[of], slot[plain][of]], axis=1))
 
-    signals = records[:, rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]
+    signals = rec.signals(records)
     record, slot = np.nonzero(signals)
     word = signals[record, slot]
     plain = word & rec.INDEXED == 0
@@ -365,22 +366,15 @@ def _words(
         one,
     ]
     tasks.signals.append(np.stack(columns, axis=1))
-    for rank, view in enumerate(views):
-        chosen = np.flatnonzero((opcodes == _ATTENTION.opcode) & (ranks == rank))
-        if len(chosen):
-            _item_words(tasks, records[chosen], first_task[chosen], view)
-        chosen = np.flatnonzero((opcodes == _FINAL_NORM.opcode) & (ranks == rank))
-        if len(chosen):
-            _logit_waits(tasks, records[chosen], first_task[chosen], view)
 
 
-def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:
+def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
     """The grids that attention's first wait and signal word name."""
     dims = view.dims
-    task, item, record = _items(records, first, view)
+    task, item, record = _items(phase, records, first, view)
     if not len(item):
         return
-    columns = _ATTENTION.columns(records)
+    columns = phase.columns(records)
     wait, signal = records[record, rec.WAIT_WORD], records[record, rec.SIGNAL_WORD]
     groups, group_heads = columns["groups"][record], columns["group_heads"][record]
     head, heads = view.item_kv_head[item], view.item_kv_heads[item]
@@ -395,30 +389,31 @@ def _item_words(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -
     leads = np.append(True, task[1:] != task[:-1])
     tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed & leads[of]])
 
-    own = view.item_row[item] // dims.row_block
+    row = view.item_row[item]
     to = rec.word_rank(signal)
-    owner = np.full_like(own, EVERY_RANK) if dims.one_hop else own % dims.tp
+    owner = np.full_like(row, EVERY_RANK) if dims.replicated_residual else dims.owner(row)
     to = np.where(to == rec.OWNER, owner, np.where(to == rec.ALL_RANKS, EVERY_RANK, to))
     rows = [
         task,
         to,
-        rec.word_counter(signal) + own,
+        rec.word_counter(signal) + row // dims.row_block,
         (signal & rec.NEXT != 0).astype(np.int64),
         np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]],
     ]
     tasks.signals.append(np.stack(rows, axis=1)[(signal & rec.INDEXED != 0) & leads])
 
 
-def _logit_waits(tasks: _Tasks, records: Records, first: Ints, view: StepTable) -> None:
-    """final_norm waits for the row block of each logit row that this rank normalises."""
+def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
+    """A norm of logit rows waits for the row block of each that this rank normalises."""
     dims = view.dims
-    columns = _FINAL_NORM.columns(records)
+    columns = phase.columns(records)
     slots = rec.WAIT_WORD + np.arange(rec.WAITS)
     for i, words in enumerate(records[:, slots]):
         row = view.logit_rows[columns["row"][i] : columns["row"][i] + columns["rows"][i]]
-        block = np.unique(row[row >= 0] // dims.row_block)
-        if not dims.one_hop:
-            block = block[block % dims.tp == dims.rank]
+        row = row[row >= 0]
+        if not dims.replicated_residual:
+            row = row[dims.owner(row) == dims.rank]
+        block = np.unique(row // dims.row_block)
         for slot in np.flatnonzero(words & rec.INDEXED):
             counter = rec.word_counter(words[slot]) + block
             tasks.waits.append(

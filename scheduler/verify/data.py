@@ -1,8 +1,8 @@
-"""Third stage of the verifier: does each access come after those that it must come after?
+"""Fourth stage of the verifier: does each access come after those that it must come after?
 
-What must come first follows from the instruction table alone. Its order (embed, a layer's phases, final_norm ..
-sample) times the layers is the sequential meaning of a step; a phase is all instructions of one opcode in one run,
-on all ranks. Copies of a buffer on two ranks are two places. Box by box: no phase writes an element twice; what a
+What must come first follows from the program's phases alone. Their order (those of the prologue, for each layer those
+of the body, those of the epilogue) is the sequential meaning of a step; here a phase is all its instructions in one
+run, on all ranks. Copies of a buffer on two ranks are two places. Box by box: no phase writes an element twice; what a
 phase reads, the last phase before it that writes the buffer has written there; a read comes after that write, and
 a write after the earlier write and after all reads since. To come after is to begin after the end.
 """
@@ -19,31 +19,29 @@ from numpy.typing import NDArray
 
 from ...isa import (
     BUFFERS,
-    BY_OPCODE,
     EVERY,
-    INSTRUCTIONS,
+    MAX_PHASES,
     OWN,
     Access,
     Buffer,
     Column,
     Dims,
-    Family,
+    Forward,
     Index,
-    Instruction,
     Kind,
+    Phase,
     Space,
+    accesses,
     item_columns,
 )
 from ...program import SEGMENTS, Program
 from . import native as native
-from .form import Ints, Part, all_dims, home
+from .form import Part
 from .order import Events, Unrolled, row_blocks
+from .phases import Ints, all_dims, phases_of
 
-_PHASES = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
-_HOST = len(_PHASES)  # the phase in which the host reads the outputs of rank 0
-_SEGMENT = np.array([SEGMENTS.index(home(i) or "") for i in _PHASES] + [2], dtype=np.int32)
+_HOST = MAX_PHASES + 1  # the phase in which the host reads the outputs of rank 0
 _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
-_CONTROL = [i.opcode for i in INSTRUCTIONS if i.family is Family.CONTROL]
 
 
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
@@ -56,30 +54,29 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """What all instructions of one kind on one rank touch."""
+    """What all instructions of a phase on one rank touch."""
 
     part: Part
-    instruction: Instruction
+    phase: Phase
     dims: Dims
     rows: Ints
     accesses: list[Access]
 
 
 def uses(parts: list[Part]) -> list[Use]:
-    """Segment by segment, in table order."""
+    """Segment by segment, in the order of the phases."""
     out = []
     program = parts[0].program
     dims = all_dims(program.dims)
     for part in parts:
-        key = part.opcode.astype(np.int64) * program.ranks + part.rank
+        key = part.number.astype(np.int64) * program.ranks + part.rank
         order = np.argsort(key, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-            if not len(rows) or part.opcode[rows[0]] in _CONTROL:
+            if not len(rows):
                 continue
-            instruction, d = BY_OPCODE[int(part.opcode[rows[0]])], dims[part.rank[rows[0]]]
-            out.append(
-                Use(part, instruction, d, rows, instruction.accesses(instruction.columns(part.records[rows]), d))
-            )
+            phase, d = part.phases.by_number[int(part.number[rows[0]])], dims[part.rank[rows[0]]]
+            if not phase.control:
+                out.append(Use(part, phase, d, rows, accesses(phase, phase.columns(part.records[rows]), d)))
     return out
 
 
@@ -102,22 +99,22 @@ def check_boxes(found: list[Use]) -> Iterator[str]:
         label = use.part.label(int(use.rows[i - sum(length[:which])]))
         yield f"{label}: its box lies outside {access.buffer.name} [{height[i]}, {width[i]}]"
     for use in found:
-        if use.dims.tp > 1 and not use.dims.one_hop:
+        if use.dims.tp > 1 and not use.dims.replicated_residual:
             yield from _check_owners(use)
 
 
 def _check_owners(use: Use) -> Iterator[str]:
     """A rank has the residual of its own row blocks only. Partials are laid out by row block."""
-    d = use.dims
-    residual = any(a.buffer is Buffer.X and a.index is Index.NONE for a in use.accesses)
-    if not residual and all(a.buffer is not Buffer.REDUCE for a in use.accesses):
+    d, phases = use.dims, use.part.phases
+    residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
+    if not residual and all(a.buffer not in phases.partial for a in use.accesses):
         return
-    columns = use.instruction.columns(use.part.records[use.rows])
-    first, last = columns["row"] // d.row_block, (columns["row"] + columns["rows"] - 1) // d.row_block
-    for row in use.rows[first != last]:
+    columns = use.phase.columns(use.part.records[use.rows])
+    first, last = columns["row"], columns["row"] + columns["rows"] - 1
+    for row in use.rows[first // d.row_block != last // d.row_block]:
         yield f"{use.part.label(int(row))}: its rows lie in more than one row block"
     if residual:
-        for row in use.rows[first % d.tp != d.rank]:
+        for row in use.rows[d.owner(first) != d.rank]:
             yield f"{use.part.label(int(row))}: another rank has these rows of the residual"
 
 
@@ -155,7 +152,7 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
     by_name = {e.part.name: e for e in events}
     dealt = {a.buffer for use in found for a in use.accesses if a.index is Index.LOGIT_OWNER}
     for use in found:
-        segment, phase = by_name[use.part.name], _PHASES.index(use.instruction)
+        segment, phase = by_name[use.part.name], use.phase.number
         for access in use.accesses:
             for kind in _kinds(access):
                 if access.index is Index.ITEM:
@@ -171,7 +168,7 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                         col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
                     for rank in _copies(access, use.dims):
                         out.add(phase, access.buffer, rank, kind, use.rows, access.row, access.row_end, col, col_end)
-    for buffer, rank in _declared(program.dims)[1]:
+    for buffer, rank in _declared(program.forward, program.dims)[1]:
         height, width = extent(buffer, program.dims)
         out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
     return out.columns()
@@ -207,7 +204,7 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
     edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.rank_kv_heads).tolist()
     columns = [item_columns(access.buffer, dims, first, end) for first, end in pairwise(edges)]
     col, col_end = np.array(columns)[groups].T
-    copies = [blocks % dims.tp] if access.rank is None else _copies(access, dims)
+    copies = [dims.owner(row)] if access.rank is None else _copies(access, dims)
     for rank in copies:
         out.add(phase, access.buffer, rank, kind, grid.event.ravel(), row, row_end, col, col_end)
 
@@ -217,9 +214,9 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
     d = use.dims
     blocks = row_blocks(d, d.rank)
     row, row_end = _block_rows(d, blocks)
-    box = (row, row_end, np.zeros_like(row), np.full_like(row, d.hidden))
+    box = (row, row_end, np.zeros_like(row), np.full_like(row, access.col_end[0]))
     plain = use.rows
-    for reads in (r for r in events.reads if r.rank == d.rank):
+    for reads in (r for r in events.reads if r.rank == d.rank and np.isin(r.records, use.rows).any()):
         out.add(phase, access.buffer, d.rank, kind, reads.event, *box)
         plain = np.setdiff1d(plain, reads.records)
     for record in plain:
@@ -227,15 +224,14 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 
 
 @lru_cache(maxsize=64)
-def _declared(dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
-    """[phases, buffers]: which phases of these sizes write a buffer, on whichever rank. And the outputs that are
-    gathered on one rank, with that rank: what the host reads after a launch."""
+def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
+    """[phase number, buffer]: which phases write a buffer, on whichever rank. And the outputs that are gathered on one
+    rank, with that rank: what the host reads after a launch."""
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []
-    probe = {name: np.ones(1, dtype=np.int32) for i in _PHASES for name in i.operands}
-    for phase, instruction in enumerate(_PHASES):
-        for access in instruction.accesses(probe, dims) if instruction.present(dims) else ():
-            writes[phase, access.buffer] |= access.kind is not Kind.READ
+    for phase in forward:
+        for access in accesses(phase, {name: np.ones(1, dtype=np.int32) for name in phase.operands}, dims):
+            writes[phase.number, access.buffer] |= access.kind is not Kind.READ
             if BUFFERS[access.buffer].space is Space.OUTPUT and access.buffer is not Buffer.LOGITS:
                 assert isinstance(access.rank, int)
                 outputs.append((access.buffer, access.rank))
@@ -246,8 +242,10 @@ def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], m
     """Up to `most` violations: of what is written, or else of what must be ordered."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
-    writes, _ = _declared(program.dims)
-    step = native.Step(program.ranks, _SEGMENT, writes, _LAYERED, _touches(program, events, found))
+    writes, _ = _declared(program.forward, program.dims)
+    segment = phases_of(program.forward).segment[: _HOST + 1].astype(np.int32)
+    segment[_HOST] = SEGMENTS.index("epilogue")
+    step = native.Step(program.ranks, segment, writes, _LAYERED, _touches(program, events, found))
     nothing = np.zeros(0, dtype=np.int32)
     ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)
     for violation in native.unordered(unrolled.graph, order, step, ends, lasts, most):
@@ -266,7 +264,8 @@ def _describe(unrolled: Unrolled, v: np.void) -> str:
     if v["what"] == native.TWICE:
         return f"{later} and {earlier} both write {buffer} {box}"
     if v["what"] == native.MISSING:
-        should = f"no {_PHASES[v['phase']].name}" if v["phase"] >= 0 else "nothing before it"
+        phase = unrolled.program.forward.by_number.get(int(v["phase"]))
+        should = f"no {phase.name}" if phase else "nothing before it"
         return f"{later} reads {buffer} {box}, which {should} wrote; last written by {earlier}"
     if v["what"] == native.NOT_ONWARD:
         return f"{later} reads {buffer} {box}, which only the prologue wrote, and nothing orders it after {earlier}"

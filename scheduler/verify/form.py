@@ -1,73 +1,35 @@
-"""First stage of the verifier: is every record one that an interpreter can decode and execute in bounds?"""
+"""Second stage of the verifier: is every record one that an interpreter can decode and execute in bounds?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import (
     BUFFERS,
-    BY_NAME,
-    BY_OPCODE,
-    INSTRUCTIONS,
+    DRAIN,
+    OPERATIONS,
     Dims,
     Dtype,
-    Family,
-    Instruction,
+    Operation,
+    Phase,
+    Result,
+    Units,
     kv_pages,
     matmul_pages,
     pages,
 )
 from ...isa import record as bits
 from ...program import SEGMENTS, Program, Segment
+from .phases import Ints, all_dims, phases_of
 
-Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_OPS = [i for i in INSTRUCTIONS if i.family is not Family.CONTROL]
-_LAYERED = [i.opcode for i in _OPS if i.layered]
 _KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
-_KNOWN = np.isin(np.arange(256), list(BY_OPCODE))
-_ATTENTION, _FINAL_NORM, _DRAIN = (BY_NAME[name].opcode for name in ("attention", "final_norm", "drain"))
-# Columns of instructions whose column tiles are not those of one buffer that they write.
-_TILE_COLUMNS: dict[str, Callable[[Dims], int]] = {"qkv_rope": lambda d: d.qkv_cols, "lm_head": lambda d: d.rank_vocab}
-
-
-def home(instruction: Instruction) -> str | None:
-    """The segment that an instruction belongs to, from the table's order; None: any."""
-    if instruction.name == "drain":
-        return "body"
-    if instruction.family is Family.CONTROL:
-        return None
-    if instruction.layered:
-        return "body"
-    return "prologue" if instruction.opcode < min(_LAYERED) else "epilogue"
-
-
-_HOME = np.array([SEGMENTS.index(home(BY_OPCODE[i]) or "body") if _KNOWN[i] else 0 for i in range(256)])
-_ANYWHERE = np.array([bool(_KNOWN[i]) and home(BY_OPCODE[i]) is None for i in range(256)])
-# What operands may be at least and at most; sums of two never come near the end of int32.
-_LEAST = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
-_MOST = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
-for _i in INSTRUCTIONS:
-    _LEAST[_i.opcode, : len(_i.operands)] = [name in ("rows", "cols") for name in _i.operands]
-    _MOST[_i.opcode, : len(_i.operands)] = (1 << 28) - 1
-
-
-@lru_cache(maxsize=64)
-def all_dims(dims: Dims) -> list[Dims]:
-    """Sizes as each rank sees them."""
-    return [replace(dims, rank=rank) for rank in range(dims.tp)]
-
-
-@lru_cache(maxsize=64)
-def _absent(dims: Dims) -> Mask:
-    """[opcode]: instructions that programs of these sizes do not have."""
-    return np.isin(np.arange(256), [i.opcode for i in INSTRUCTIONS if not i.present(dims)])
+_GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
 
 
 @dataclass(frozen=True)
@@ -106,7 +68,7 @@ class Part:
 
     def __init__(self, program: Program, name: str) -> None:
         segment: Segment = getattr(program, name)
-        self.name, self.program = name, program
+        self.name, self.program, self.phases = name, program, phases_of(program.forward)
         self.static = len(segment.records)
         offsets = segment.offsets.astype(np.int64)
         self.stream = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -121,20 +83,20 @@ class Part:
             self.position = np.concatenate([self.position, np.arange(len(queue)) - begin[queue]])
             self.rank = np.concatenate([self.rank, queue // program.rank_queues])
             self.queue = np.concatenate([self.queue, queue])
-        self.opcode = bits.opcode(self.records)
+        self.number = bits.phase_number(self.records)
         self.waits = _words(bits.waits(self.records))
         self.signals = _words(bits.signals(self.records))
 
-    def rows(self, opcode: int) -> Ints:
-        return np.nonzero(self.opcode == opcode)[0]
+    def rows(self, phase: Phase | None) -> Ints:
+        return np.nonzero(self.number == (phase.number if phase else -1))[0]
 
     def label(self, row: int) -> str:
         """An instruction as a violation names it."""
-        instruction = BY_OPCODE.get(int(self.opcode[row]))
-        name, operands = f"opcode {self.opcode[row]}", ""
-        if instruction:
-            name = instruction.name
-            columns = instruction.columns(self.records[row : row + 1])
+        phase = self.phases.by_number.get(int(self.number[row]))
+        name, operands = f"phase {self.number[row]}", ""
+        if phase:
+            name = phase.name
+            columns = phase.columns(self.records[row : row + 1])
             operands = "(" + ", ".join(f"{k}={v[0]}" for k, v in columns.items()) + ")"
         if row < self.static:
             where = f"worker {self.stream[row] % self.program.workers}"
@@ -155,8 +117,8 @@ def check_layout(program: Program) -> Iterator[str]:
         yield f"a program of {program.ranks} ranks has sizes of rank {dims.rank} of {dims.tp}, not of rank 0"
     if program.counters > bits.COUNTER_MASK:
         yield f"a block of {program.counters} counters does not fit a wait or signal word"
-    if dims.layers > bits.LAYER_MASK:
-        yield f"{dims.layers} layers do not fit a record"
+    if dims.layers > bits.MOST_LAYERS:
+        yield f"{dims.layers} layers are more than {bits.MOST_LAYERS}"
     yield from _sizes(dims)
     for name in SEGMENTS:
         yield from _segment(name, getattr(program, name), streams)
@@ -170,18 +132,18 @@ def check_layout(program: Program) -> Iterator[str]:
 
 def _sizes(d: Dims) -> Iterator[str]:
     """Relations between the sizes of a step that every lowering and every step table relies on."""
-    counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "page", "row_block", "tokens", "logit_rows")
+    counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
-    yes_or_no = {d.attention_bias, d.mlp_bias, d.replicated_o, d.one_hop, d.dots}
-    if d.dtype not in list(Dtype) or yes_or_no - {0, 1} or d.pages < 0:
-        yield f"dtype {d.dtype} or a size that says yes or no is out of range"
+    known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
+    if not known or d.replicated_residual not in (0, 1) or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
+        yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a yes or no is out of range"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
-    if d.kv_block < 1 or d.kv_block % d.page:
-        yield f"pages of {d.page} tokens do not divide KV blocks of {d.kv_block}"
+    if d.kv_block < 1 or d.kv_block % d.kv_page:
+        yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
     # Every sequence and the padding may begin a new item, and so does every row block.
     items = min(d.tokens, d.row_blocks + d.max_seqs)
     if d.items < items or d.partials < 0 or d.bias_entries < 0:
@@ -204,7 +166,7 @@ def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
         yield from _headers(part, number)
         yield from _operands(part, dims)
         yield from _counters(part)
-        if program.dims.pages:
+        if program.dims.ring_pages:
             yield from _pages(part, dims)
     yield from _attention(program, parts[1], dims)
     yield from _drains(program, parts[1])
@@ -215,38 +177,35 @@ def _each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str
         yield f"{part.label(int(row))}: {what}"
 
 
-def _headers(part: Part, number: int) -> Iterator[str]:
-    opcode = part.opcode
-    yield from _each(part, np.nonzero(~_KNOWN[opcode])[0], "unknown opcode")
-    yield from _each(part, np.nonzero(part.records[:, 0] != opcode)[0], "the header's layer and flags must be 0")
-    away = (_HOME[opcode] != number) & ~_ANYWHERE[opcode]
-    for row in np.nonzero(away & _KNOWN[opcode])[0]:
-        yield f"{part.label(int(row))}: belongs in the {SEGMENTS[_HOME[opcode[row]]]}"
-    yield from _each(part, np.nonzero((opcode == _DRAIN) & (part.queue >= 0))[0], "a queue cannot hold a drain")
+def _headers(part: Part, segment: int) -> Iterator[str]:
+    known, home = part.phases.known[part.number], part.phases.segment[part.number]
+    yield from _each(part, np.nonzero(~known)[0], "the program has no such phase")
+    yield from _each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase")
+    for row in np.nonzero((home >= 0) & (home != segment))[0]:
+        yield f"{part.label(int(row))}: belongs in the {SEGMENTS[home[row]]}"
+    drains = part.rows(DRAIN)
+    yield from _each(part, drains[part.queue[drains] >= 0], "a queue cannot hold a drain")
 
 
 def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
-    opcode, values = part.opcode, part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
-    bad = ((values < _LEAST[opcode]) | (values > _MOST[opcode])).any(axis=1)
+    values = part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
+    bad = ((values < part.phases.least[part.number]) | (values > part.phases.most[part.number])).any(axis=1)
     yield from _each(part, np.nonzero(bad)[0], "an operand is out of range")
-    bad = _absent(dims[0])[opcode]
-    yield from _each(part, np.nonzero(bad)[0], "programs of these sizes have no such instruction")
-    for name, width in _TILE_COLUMNS.items():
-        rows = part.rows(BY_NAME[name].opcode)
+    for phase in part.phases.matmuls:
+        rows = part.rows(phase)
         if not len(rows):
             continue
-        columns = BY_NAME[name].columns(part.records[rows])
-        most = np.array([width(d) for d in dims])[part.rank[rows]]
+        columns = phase.columns(part.records[rows])
+        most = np.array([phase.width(d) for d in dims])[part.rank[rows]]
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
-        if name == "qkv_rope":
+        if phase.result is Result.HEADS:
             bad = (columns["col"] % 2 != 0) | (columns["cols"] % 2 != 0)
             yield from _each(part, rows[bad], "its column tile cuts a RoPE pair")
 
 
 def _counters(part: Part) -> Iterator[str]:
     program, dims = part.program, part.program.dims
-    attention = part.records[:, bits.OPERAND_WORD + BY_NAME["attention"].operands.index("groups")]
     for words, signal in ((part.waits, False), (part.signals, True)):
         what = "signal" if signal else "wait"
         bad = (words.raw & ~np.int32(_KNOWN_BITS) != 0) | (words.counter < 0) | (words.counter >= program.counters)
@@ -257,7 +216,7 @@ def _counters(part: Part) -> Iterator[str]:
             yield from _each(part, words.row[bad], "a signal names no rank")
             bad = owner & ~words.indexed
             yield from _each(part, words.row[bad], "only a signal that the step table picks goes to a row's owner")
-            if owner.any() and dims.one_hop:
+            if owner.any() and dims.replicated_residual:
                 yield from _each(part, words.row[owner], "rows have no owner where every rank has all of them")
             if part.name != "body":
                 yield from _each(part, words.row[words.next], "only the body signals the next block")
@@ -265,10 +224,11 @@ def _counters(part: Part) -> Iterator[str]:
             yield from _each(part, words.row[words.rank != 0], "a wait is always on the own rank")
             yield from _each(part, words.row[words.next], "a run waits on its own block only")
         if words.indexed.any():
-            row, opcode = words.row[words.indexed], part.opcode[words.row[words.indexed]]
+            row = words.row[words.indexed]
+            attends = np.isin(row, part.rows(part.phases.attention))
             # Members of a grid: [row block][group] that items wait for, else [row block].
-            members = np.where((opcode == _ATTENTION) & (not signal), attention[row].astype(np.int64), 1)
-            picks = (opcode == _ATTENTION) | (opcode == _FINAL_NORM) & (not signal)
+            members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
+            picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
             yield from _each(part, row[bad], f"a {what} word cannot be indexed there")
             past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
@@ -277,31 +237,36 @@ def _counters(part: Part) -> Iterator[str]:
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
     """What an instruction holds at once fits the ring of pages, and its tiles are those that pages can hold."""
-    have = dims[0].pages
+    have = dims[0].ring_pages
     if kv_pages(dims[0]) > have:
         what = f"it holds {kv_pages(dims[0])} pages at once, of {have}"
-        yield from _each(part, part.rows(_ATTENTION), what)
-    for instruction in (i for i in INSTRUCTIONS if i.matmul):
+        yield from _each(part, part.rows(part.phases.attention), what)
+    for phase in part.phases.matmuls:
+        every = part.rows(phase)
         for rank, d in enumerate(dims):
-            rows = part.rows(instruction.opcode)
-            rows = rows[part.rank[rows] == rank]
+            rows = every[part.rank[every] == rank]
             if len(rows):
-                yield from _tile_pages(part, instruction, rows, d)
+                yield from _tile_pages(part, phase, rows, d)
 
 
-def _tile_pages(part: Part, instruction: Instruction, rows: Ints, d: Dims) -> Iterator[str]:
-    """`rows`: one rank's matmuls of one kind."""
-    m, c = instruction.matmul, instruction.columns(part.records[rows])
-    assert m is not None
-    taken = matmul_pages(m, c["rows"], c["cols"], d)
-    for at in np.nonzero(taken.held > d.pages)[0]:
-        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, of {d.pages}"
-    most = pages.dot_rows(max(m.length(d), 1)) if d.dots else pages.PAGE_ROWS
+def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
+    """`rows`: one rank's matmuls of one phase."""
+    c = phase.columns(part.records[rows])
+    taken = matmul_pages(phase, c["rows"], c["cols"], d)
+    for at in np.nonzero(taken.held > d.ring_pages)[0]:
+        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, of {d.ring_pages}"
+    dots = d.units == Units.DOTS
+    most = pages.dot_rows(max(phase.inner(d), 1)) if dots else pages.PAGE_ROWS
     yield from _each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
-    if d.dots or m.output is None:
+    if phase.norm is not None:
+        sizes, which = np.unique(c["rows"], return_inverse=True)
+        fits = np.array([pages.norm_fits(int(size), phase.inner(d), d) for size in sizes])[which]
+        yield from _each(part, rows[~fits], "its rows are too many to normalise them on the way in")
+    per_page = pages.output_columns(phase, d)
+    if not per_page or phase.output is None:
         return
     # What is stored by boxes must not reach beyond the tile into a neighbour's rows or columns.
-    per_page, width = m.output_columns(d), BUFFERS[m.output].shape(d, 0)[1]
+    width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
     yield from _each(part, rows[bad], f"its tile is not made of boxes of {pages.BOX_ROWS} rows x {per_page} columns")
@@ -309,21 +274,23 @@ def _tile_pages(part: Part, instruction: Instruction, rows: Ints, d: Dims) -> It
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
     """Any slot may run any item, so all attention instructions of a rank must name the same grids."""
-    instruction = BY_NAME["attention"]
-    every = body.rows(_ATTENTION)
+    phase = body.phases.attention
+    if phase is None:
+        return
+    every = body.rows(phase)
     for words, what in ((body.waits, "wait"), (body.signals, "signal")):
         grid = np.zeros(len(body.records), dtype=np.bool_)
         grid[words.row[words.indexed & (words.slot == 0)]] = True
         yield from _each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
     for rank, d in enumerate(dims):
         rows = every[body.rank[every] == rank]
-        columns = instruction.columns(body.records[rows])
+        columns = phase.columns(body.records[rows])
         if not d.rank_heads:
             yield from _each(body, rows, f"rank {rank} has no heads")
             continue
         slots = np.sort(columns["slot"])
         if not np.array_equal(slots, np.arange(d.attention_slots)):
-            yield f"attention: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
+            yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
         heads = columns["group_heads"]
         bad = (heads < 1) | (columns["groups"] != -(-d.rank_kv_heads // np.maximum(heads, 1)))
         yield from _each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
@@ -335,9 +302,9 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
 
 def _drains(program: Program, body: Part) -> Iterator[str]:
     """Drains name queues of their rank and do not claim more than there is; together they claim all."""
-    rows = body.rows(_DRAIN)
+    rows = body.rows(DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
-    columns = BY_NAME["drain"].columns(body.records[rows])
+    columns = DRAIN.columns(body.records[rows])
     bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
     yield from _each(body, rows[bad], f"its rank has {program.rank_queues} queues")
     if bad.any():

@@ -1,4 +1,4 @@
-"""Second stage of the verifier: events, what each waits for, and what is therefore known to have happened.
+"""Third stage of the verifier: events, what each waits for, and what is therefore known to have happened.
 
 An event is one run of an instruction, or a virtual event. It begins when the counters that it waits for have their
 totals, and signals when it ends. A stream's events begin in order and end in order, no more: the next one may begin
@@ -7,7 +7,7 @@ before the last one ends. Two kinds stand for what the step table decides:
 item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot
         has it. It is known to come after the counters that its indexed wait names and after nothing else; its
         arrival at the row block's counter proves only itself. A split's last arriver stands for the whole split.
-read    (final_norm's grid, rank, row block): the read of one logit row, after that row block's counter.
+read    (grid of a norm of logit rows, rank, row block): the read of one logit row, after that row block's counter.
 
 A third says how a queue is claimed, and counts only against freedom from deadlock:
 
@@ -21,18 +21,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BY_NAME, Dims
+from ...isa import DRAIN, JOIN, Dims
 from ...isa import record as bits
 from ...program import Program
-from .form import Ints, Mask, Part, all_dims
+from .form import Mask, Part
 from .native import Graph, topological_order
+from .phases import Ints, all_dims
 
 Edges = tuple[Ints, Ints]  # earlier, later
 
 
 def row_blocks(dims: Dims, rank: int) -> Ints:
     """The row blocks whose residual `rank` has."""
-    step = 1 if dims.one_hop else dims.tp
+    step = 1 if dims.replicated_residual else dims.tp
     return np.arange(rank % step, dims.row_blocks, step)
 
 
@@ -108,13 +109,15 @@ class Events:
 
     def _add_items(self) -> None:
         part, program, dims = self.part, self.part.program, self.part.program.dims
-        instruction = BY_NAME["attention"]
-        every = part.rows(instruction.opcode)
+        attention = part.phases.attention
+        if attention is None:
+            return
+        every = part.rows(attention)
         blocks = np.arange(dims.row_blocks)
         block_rows = np.minimum(dims.tokens - blocks * dims.row_block, dims.row_block)
         for rank in range(dims.head_ranks):
             slots = every[part.rank[every] == rank]
-            columns = instruction.columns(part.records[slots[:1]])
+            columns = attention.columns(part.records[slots[:1]])
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
             event = self._new(dims.row_blocks, groups)
             self.items[rank] = Grid(event, group_heads)
@@ -133,25 +136,24 @@ class Events:
             target = signals.rank[word]
             targets = range(program.ranks) if target == bits.ALL_RANKS else [target]
             if target == bits.OWNER:
-                targets = [blocks % program.ranks]
+                targets = [dims.owner(blocks * dims.row_block)]
             for to in targets:
                 counter = to * program.counters + signals.counter[word] + blocks
                 self._signal(items, np.repeat(counter, groups), signals.next[word], arrivals)
 
     def _add_queues(self) -> None:
         part, program = self.part, self.part.program
-        instruction = BY_NAME["drain"]
-        drains = part.rows(instruction.opcode)
+        drains = part.rows(DRAIN)
         if not len(drains):
             return
-        columns = instruction.columns(part.records[drains])
+        columns = DRAIN.columns(part.records[drains])
         end = columns["end"].astype(np.int64)
         queue = part.rank[drains] * program.rank_queues + columns["queue"]
         begin = self._new(len(drains))
         self.begins = drains, begin
         self.chain = np.insert(self.chain, np.searchsorted(self.chain, drains), begin)
         self.stream = np.insert(self.stream, drains, part.stream[drains])
-        words = part.opcode[part.waits.row] == instruction.opcode
+        words = part.number[part.waits.row] == DRAIN.number
         self.may_wait.append((self._wait[words], begin[np.searchsorted(drains, part.waits.row[words])]))
         self.after.append((begin, drains))
 
@@ -274,7 +276,7 @@ class Unrolled:
         for t in np.unique(run):
             here, part = run == t, self.runs[t].part
             event = lasts[here] - self.first[t]
-            idle = (part.opcode[event] == BY_NAME["join"].opcode) & ~np.isin(event, part.signals.row)
+            idle = (part.number[event] == JOIN.number) & ~np.isin(event, part.signals.row)
             work[here] -= idle
         alone = work >= 0
         alone[1:] &= work[1:] > last[:-1]  # a stream of one join does no work

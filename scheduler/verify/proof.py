@@ -1,8 +1,9 @@
 """Proof that a program is right for every valid step table, or what is wrong with it.
 
-Reads the finished program and the instruction table, and shares no code with what made the program. Proved, over
-all ranks:
+Reads the finished program, and shares no code with what made it: the program's phases say what its records do and
+what a step means. Proved, over all ranks:
 
+phases    every phase names buffers that its operation can work on, in an order that makes sense
 form      every record decodes, stays in bounds and names counters of its block; attention slots appear once each;
           drains claim their queues whole; what an instruction holds at once fits the pages of shared memory
 totals    every counter gets exactly its stored total of arrivals, in the first, the middle and the last block; one
@@ -62,6 +63,7 @@ from ...program import SEGMENTS, Program
 from .data import check_boxes, check_data, uses
 from .form import Part, check_layout, check_records
 from .order import Events, Unrolled
+from .phases import check_phases
 
 _LAYERS = 3
 _MOST = 50  # violations that are spelled out
@@ -90,7 +92,7 @@ def verify(program: Program) -> Report:
 
 
 def _violations(program: Program) -> Iterator[str]:
-    found = list(check_layout(program))
+    found = list(check_layout(program)) or list(check_phases(program.forward, program.dims))
     if found:
         yield from found
         return

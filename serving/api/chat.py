@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
@@ -11,7 +10,7 @@ from .answers import Answers, Delta
 from .logprobs import chat_logprobs, scores
 from .requests import ChatRequest
 from .responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatResponse, Usage
-from .service import Service, new_id
+from .service import Answer, Service
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
@@ -28,17 +27,14 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     return await service.respond(answers, _Chat(service, body, model, prompt, answers), bool(body.stream))
 
 
-class _Chat:
+class _Chat(Answer):
     def __init__(self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers) -> None:
-        self._service, self._body, self._prompt, self._answers = service, body, prompt, answers
-        self._id, self._created, self._model = new_id("chatcmpl"), int(time.time()), model
-        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+        super().__init__(service, "chatcmpl", body, model, [prompt], answers)
+        self._body = body
 
     async def whole(self) -> bytes:
         response = ChatResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
+            **self._head,
             choices=[
                 ChatChoice(
                     index=choice.index,
@@ -49,8 +45,8 @@ class _Chat:
                 )
                 for choice in await self._answers.collect()
             ],
-            usage=self._usage(),
-            prompt_token_ids=self._prompt if self._shows_ids else None,
+            usage=self._usage(self._answers.completion_tokens),
+            prompt_token_ids=self._prompts[0] if self._shows_ids else None,
         )
         return response.model_dump_json().encode()
 
@@ -66,13 +62,12 @@ class _Chat:
                         yield self._chunk([ChatChunkChoice(index=delta.index, delta=role)])
                     yield self._chunk([self._choice(delta)])
             if self._body.wants_usage_chunk:
-                yield self._chunk([], self._usage())
+                yield self._chunk([], self._usage(self._answers.completion_tokens))
         finally:
             self._answers.close()
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-        return chunk.model_dump_json().encode()
+        return ChatChunk(**self._head, choices=choices, usage=usage).model_dump_json().encode()
 
     def _choice(self, delta: Delta) -> ChatChunkChoice:
         return ChatChunkChoice(
@@ -82,10 +77,6 @@ class _Chat:
             finish_reason=delta.finish_reason,
             token_ids=delta.token_ids if self._shows_ids else None,
         )
-
-    def _usage(self) -> Usage:
-        prompt, completion = len(self._prompt), self._answers.completion_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._body.logprobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
@@ -11,7 +10,7 @@ from .answers import Answers, Delta
 from .logprobs import Score, completion_logprobs, scores
 from .requests import CompletionRequest
 from .responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from .service import Service, new_id
+from .service import Answer, Service
 
 _DEFAULT_TOKENS = 16
 
@@ -30,18 +29,17 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     return await service.respond(answers, _Completion(service, body, model, prompts, answers), bool(body.stream))
 
 
-class _Completion:
+class _Completion(Answer):
     def __init__(
         self, service: Service, body: CompletionRequest, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
-        self._service, self._body, self._prompts, self._answers = service, body, prompts, answers
-        self._id, self._created, self._model = new_id("cmpl"), int(time.time()), model
+        super().__init__(service, "cmpl", body, model, prompts, answers)
+        self._body = body
         self._offsets: dict[int, int] = {}  # of the next token of each choice that has begun
-        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
-        return self._response(choices, self._usage()).model_dump_json().encode()
+        return self._response(choices, self._used()).model_dump_json().encode()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         try:
@@ -49,17 +47,15 @@ class _Completion:
                 for delta in await self._answers.take():
                     yield self._response([self._choice(delta)], None).model_dump_json().encode()
             if self._body.wants_usage_chunk:
-                yield self._response([], self._usage()).model_dump_json().encode()
+                yield self._response([], self._used()).model_dump_json().encode()
         finally:
             self._answers.close()
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
-        return CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return CompletionResponse(**self._head, choices=choices, usage=usage)
 
-    def _usage(self) -> Usage:
-        prompt = sum(map(len, self._prompts))
-        completion = 0 if self._body.max_tokens == 0 else self._answers.completion_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    def _used(self) -> Usage:
+        return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
 
     def _choice(self, delta: Delta) -> CompletionChoice:
         """A choice or a part of one; with the prompt before its first tokens where echo is wanted."""

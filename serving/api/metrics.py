@@ -90,7 +90,7 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=names)
             gauge.add_metric(values, value)
             yield gauge
-        cache = {"block_size": str(engine.engine.dims.page), "num_gpu_blocks": str(stats.pages)}
+        cache = {"block_size": str(engine.engine.dims.kv_page), "num_gpu_blocks": str(stats.pages)}
         info = GaugeMetricFamily("vllm:cache_config_info", "size of the KV cache", labels=[*names, *cache])
         info.add_metric([*values, *cache.values()], 1)
         yield info

@@ -55,12 +55,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        service: Service,
-        *,
-        on_ready: Callable[[], None],
-        on_drain: Callable[[str], None],
-        drain_seconds: float,
+        self, service: Service, *, on_ready: Callable[[], None], on_drain: Callable[[str], None], drain_seconds: float
     ) -> None:
         config = uvicorn.Config(
             create_app(service),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
@@ -16,7 +17,6 @@ from ...machine import host
 from ...model.tokenizer import Tokenizer
 from ...roofline import Ceilings, machine_ceilings
 from ..async_engine import AsyncEngine
-from ..engine import Step
 from ..live import Live
 from ..llm import LLM
 from ..sampling import SamplingParams
@@ -24,7 +24,8 @@ from .answers import Answers
 from .errors import APIError, shortened
 from .http import EventStream
 from .metrics import Metrics
-from .requests import Message, Prompt
+from .requests import Message, Prompt, Sampled
+from .responses import Usage
 
 T = TypeVar("T")
 _INLINE = 4096  # characters that are tokenised on the event loop; longer texts take a thread
@@ -62,19 +63,11 @@ class Service:
             self.engine.stats,
             tied=llm.config.tied,
             max_seqs=llm.engine.dims.max_seqs,
-            about={
-                "model": self.names[0],
-                "backend": llm.engine.backend.name,
-                "dtype": llm.dtype.name.lower(),
-                "threads": f"{llm.threads} threads",
-            },
+            about=llm.about | {"model": self.names[0], "threads": f"{llm.threads} threads"},
         )
-        self.engine.on_step.append(self._record)
+        self.engine.on_step.append(lambda step, seconds: self.live.add(step, seconds, self.engine.stats))
         self.engine.wants_trace = lambda: self.live.tracing
         self.metrics = Metrics(self.engine, self.live, self.names[0])
-
-    def _record(self, step: Step, seconds: float) -> None:
-        self.live.add(step, seconds, self.engine.stats)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -169,16 +162,27 @@ class Service:
             ) from None
 
 
-class Answer(Protocol):
-    """An endpoint's way to put answers into JSON."""
+class Answer(ABC):
+    """An endpoint's way to put answers into JSON. `_head` is what every body of it begins with."""
 
+    def __init__(
+        self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
+    ) -> None:
+        self._service, self._prompts, self._answers = service, prompts, answers
+        self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+        self._head["model"] = model
+        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+
+    @abstractmethod
     async def whole(self) -> bytes: ...
+
+    @abstractmethod
     def chunks(self) -> AsyncGenerator[bytes]: ...
+
+    def _usage(self, completion: int) -> Usage:
+        prompt = sum(map(len, self._prompts))
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
 async def _off_loop(size: int, work: Callable[[], list[int]]) -> list[int]:
     return work() if size <= _INLINE else await asyncio.to_thread(work)
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"

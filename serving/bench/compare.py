@@ -80,8 +80,4 @@ async def describe(server: Server) -> dict[str, Any]:
     """What a server says of itself."""
     version = await server.get_json("/version") or {}
     props = await server.get_json("/props") or {}  # llama-server's
-    return {
-        "url": server.url,
-        "model": server.model,
-        "version": version.get("version") or props.get("build_info"),
-    }
+    return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}

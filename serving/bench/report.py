@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...isa import Dims
+from ...isa import Dims, Forward
 from ...roofline import Ceilings, Work, bound, fraction_error, step_work
 from .workload import Job, lengths
 
@@ -99,17 +99,17 @@ def most_in_flight(outcomes: Sequence[Outcome]) -> int:
     return int(np.max(np.cumsum([change for _, change in moments])))
 
 
-def least_work(dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
+def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
     """The work that any server cannot avoid which answers `jobs` token by token, `in_flight` at a time at most.
 
     FLOPs and KV bytes are those of every prompt in one piece and of every later token alone. All weights are read in
-    every step, and there are at least max(longest output, outputs / in_flight) steps. Only `dims`' shapes count.
+    every step, and there are at least max(longest output, outputs / in_flight) steps. Of `dims` only the model counts.
     """
     prompts, outputs = lengths(jobs)
     last = prompts + outputs - 1  # the last token generated is never fed back
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
-    whole = step_work(dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
-    step = step_work(dims, [1], [1], 1, tied=tied)
+    whole = step_work(forward, dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
+    step = step_work(forward, dims, [1], [1], 1, tied=tied)
     contexts = prompts + (outputs - 1) * prompts + (outputs - 1) * outputs // 2
     return Work(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
 

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from megakernel.errors import MegakernelError
+from megakernel.isa import Units
 from megakernel.runtime.cuda import compile
 
 ROOT = Path(__file__).parents[2]
+TENSOR, DOTS = Units.TENSOR, Units.DOTS
 
 
 class Counting:
     """A compiler that notes what it was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.asked: list[tuple[bool, bool]] = []
+        self.asked: list[tuple[bool, Units]] = []
         self.log = ""
         (folder / "csrc" / "cuda").mkdir(parents=True)
         (folder / "csrc" / "common").mkdir()
@@ -31,9 +33,9 @@ class Counting:
         monkeypatch.setattr(compile, "compiler", lambda: compile.Compiler(self.version))
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
-    def _compile(self, trace: bool, dots: bool) -> compile.Cubin:
-        self.asked.append((trace, dots))
-        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{dots:d}".encode(), self.log)
+    def _compile(self, trace: bool, units: Units) -> compile.Cubin:
+        self.asked.append((trace, units))
+        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}".encode(), self.log)
 
 
 @pytest.fixture
@@ -42,19 +44,19 @@ def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
 
 
 def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
-    assert compile.cubin(trace=False, dots=False) == compile.cubin(trace=False, dots=False) == b"code of one 00"
-    assert compile.cubin(trace=True, dots=True) == b"code of one 11"
-    assert compile.cubin(trace=True, dots=False) == b"code of one 10"
-    assert counting.asked == [(False, False), (True, True), (True, False)]
+    assert compile.cubin(trace=False, units=TENSOR) == compile.cubin(trace=False, units=TENSOR) == b"code of one 02"
+    assert compile.cubin(trace=True, units=DOTS) == b"code of one 11"
+    assert compile.cubin(trace=True, units=TENSOR) == b"code of one 12"
+    assert counting.asked == [(False, TENSOR), (True, DOTS), (True, TENSOR)]
     counting.source.touch()
-    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, units=TENSOR)
     assert len(counting.asked) == 3  # by content, not by time
     counting.source.write_text("two")
-    assert compile.cubin(trace=False, dots=False) == b"code of two 00"
+    assert compile.cubin(trace=False, units=TENSOR) == b"code of two 02"
     (counting.source.parent / "new.h").write_text("")
-    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, units=TENSOR)
     counting.version = "2"
-    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, units=TENSOR)
     assert len(counting.asked) == 6
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
@@ -64,17 +66,17 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
-    assert compile.cubin(trace=False, dots=False) == b"code of one 00"
+    assert compile.cubin(trace=False, units=TENSOR) == b"code of one 02"
 
 
 def test_a_line_on_a_terminal(
     counting: Counting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compile.cubin(trace=True, dots=True)
+    compile.cubin(trace=True, units=DOTS)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    compile.cubin(trace=False, dots=False)
-    compile.cubin(trace=False, dots=False)
+    compile.cubin(trace=False, units=TENSOR)
+    compile.cubin(trace=False, units=TENSOR)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "compiling the CUDA interpreter" in said
 
@@ -85,9 +87,9 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to calls\n"
     )
     with pytest.raises(MegakernelError, match=r"slow code of csrc/cuda: \(C7510\) Potential"):
-        compile.cubin(trace=False, dots=False)
+        compile.cubin(trace=False, units=TENSOR)
     counting.log = ""
-    assert compile.cubin(trace=False, dots=False)  # the slow one was not kept
+    assert compile.cubin(trace=False, units=TENSOR)  # the slow one was not kept
 
 
 def test_the_first_complaint_is_the_error() -> None:

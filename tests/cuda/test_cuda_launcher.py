@@ -1,52 +1,53 @@
 """The CUDA backend's host side, end to end on a pretended driver: fake_gpu says what that is.
 
-Functions named `in_process_*` run there; the tests start them.
+The bodies of tests under `pretended`, and of functions named `in_process_*`, run there.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cpu_support import RandomCheckpoint
-from fake_gpu import Arguments, FibreKernel, PretendedKernel, library, no_compiler, poll, print_missing, run, view
+from fake_gpu import (
+    Arguments,
+    FibreKernel,
+    PretendedKernel,
+    library,
+    no_compiler,
+    poll,
+    pretended,
+    print_missing,
+    run,
+    view,
+)
 from protocol import _MAP as MAP
-from protocol import build_fibres
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import (
-    BUFFERS,
-    BY_OPCODE,
-    KV_BLOCK,
-    Buffer,
-    Dims,
-    Dtype,
-    Space,
-    StepTable,
-    record,
-    slot_work,
-)
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
 from megakernel.isa.launch import MAP_BYTES, WARPS
 from megakernel.machine import MACHINES, Machine
-from megakernel.model.config import LlamaConfig
+from megakernel.model import families
+from megakernel.model.config import ModelConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.stall import NOTE
+from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options, compile_program
 
 WORKERS, PAGES = 3, 5
-CONFIG = LlamaConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True, attention_bias=True)
+CONFIG = ModelConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True)
 
 
 def _machine() -> Machine:
-    return replace(MACHINES["h100"], workers=WORKERS, page=KV_BLOCK)
+    return replace(MACHINES["h100"], workers=WORKERS, kv_page=KV_BLOCK)
 
 
 def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Program:
@@ -64,25 +65,18 @@ def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Pr
 
 
 def _weights(dims: Dims) -> RandomCheckpoint:
-    return RandomCheckpoint(replace(dims, tp=1), tied=CONFIG.tied)
+    return RandomCheckpoint(replace(dims, tp=1), tied=CONFIG.tied, biased=False)
 
 
 def _backend(dims: Dims, **options: Any) -> Any:
     from megakernel.runtime.cuda.backend import CudaBackend
 
     no_compiler()
-    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype.BF16, **options)
+    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype(dims.dtype), **options)
 
 
 def _table(dims: Dims, tokens: tuple[int, ...] = (5, 6, 7), start: int = 0, slot: int = 0) -> StepTable:
     return build_step(dims, [Chunk(slot, start, tokens, (3, 1), (SampleRow(len(tokens) - 1),))])
-
-
-def _expected(program: Program, tables: list[StepTable]) -> list[tuple[bytes, bytes, bytes]]:
-    from megakernel.runtime.reference import ReferenceBackend
-
-    reference = ReferenceBackend(_weights(program.dims), program.dims, PAGES, dtype=Dtype.BF16)
-    return [_bits(reference.launch(program, table)) for table in tables]
 
 
 def _bits(out: Any) -> tuple[bytes, bytes, bytes]:
@@ -106,8 +100,6 @@ def in_process_steps() -> None:
     got = [_bits(backend.launch(program, table)) for program, table in tables]
     kernel.check()
     whole = {id(p): p for p, _ in tables}
-    from megakernel.runtime.reference import ReferenceBackend
-
     reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES, dtype=Dtype.BF16)
     assert got == [_bits(reference.launch(whole[id(p)], table)) for p, table in tables]
     backend.write_history(1, 2, np.array([11, 12], np.int32))
@@ -130,7 +122,8 @@ def test_steps_equal_the_references(
     assert said.split() == ["launches", str(4 * grids)]
 
 
-def in_process_memory() -> None:
+@pretended()
+def test_arguments_point_to_what_they_say() -> None:
     """What lies where the arguments say: weights, strides, maps."""
     program = _program(40, tp=2)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
@@ -145,15 +138,19 @@ def in_process_memory() -> None:
     kernel.check()
     [a] = seen
     assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # which is float32 there
-    assert replace(a.program, dims=program.dims, machine=program.machine).to_bytes() == program.to_bytes()
+    for d in a.ranks:
+        np.testing.assert_array_equal(a.phases[d.rank], program.forward.words(program.rank_dims(d.rank)))
+    same = replace(a.program, dims=program.dims, machine=program.machine, forward=program.forward)
+    assert same.to_bytes() == program.to_bytes()
     assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
-    for buffer, spec in BUFFERS.items():
-        if spec.space is Space.WEIGHT:
-            for d in a.ranks:
-                for layer in range(d.layers if spec.layered else 1):
-                    whole = checkpoint.load(buffer, layer, Dtype.BF16)
-                    np.testing.assert_array_equal(a.buffer(d.rank, buffer, layer, 0), shard(whole, buffer, d))
+    weights = families.weights(CONFIG, program.dims)
+    for buffer, d in itertools.product(weights, a.ranks):
+        for layer in range(d.layers if BUFFERS[buffer].layered else 1):
+            whole = checkpoint.load(buffer, layer, Dtype.BF16)
+            np.testing.assert_array_equal(a.buffer(d.rank, buffer, layer, 0), shard(whole, buffer, d))
+    lacks = [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in weights]
+    assert Buffer.B_QKV in lacks and not a.addresses[:, lacks].any()
     # Both ranks are on one GPU and share what both need whole.
     assert a.addresses[0, Buffer.EMBED] == a.addresses[1, Buffer.EMBED]
     assert a.addresses[0, Buffer.W_QKV] != a.addresses[1, Buffer.W_QKV]
@@ -168,8 +165,8 @@ def in_process_memory() -> None:
         Buffer.X: (d.hidden, d.tokens, 1),
         Buffer.ACT: (d.rank_ffn, d.tokens, 1),
         Buffer.REDUCE: (d.hidden, d.own_rows, 2),
-        Buffer.K_CACHE: (d.page, PAGES * d.rank_kv_heads * d.head_dim, d.layers),
-        Buffer.V_CACHE: (d.head_dim, PAGES * d.rank_kv_heads * d.page, d.layers),
+        Buffer.K_CACHE: (d.kv_page, PAGES * d.rank_kv_heads * d.head_dim, d.layers),
+        Buffer.V_CACHE: (d.head_dim, PAGES * d.rank_kv_heads * d.kv_page, d.layers),
     }
     for buffer, sizes in shapes.items():
         item = 4 if buffer is Buffer.X else 2
@@ -182,14 +179,11 @@ def in_process_memory() -> None:
     backend.close()
 
 
-def test_arguments_point_to_what_they_say(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_memory)
-
-
 # -- launches that fail
 
 
-def in_process_failures() -> None:
+@pretended()
+def test_failed_launches_end_and_the_next_one_works() -> None:
     program = _program()
     table = _table(program.dims)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
@@ -248,11 +242,8 @@ def in_process_failures() -> None:
     assert library().fake_allocations() == 0
 
 
-def test_failed_launches_end_and_the_next_one_works(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_failures)
-
-
-def in_process_hang() -> None:
+@pretended()
+def test_a_launch_that_never_ends() -> None:
     """A kernel that neither ends nor sees the abort word: all that comes after is an error, and waits for nothing."""
     from megakernel.runtime.cuda import launch as module
 
@@ -295,7 +286,8 @@ def in_process_hang() -> None:
     assert library().fake_allocations() == held
 
 
-def in_process_hang_aborted() -> None:
+@pretended()
+def test_a_launch_that_cannot_be_aborted() -> None:
     from megakernel.runtime.cuda import launch as module
 
     module._STOP_S = 0.2
@@ -308,7 +300,8 @@ def in_process_hang_aborted() -> None:
     backend.close()
 
 
-def in_process_overdue() -> None:
+@pretended()
+def test_an_overdue_launch() -> None:
     """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
     program = _program()
     table = _table(program.dims)
@@ -323,41 +316,45 @@ def in_process_overdue() -> None:
     assert library().fake_allocations() == 0
 
 
-@pytest.mark.parametrize("what", [in_process_hang, in_process_hang_aborted, in_process_overdue])
-def test_a_launch_that_never_ends(tmp_path_factory: pytest.TempPathFactory, what: Callable[[], None]) -> None:
-    run(tmp_path_factory, what)
-
-
-def in_process_refusals() -> None:
+@pretended(FAKE_CUDA_SMS=4)
+def test_refuses_what_it_cannot_run() -> None:
     program = _program()
     backend, _ = _backend(program.dims), PretendedKernel(PAGES)
     wide = _program(machine=replace(_machine(), workers=8))
     with pytest.raises(MegakernelError, match="GPU 0 holds 4 at once: compile it with --workers 4"):
         backend.launch(wide, _table(wide.dims))
-    broken = replace(program, body=replace(program.body, records=program.body.records.copy()))
-    broken.body.records[0, record.WAIT_WORD] = record.counter_word(program.counters)
-    with pytest.raises(MegakernelError, match="record 0 of body names a counter beyond the block"):
-        backend.launch(broken, _table(program.dims))
-    with pytest.raises(MegakernelError, match="KV pages of 16 tokens"):
-        _backend(replace(program.dims, page=16))
-    with pytest.raises(MegakernelError, match="heads have 136 elements"):
-        _backend(replace(program.dims, head_dim=136))
-    with pytest.raises(MegakernelError, match="use --dtype bf16"):
-        from megakernel.runtime.cuda.backend import CudaBackend
-
-        dims = replace(program.dims, dtype=int(Dtype.F32))
-        CudaBackend(_weights(program.dims), dims, PAGES, dtype=Dtype.F32)
+    wrong = {}
+    for word, value, complaint in (
+        (record.WAIT_WORD, record.counter_word(program.counters), "record 0 of body names a counter beyond the block"),
+        (0, 31, "record 0 of body names an unknown phase"),
+    ):
+        records = program.body.records.copy()
+        records[0, word] = value
+        wrong[complaint] = replace(program, body=replace(program.body, records=records))
+    for weights, changes, complaint in (
+        (Buffer.W_QKV, {"norm": Buffer.MLP_NORM}, "qkv_rope normalises 4 rows of 64 elements itself, which its units"),
+        (Buffer.W_O, {"storage": Dtype.F32}, "o_proj has weights in f32"),
+    ):
+        body = tuple(replace(p, **changes) if p.weights is weights else p for p in program.forward.body)
+        wrong[complaint] = replace(program, forward=replace(program.forward, body=body))
+    for complaint, broken in wrong.items():
+        with pytest.raises(MegakernelError, match=complaint):
+            backend.launch(broken, _table(program.dims))
+    for changes, complaint in (
+        ({"kv_page": 16}, "KV pages of 16 tokens"),
+        ({"head_dim": 136}, "heads have 136 elements"),
+        ({"dtype": int(Dtype.F32)}, "use --dtype bf16"),
+    ):
+        with pytest.raises(MegakernelError, match=complaint):
+            _backend(replace(program.dims, **changes))
     backend.close()
-
-
-def test_refuses_what_it_cannot_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_refusals, FAKE_CUDA_SMS=4)
 
 
 # -- single instructions, traces
 
 
-def in_process_execute() -> None:
+@pretended()
+def test_executes_a_phase() -> None:
     program = _program(tp=2)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[tuple[Any, ...]] = []
@@ -382,18 +379,14 @@ def in_process_execute() -> None:
     assert library().fake_allocations() == 0
 
 
-def test_executes_a_phase(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_execute)
-
-
-def in_process_trace() -> None:
+@pretended()
+def test_traces_are_nanoseconds_of_one_clock() -> None:
     from megakernel.trace import DTYPE, IntervalKind, Role
 
     program = _program()
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
 
     def before(params: Any) -> bool:
-        a = Arguments(params)
         if not params.trace:
             return True
         blocks = params.ranks * params.workers
@@ -412,7 +405,6 @@ def in_process_trace() -> None:
                 row["worker"], row["layer"], row["instruction"] = block, 1, i
                 row["role"], row["kind"] = Role.CONSUMER, IntervalKind.COMPUTE
             counts[block] = 2 if block else params.trace_capacity + 3
-        del a
         return True
 
     kernel.before = before
@@ -430,21 +422,18 @@ def in_process_trace() -> None:
     backend.close()
 
 
-def test_traces_are_nanoseconds_of_one_clock(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_trace)
-
-
 # -- everything that a person types
 
 
-def in_process_llm() -> None:
+@pretended(FAKE_CUDA_SMS=6)
+def test_generates() -> None:
     no_compiler()
     kernel = None
     for backend in ("cuda", "auto"):
         with LLM(_weights(_program().dims), backend=backend, max_seqs=2, max_context=256) as llm:
             kernel = PretendedKernel(llm.engine.backend.pages)
             assert llm.engine.backend.name == "cuda" and llm.dtype is Dtype.BF16
-            assert llm.engine.dims.page == KV_BLOCK
+            assert llm.engine.dims.kv_page == KV_BLOCK
             assert llm.engine.programs.get(1, 1).workers == 6
             result = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
             kernel.check()
@@ -457,14 +446,11 @@ def in_process_llm() -> None:
         assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
 
-def test_generates(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_llm, FAKE_CUDA_SMS=6)
-
-
 # -- with the interpreter's own roles and bodies
 
 
-def in_process_interpreter() -> None:
+@pretended(fibres=True, FAKE_CUDA_SMS=6)
+def test_the_interpreter_itself() -> None:
     """Prompts and decode through engine, launcher and interpreter; by phases too, with the same bits."""
     no_compiler()
     kernel = FibreKernel(os.environ["FIBRES"])
@@ -477,7 +463,7 @@ def in_process_interpreter() -> None:
     assert kernel.wrong == []
     assert results["cuda"] == results["reference"]
 
-    program = _program(40, tp=int(os.environ["TP"]))
+    program = _program(40, tp=2)
     backend = _backend(program.dims)
     table = _table(program.dims, tuple(range(30)))
     first = _bits(backend.launch(program, table))
@@ -489,11 +475,8 @@ def in_process_interpreter() -> None:
     backend.close()
 
 
-def test_the_interpreter_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_interpreter, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=6, TP=2)
-
-
-def in_process_check() -> None:
+@pretended(fibres=True, FAKE_CUDA_SMS=2)
+def test_the_check_of_instructions_finds_faults() -> None:
     """What doctor finds: nothing, then a wrong element, a stray one, one that differs from run to run, a launch that is
     given up, and a GPU that answers no more."""
     from megakernel.cli import doctor_gpu
@@ -501,7 +484,7 @@ def in_process_check() -> None:
 
     no_compiler()
     kernel = FibreKernel(os.environ["FIBRES"])
-    shape = LlamaConfig(131, 72, 104, 1, 6, 2, 16, 256, attention_bias=True, mlp_bias=True)
+    shape = ModelConfig(131, 72, 104, 1, 6, 2, 16, 256, qkv_bias=True, o_bias=True, mlp_bias=True)
     case = doctor_gpu.Case("few rows", shape, 3, "dots")
     assert doctor_gpu.check(case, seeds=1, repeats=2) == [] and kernel.wrong == []
 
@@ -515,8 +498,8 @@ def in_process_check() -> None:
     def faulty(self: Any, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
         nonlocal runs, downs
         plain(self, program, index, work, layer, table)
-        names = {BY_OPCODE[int(op)].name for op in record.opcode(work.records)}
-        [name] = names  # a phase is of one kind
+        [number] = np.unique(record.phase_number(work.records))
+        name = program.forward.by_number[number].name
         runs += 1
         downs += name == "down_proj"
         first = work.records[0, record.OPERAND_WORD :].tolist() == program.phases(index)[0].records[0, 1:].tolist()
@@ -551,7 +534,8 @@ def in_process_check() -> None:
     assert kernel.wrong == []
 
 
-def in_process_cases() -> None:
+@pretended(fibres=True, OMP_NUM_THREADS=1)
+def test_the_cases_of_the_check_are_right_on_the_host() -> None:
     """What a GPU is asked first: the interpreter's own code is right in all of it, by the limits that it is held to."""
     from megakernel.cli import doctor_gpu
 
@@ -560,14 +544,6 @@ def in_process_cases() -> None:
     for case in doctor_gpu.cases():
         assert doctor_gpu.check(case, seeds=1, repeats=1) == []
     assert kernel.wrong == []
-
-
-def test_the_cases_of_the_check_are_right_on_the_host(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_cases, FIBRES=build_fibres()._name, OMP_NUM_THREADS=1)
-
-
-def test_the_check_of_instructions_finds_faults(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(tmp_path_factory, in_process_check, FIBRES=build_fibres()._name, FAKE_CUDA_SMS=2)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
     nvcc = cuda.nvcc_path()
     if nvcc is None:
         pytest.skip("needs nvcc")
-    command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_DOTS=1", "megakernel.cu", "-o", "-"]
+    command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_UNITS=1", "megakernel.cu", "-o", "-"]
     return subprocess.run(command, cwd=folder / "cuda", capture_output=True, text=True, check=True).stdout
 
 

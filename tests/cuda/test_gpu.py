@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runner import Piece, Runner
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel import LLM, SamplingParams
 from megakernel.cli import doctor_gpu
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, record
-from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, rank_machine
 from megakernel.runtime.cuda.availability import missing
-from megakernel.scheduler import Options, compile_program
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "speed"))
 
@@ -28,73 +27,29 @@ _LACK = missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_LACK is not None, reason=f"no GPU to run on: {_LACK}")]
 
 # Sizes that the interpreter takes, none of them a multiple of its tiles.
-SHAPE = {"vocab": 331, "hidden": 136, "ffn": 200, "head_dim": 64, "heads": 6, "kv_heads": 2}
+SHAPE = {"vocab": 331, "hidden": 168, "ffn": 200, "head_dim": 64, "heads": 6, "kv_heads": 2}
 GRID: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"heads": 3, "kv_heads": 3},
     "mqa": {"heads": 8, "kv_heads": 1, "head_dim": 128},
     "heads of 80": {"head_dim": 80},
     "tied": {"tied": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "llama3 rope": {"rope": ROPES["llama3"]},
 }
 
 
-class Runner:
-    """Programs and steps of one backend."""
-
-    def __init__(self, checkpoint: Any, *, tp: int = 1, max_seqs: int = 4, options: Options | None = None) -> None:
-        from megakernel.runtime.cuda.backend import CudaBackend
-
-        self.checkpoint, self.tp, self.max_seqs = checkpoint, tp, max_seqs
-        self.options = options or Options(matmul="tensor")
-        self._programs: dict[tuple[int, int], Program] = {}
-        dims = self.program(1, 1).dims
-        self.per = dims.pages_per_seq
-        self.backend = CudaBackend(checkpoint, dims, max_seqs * self.per, dtype=Dtype.BF16, timeout_s=5.0)
-
-    def program(self, tokens: int, logit_rows: int) -> Program:
-        key = tokens, logit_rows
-        if key not in self._programs:
-            self._programs[key] = compile_program(
-                self.checkpoint.config,
-                rank_machine("cuda", None, self.tp),
-                dtype=Dtype.BF16,
-                tokens=tokens,
-                logit_rows=logit_rows,
-                max_seqs=self.max_seqs,
-                max_context=512,
-                tp=self.tp,
-                options=self.options,
-            )
-        return self._programs[key]
-
-    def step(self, pieces: list[tuple[int, int, list[int]]], **launch: Any) -> Any:
-        """Pieces are (slot, start, tokens); every token has logits."""
-        count = sum(len(tokens) for _, _, tokens in pieces)
-        program = self.program(count, count)
-        return self.backend.launch(program, self.table(program, pieces), **launch)
-
-    def table(self, program: Program, pieces: list[tuple[int, int, list[int]]]) -> Any:
-        chunks = [
-            Chunk(
-                slot,
-                start,
-                tokens,
-                list(range(slot * self.per, (slot + 1) * self.per)),
-                [SampleRow(i, store=False) for i in range(len(tokens))],
-            )
-            for slot, start, tokens in pieces
-        ]
-        return build_step(program.dims, chunks)
+def opened(checkpoint: Any, tp: int = 1, **options: str) -> Runner:
+    limits = {"max_seqs": 4, "max_context": 512, "tp": tp}
+    machine = rank_machine("cuda", None, tp)
+    return Runner(checkpoint, "cuda", Dtype.BF16, machine=machine, **{"matmul": "tensor"} | options, **limits)
 
 
 @pytest.fixture
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    _, checkpoint = make_llama(0, **SHAPE)
-    made = Runner(checkpoint, **getattr(request, "param", {}))
+def runner() -> Iterator[Runner]:
+    made = opened(make_llama(0, **SHAPE)[1])
     yield made
-    made.backend.close()
+    made.close()
 
 
 @pytest.mark.parametrize("case", doctor_gpu.cases() if _LACK is None else [], ids=lambda c: c.name)
@@ -106,15 +61,15 @@ def test_every_instruction_equals_the_references(case: doctor_gpu.Case) -> None:
 @pytest.mark.parametrize("name", list(GRID))
 def test_steps_of_odd_shapes_equal_transformers(name: str, matmul: str) -> None:
     hf, checkpoint = make_llama(1, **{**SHAPE, **GRID[name]})
-    runner = Runner(checkpoint, options=Options(matmul=matmul))
+    runner = opened(checkpoint, matmul=matmul)
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 6).tolist()
-    got = np.concatenate([runner.step([(1, i, [token])]).logits.copy() for i, token in enumerate(tokens)])
+    got = runner.logits(tokens, range(1, len(tokens)), slot=1)
     if matmul == "tensor":
-        np.testing.assert_array_equal(runner.step([(2, 0, tokens)]).logits.copy(), got)  # whatever the batch
+        np.testing.assert_array_equal(runner.logits(tokens, slot=2), got)  # whatever the batch
     expected = hf_logits(hf, tokens)
     theirs = hf_logits(hf.bfloat16(), tokens)
     assert error(got, expected) < 2 * max(error(theirs.astype(np.float32), expected), 0.01)
-    runner.backend.close()
+    runner.close()
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -124,40 +79,40 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
     expected = hf_logits(hf, tokens)
     for o in ("sharded", "replicated"):
         for residual in ("dealt", "replicated"):
-            runner = Runner(checkpoint, tp=tp, options=Options(o=o, residual=residual, matmul="tensor"))
-            got = runner.step([(0, 0, tokens)]).logits.copy()
-            assert error(got, expected) < 0.1, (o, residual)
-            runner.backend.close()
+            runner = opened(checkpoint, tp, o=o, residual=residual)
+            assert error(runner.logits(tokens), expected) < 0.1, (o, residual)
+            runner.close()
 
 
 def test_switches_change_no_bit(runner: Runner) -> None:
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
-    expected = runner.step([(0, 0, tokens)]).logits.copy()
+    expected = runner.logits(tokens)
     for _ in range(20):
-        np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+        np.testing.assert_array_equal(runner.logits(tokens), expected)
     runner.backend.pipelined = False
-    np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+    np.testing.assert_array_equal(runner.logits(tokens), expected)
     runner.backend.pipelined, runner.backend.by_phases = True, True
-    np.testing.assert_array_equal(runner.step([(0, 0, tokens)]).logits.copy(), expected)
+    np.testing.assert_array_equal(runner.logits(tokens), expected)
     runner.backend.by_phases = False
-    np.testing.assert_array_equal(runner.step([(0, 0, tokens)], trace=True).logits.copy(), expected)
-    np.testing.assert_array_equal(runner.step([(3, 0, tokens[:100]), (1, 0, [7] * 50)]).logits[:100], expected[:100])
+    np.testing.assert_array_equal(runner.logits(tokens, trace=True), expected)
+    together = runner.step([Piece(3, 0, tokens[:100]), Piece(1, 0, [7] * 50)]).logits
+    np.testing.assert_array_equal(together[:100], expected[:100])
 
 
 @pytest.mark.parametrize("queue", ["attention", "body"])
 def test_queues_change_no_bit(runner: Runner, queue: str) -> None:
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
-    expected = runner.step([(0, 0, tokens)]).logits.copy()
-    other = Runner(runner.checkpoint, options=Options(queue=queue, matmul="tensor"))
+    expected = runner.logits(tokens)
+    other = opened(runner.checkpoint, queue=queue)
     for _ in range(5):
-        np.testing.assert_array_equal(other.step([(0, 0, tokens)]).logits.copy(), expected)
-    other.backend.close()
+        np.testing.assert_array_equal(other.logits(tokens), expected)
+    other.close()
 
 
 def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Runner) -> None:
     tokens = list(range(40))
     good = runner.program(40, 40)
-    table = runner.table(good, [(0, 0, tokens)])
+    table = runner.table(good, [Piece(0, 0, tokens)])
     expected = runner.backend.launch(good, table).logits.copy()
     records = good.body.records.copy()
     row = int(np.flatnonzero(records[:, record.SIGNAL_WORD])[0])
@@ -176,7 +131,7 @@ def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None
     """And what comes later on its worker; nothing else moves."""
     tokens = list(range(150))
     program = runner.program(150, 150)
-    table = runner.table(program, [(0, 0, tokens)])
+    table = runner.table(program, [Piece(0, 0, tokens)])
     runner.backend.launch(program, table, trace=True)
     plain = runner.backend.launch(program, table, trace=True).trace
     row = int(program.body.offsets[1]) // 2
@@ -212,8 +167,8 @@ def test_large_shapes_are_as_close_to_float32_as_torch(model: str) -> None:
         ours = torch.tensor(backend.launch(program, table).logits.copy(), device="cuda")
         with torch.inference_mode():
             where = torch.tensor(ids, device="cuda"), torch.arange(64, device="cuda")
-            truth = TorchLlama(backend, 64, torch.float32)(*where).double().log_softmax(-1)
-            theirs = TorchLlama(backend, 64, torch.bfloat16)(*where).double().log_softmax(-1)
+            truth = TorchLlama(backend, llm.config, 64, torch.float32)(*where).double().log_softmax(-1)
+            theirs = TorchLlama(backend, llm.config, 64, torch.bfloat16)(*where).double().log_softmax(-1)
             kl = [float((truth.exp() * (truth - x)).sum(-1).mean()) for x in (ours.double().log_softmax(-1), theirs)]
         assert kl[0] <= 1.05 * kl[1]
 

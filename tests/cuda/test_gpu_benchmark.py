@@ -16,7 +16,7 @@ from fake_gpu import ROOT, Arguments, FibreKernel, no_compiler, run, view
 from protocol import build_fibres
 
 from megakernel.machine import MACHINES
-from megakernel.model import KNOWN_SHAPES, LlamaConfig
+from megakernel.model import KNOWN_SHAPES, ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
 from megakernel.trace import DTYPE, Trace
@@ -59,7 +59,7 @@ def in_process_parts() -> None:
     # Instead of a CuPy array.
     CudaBackend.array = CudaBackend.buffer  # type: ignore[method-assign]
     no_compiler()
-    KNOWN_SHAPES["tiny"] = LlamaConfig(256, 64, 96, 2, 4, 2, 16, 1024, tied=True)
+    KNOWN_SHAPES["tiny"] = ModelConfig(256, 64, 96, 2, 4, 2, 16, 1024, tied=True)
     gpu.MODELS = dict.fromkeys(gpu.MODELS, "random:tiny")
     gpu.DEVICE, gpu.SEQUENCE, gpu.SCORED = "cpu", 40, 6
     gpu.PROMPT, gpu.STEPS, gpu.RUNS, gpu.MIXED = 4, 3, 1, (2, 8, 3, 256)
@@ -85,7 +85,7 @@ def test_parts_end_and_say_what_they_measured(tmp_path_factory: pytest.TempPathF
         assert timeline["intervals"] > 0 and timeline["dropped"] == 0 and 0 <= timeline["loads_ahead"] <= 1
         assert timeline["hand_off_s"]["median"] > 0
     assert found["torch-1b"]["equal_tokens"] >= 1
-    assert [found["numerics"][name]["dots"] for name in ("many_rows", "few_rows")] == [False, True]
+    assert [found["numerics"][name]["units"] for name in ("many_rows", "few_rows")] == ["tensor", "dots"]
     for scores in found["numerics"].values():
         assert scores["same_bits"] and 0 <= scores["ours"]["kl"] < 2 * scores["torch_bf16"]["kl"] + 1e-6
     assert mixed["matmul_flops"] > 0 and mixed["megakernel"]["matmul_flops_per_s"] > 0

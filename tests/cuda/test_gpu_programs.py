@@ -18,20 +18,7 @@ from megakernel.scheduler.verify import verify
 SHAPE = {"vocab": 150, "hidden": 64, "ffn": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "max_context": 700}
 
 
-class GpuRunner(Runner):
-    """Programs for a small GPU."""
-
-    matmul = "tensor"
-
-    def program(self, tokens, logit_rows, *, workers=None):
-        target = replace(machines.load("h200"), workers=workers or self.machine.workers)
-        sizes = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
-        options = Options(matmul=self.matmul)
-        return compile_program(self.checkpoint.config, target, dtype=self.dtype, options=options, **sizes)
-
-
-class DotsRunner(GpuRunner):
-    matmul = "dots"
+H200 = machines.load("h200")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +38,10 @@ def on_host(checkpoint, tokens):
     runner.close()
 
 
-@pytest.mark.parametrize("kind", [GpuRunner, DotsRunner])
-def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(kind, checkpoint, tokens, on_host):
-    runner = kind(checkpoint, dtype=Dtype.BF16, workers=11, max_context=700)
+@pytest.mark.parametrize("matmul", ["tensor", "dots"])
+def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(matmul, checkpoint, tokens, on_host):
+    machine = replace(H200, workers=11)
+    runner = Runner(checkpoint, dtype=Dtype.BF16, machine=machine, max_context=700, matmul=matmul)
     program = runner.program(1, 1)
     table = runner.table(program, [Piece(0, 640, tokens[-1:])])
     together = table.item_kv_heads[table.item_split >= 0]
@@ -65,14 +53,14 @@ def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(kind, checkpoi
 def test_the_reference_merges_splits_of_several_heads(checkpoint, tokens):
     """One decode row over a cache of noise."""
     outputs = []
-    for kind, workers in ((Runner, 1), (GpuRunner, 11)):
-        runner = kind(checkpoint, "reference", Dtype.F32, workers=workers, max_context=700)
+    for machine in (machines.host(1), replace(H200, workers=11)):
+        runner = Runner(checkpoint, "reference", machine=machine, max_context=700, matmul="tensor")
         rng = np.random.default_rng(3)
         keys, values = rng.standard_normal((2, 640, 2, 4, 16)).astype(np.float32)
         dims, pages = runner.program(1, 1).dims, runner.pages[0]
         for layer in range(2):
             for at in range(640):
-                page, offset = pages[at // dims.page], at % dims.page
+                page, offset = pages[at // dims.kv_page], at % dims.kv_page
                 runner.backend.buffer(Buffer.K_CACHE, layer)[page, :, :, offset] = keys[at, layer]
                 runner.backend.buffer(Buffer.V_CACHE, layer)[page, :, offset, :] = values[at, layer]
         outputs.append(runner.step([Piece(0, 640, tokens[-1:])]).logits.copy())
@@ -84,7 +72,7 @@ def test_the_reference_merges_splits_of_several_heads(checkpoint, tokens):
 @pytest.mark.parametrize("residual", ["dealt", "replicated"])
 def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, queue):
     """Two ranks; each phase's instructions in a random order."""
-    target = replace(machines.load("h200"), workers=5)
+    target = replace(H200, workers=5)
     sizes = {"tokens": 70, "logit_rows": 3, "max_seqs": 2, "max_context": 256}
     options = Options(residual=residual, queue=queue, matmul="tensor")
     program = compile_program(checkpoint.config, target, dtype=Dtype.F32, tp=2, options=options, **sizes)
@@ -116,4 +104,4 @@ def _run_phases(backend, program, table):
             for phase in program.phases(segment):
                 rank = np.repeat(np.arange(2 * program.workers) // program.workers, np.diff(phase.offsets))
                 for row in rng.permutation(len(phase.records)):
-                    backend.execute(phase.records[row], layer, table, int(rank[row]))
+                    backend.execute(phase.records[row], layer, table, program.forward, int(rank[row]))

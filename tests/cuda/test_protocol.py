@@ -17,7 +17,7 @@ from megakernel.scheduler import Options
 
 CASES = [
     ("grouped", 1, Options(matmul="tensor")),
-    ("grouped", 1, Options(matmul="dots", queue="body")),
+    ("grouped", 1, Options(matmul="dots", queue="body", norm="inside")),
     ("grouped", 1, Options(matmul="dots", norm="next")),
     ("grouped", 2, Options(matmul="tensor", queue="attention", o="sharded", residual="dealt")),
     ("grouped", 2, Options(matmul="tensor", queue="body", o="replicated", residual="dealt", norm="next")),
@@ -26,6 +26,7 @@ CASES = [
     ("wide", 4, Options(matmul="tensor", o="replicated", residual="replicated")),
     ("fewer heads than ranks", 4, Options(matmul="tensor", o="sharded", residual="replicated")),
     ("fewer heads than ranks", 8, Options(matmul="dots", o="sharded", residual="dealt")),
+    ("wide", 2, Options(matmul="dots", o="sharded", residual="replicated", norm="inside")),
 ]
 
 
@@ -50,6 +51,22 @@ def test_any_interleaving_gives_the_bits_of_the_sequence(shape: str, tp: int, op
     logits = np.stack([image.buffer(Buffer.LOGITS, rank=i // d.own_logit_rows)[i] for i in range(live)])
     assert np.abs(logits - reference.logits[:live]).max() < 0.03 * reference.logits[:live].std()
     assert (image.buffer(Buffer.TOKENS_OUT)[:live] == reference.tokens[:live]).all()
+
+
+@pytest.mark.parametrize(("tp", "queue"), [(1, "none"), (1, "body"), (2, "none")])
+def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue: str) -> None:
+    options = Options(matmul="dots", queue=queue, norm="own", residual="replicated")
+    images = []
+    for norm in ("own", "inside"):
+        backend, program, table = make("grouped", tp, replace(options, norm=norm))
+        assert any(phase.norm for phase in program.forward) == (norm == "inside")
+        images.append(LaunchImage(backend, program, table))
+    assert images[0].run(0) == ""
+    expected = results(images[0])
+    for seed in range(1, 5):
+        images[1].restore()
+        assert images[1].run(seed) == ""
+        assert same(results(images[1]), expected) == [], f"seed {seed}"
 
 
 def test_launches_follow_each_other() -> None:

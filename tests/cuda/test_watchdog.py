@@ -11,8 +11,17 @@ from gpu_programs import make
 from numpy.typing import NDArray
 from protocol import LaunchImage
 
-from megakernel.isa import BY_NAME, BY_OPCODE, StepTable
-from megakernel.isa.record import INDEXED, OPERAND_WORD, SIGNAL_WORD, SIGNALS, WORDS, opcode, signals, word_counter
+from megakernel.isa import Operation, StepTable
+from megakernel.isa.record import (
+    INDEXED,
+    OPERAND_WORD,
+    SIGNAL_WORD,
+    SIGNALS,
+    WORDS,
+    phase_number,
+    signals,
+    word_counter,
+)
 from megakernel.runtime.cuda.stall import explain
 from megakernel.scheduler import Options
 
@@ -65,22 +74,23 @@ def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
 
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 def test_names_the_signal_that_is_missing(queue: str) -> None:
-    """Of each kind of instruction one loses its signals: whoever waits for them is named, and no one behind it."""
+    """Of each phase one instruction loses its signals: whoever waits for them is named, and no one behind it."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
     rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)
     loses = signals(whole).any(1)
     # A slot of attention without items signals nothing, and of a split's slots the last to end signals.
     signal = [_slots_that_signal(table.rank(rank)) for rank in range(2)]
-    attention = opcode(whole) == BY_NAME["attention"].opcode
+    numbers = phase_number(whole)
+    attention = np.isin(numbers, program.forward.numbers(Operation.ATTENTION))
     loses[attention] &= np.isin(whole[attention, OPERAND_WORD], np.intersect1d(*signal))
-    for code in np.unique(opcode(whole)[loses]):
-        row = int(rng.choice(np.flatnonzero((opcode(whole) == code) & loses)))
+    for number in np.unique(numbers[loses]):
+        row = int(rng.choice(np.flatnonzero((numbers == number) & loses)))
         image.restore()
         streams = len(program.body.records)
         base, at = (image.params.records[1], row) if row < streams else (image.params.records[3], row - streams)
         ctypes.memset(base + 4 * (at * WORDS + SIGNAL_WORD), 0, 4 * SIGNALS)
-        assert image.run(int(code))
+        assert image.run(int(number))
         why = explain(program, table, image.waits)
         counters = set(word_counter(signals(whole)[row]).tolist()) - {-1}
         grid = bool((signals(whole)[row] & INDEXED).any())
@@ -89,5 +99,5 @@ def test_names_the_signal_that_is_missing(queue: str) -> None:
             r"it has value \d+, expected \d+: a signal of ([a-z_ ]+) is missing",
             why,
         )
-        name = BY_OPCODE[int(code)].name
+        name = program.forward.by_number[int(number)].name
         assert got and (grid or int(got[1]) in counters) and name in got[2].split(" or "), (name, counters, why)

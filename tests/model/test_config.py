@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import LlamaConfig as HfConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megakernel.errors import MegakernelError
-from megakernel.model import LlamaConfig, Rope, RopeKind
+from megakernel.model import ModelConfig, Rope, RopeKind
 from megakernel.model.hf_config import parse_hf_config, read_hf_config
 from megakernel.model.rope import inverse_frequencies
 
@@ -41,15 +42,16 @@ LLAMA3 = {
 }
 
 
-def parse(**changes: Any) -> LlamaConfig:
+def parse(**changes: Any) -> ModelConfig:
     return parse_hf_config({**BASE, **changes}, "config.json")
 
 
 def test_plain_config() -> None:
-    config = parse(bos_token_id=1, eos_token_id=[2, 3], tie_word_embeddings=True, attention_bias=True)
-    assert config == LlamaConfig(
-        300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), tied=True, attention_bias=True, bos_id=1, eos_ids=(2, 3)
-    )
+    plain = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
+    assert parse() == plain
+    assert parse(attention_bias=True) == replace(plain, qkv_bias=True, o_bias=True)
+    assert parse(mlp_bias=True, tie_word_embeddings=True) == replace(plain, mlp_bias=True, tied=True)
+    assert parse(bos_token_id=1, eos_token_id=[2, 3]) == replace(plain, bos_id=1, eos_ids=(2, 3))
 
 
 def test_heads_default_and_given_head_size() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
+from loopback import Answer, loopback
 from model_helpers import tiny_llama
 
 from megakernel.errors import MegakernelError
@@ -23,58 +23,29 @@ from megakernel.model.hub import fetch, is_hub_spec
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
+@dataclass
 class Hub:
     """One repository, org/name, with `files`; `refusal` is the error code of every answer, if any."""
 
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.refusal: tuple[int, str] | None = None
-        self.served: list[str] = []
+    files: dict[str, bytes]
+    refusal: tuple[int, str] | None = None
+    served: list[str] = field(default_factory=list)
 
-
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if hub.refusal:
-                self._send(hub.refusal[0], b"", {"X-Error-Code": hub.refusal[1]})
-            elif path.startswith(f"/org/name/resolve/{SHA}/"):
-                name = path.rpartition("/")[2]
-                etag = hashlib.sha256(hub.files[name]).hexdigest()
-                if self.command == "GET":
-                    hub.served.append(name)
-                self._send(200, hub.files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": SHA})
-            elif path.startswith("/api/models/org/name/tree/"):
-                self._json(
-                    [
-                        {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
-                        for n, c in hub.files.items()
-                    ]
-                )
-            elif path.startswith("/api/models/org/name"):
-                siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
-                self._json({"id": "org/name", "sha": SHA, "siblings": siblings})
-            else:
-                self._send(404, b"", {})
-
-        def _json(self, value: Any) -> None:
-            self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-        def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    return Handler
+    def answer(self, request: BaseHTTPRequestHandler) -> Answer:
+        path = urlsplit(request.path).path
+        if self.refusal:
+            return Answer(self.refusal[0], headers={"X-Error-Code": self.refusal[1]})
+        if path.startswith(f"/org/name/resolve/{SHA}/"):
+            name = path.rpartition("/")[2]
+            etag = hashlib.sha256(self.files[name]).hexdigest()
+            if request.command == "GET":
+                self.served.append(name)
+            return Answer(200, self.files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": SHA})
+        held = [{"type": "file", "path": n, "rfilename": n, "size": len(c), "oid": SHA} for n, c in self.files.items()]
+        tree = path.startswith("/api/models/org/name/tree/")
+        value = held if tree else {"id": "org/name", "sha": SHA, "siblings": held}
+        found = path.startswith("/api/models/org/name")
+        return Answer(200 if found else 404, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
 
 @pytest.fixture
@@ -82,14 +53,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     tiny_llama().save_pretrained(tmp_path / "source")
     files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
     hub = Hub({**files, "pytorch_model.bin": b"not wanted"})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield hub
-    server.shutdown()
-    server.server_close()
+    with loopback(hub.answer) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield hub
 
 
 def test_names() -> None:

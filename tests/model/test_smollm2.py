@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -37,41 +39,24 @@ def reference(smollm2):
     def rotate_half(rows):
         return rows.reshape(-1, c.head_dim // 2, 2, c.hidden).swapaxes(1, 2).reshape(rows.shape)
 
-    state = {"model.embed_tokens.weight": checkpoint.load(Buffer.EMBED, 0, Dtype.F32)}
-    state["model.norm.weight"] = checkpoint.load(Buffer.FINAL_NORM, 0, Dtype.F32)
+    load = partial(checkpoint.load, dtype=Dtype.F32)
+    state = {"embed_tokens": load(Buffer.EMBED, 0), "norm": load(Buffer.FINAL_NORM, 0)}
     for layer in range(c.layers):
-        at = f"model.layers.{layer}."
-        edges = np.cumsum([c.heads, c.kv_heads]) * c.head_dim
-        q, k, v = np.split(checkpoint.load(Buffer.W_QKV, layer, Dtype.F32), edges)
-        gate, up = checkpoint.load(Buffer.W_GATE_UP, layer, Dtype.F32)
-        state |= {
-            f"{at}self_attn.q_proj.weight": rotate_half(q),
-            f"{at}self_attn.k_proj.weight": rotate_half(k),
-            f"{at}self_attn.v_proj.weight": v,
-            f"{at}self_attn.o_proj.weight": checkpoint.load(Buffer.W_O, layer, Dtype.F32),
-            f"{at}mlp.gate_proj.weight": gate,
-            f"{at}mlp.up_proj.weight": up,
-            f"{at}mlp.down_proj.weight": checkpoint.load(Buffer.W_DOWN, layer, Dtype.F32),
-            f"{at}input_layernorm.weight": checkpoint.load(Buffer.ATTN_NORM, layer, Dtype.F32),
-            f"{at}post_attention_layernorm.weight": checkpoint.load(Buffer.MLP_NORM, layer, Dtype.F32),
-        }
-    model = LlamaForCausalLM(
-        HfConfig(
-            vocab_size=c.vocab,
-            hidden_size=c.hidden,
-            intermediate_size=c.ffn,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            max_position_embeddings=c.max_context,
-            rms_norm_eps=c.rms_eps,
-            rope_theta=c.rope.theta,
-            tie_word_embeddings=True,
-        )
-    ).eval()
+        q, k, v = np.split(load(Buffer.W_QKV, layer), np.cumsum([c.heads, c.kv_heads]) * c.head_dim)
+        gate, up = load(Buffer.W_GATE_UP, layer)
+        attention = {"q": rotate_half(q), "k": rotate_half(k), "v": v, "o": load(Buffer.W_O, layer)}
+        mlp = {"gate": gate, "up": up, "down": load(Buffer.W_DOWN, layer)}
+        norms = {"input": load(Buffer.ATTN_NORM, layer), "post_attention": load(Buffer.MLP_NORM, layer)}
+        for form, parts in (("self_attn.{}_proj", attention), ("mlp.{}_proj", mlp), ("{}_layernorm", norms)):
+            state |= {f"layers.{layer}.{form.format(name)}": value for name, value in parts.items()}
+    sizes = {"vocab_size": c.vocab, "hidden_size": c.hidden, "intermediate_size": c.ffn, "rms_norm_eps": c.rms_eps}
+    sizes |= {"num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads}
+    sizes |= {"max_position_embeddings": c.max_context, "rope_theta": c.rope.theta, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(HfConfig(**sizes)).eval()
     theta = (getattr(model.config, "rope_parameters", None) or {}).get("rope_theta", c.rope.theta)
     assert theta == c.rope.theta == 100000
-    missing, unexpected = model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()}, False)
+    tensors = {f"model.{name}.weight": torch.from_numpy(np.array(value)) for name, value in state.items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     return model
 
@@ -104,7 +89,7 @@ class _Zeroed:
 
     def __init__(self, inner, layer):
         self._inner, self._layer = inner, layer
-        self.name, self.config, self.dtype = inner.name, inner.config, inner.dtype
+        self.name, self.config, self.dtype, self.storage = inner.name, inner.config, inner.dtype, {}
 
     def load(self, buffer, layer, dtype):
         weight = self._inner.load(buffer, layer, dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from runner import Runner
-from tiny_llama import ROPES, TinyCheckpoint, error, make_llama
+from tiny_llama import ROPES, error, make_llama, rounded
 
 from megakernel.isa import Dtype
 
@@ -41,13 +41,19 @@ def reference(model, tokens, **options):
         return model(torch.tensor([tokens]), **options).logits[0].float().numpy()
 
 
+def computed(checkpoint, dtype=Dtype.F32):
+    """A prompt, and the logits that the CPU computes of it."""
+    tokens = prompt(checkpoint.config.vocab)
+    runner = Runner(checkpoint, dtype=dtype)
+    got = runner.logits(tokens, CUTS)
+    runner.close()
+    return tokens, got
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_f32(name):
     model, checkpoint = make_llama(seed=1, **SHAPES[name])
-    tokens = prompt(checkpoint.config.vocab)
-    runner = Runner(checkpoint, dtype=Dtype.F32)
-    got = runner.logits(tokens, CUTS)
-    runner.close()
+    tokens, got = computed(checkpoint)
     assert error(got, reference(model, tokens)) < TOLERANCE
 
 
@@ -55,28 +61,16 @@ def test_f32(name):
 def test_bf16(name):
     """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
     model, checkpoint = make_llama(seed=2, **SHAPES[name])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    checkpoint = TinyCheckpoint(model, checkpoint.config)
-    tokens = prompt(checkpoint.config.vocab)
+    tokens, got = computed(rounded(model, checkpoint), Dtype.BF16)
     truth = reference(model, tokens)
-    own = error(reference(model.to(torch.bfloat16), tokens), truth)
-    runner = Runner(checkpoint, dtype=Dtype.BF16)
-    got = runner.logits(tokens, CUTS)
-    runner.close()
-    assert error(got, truth) <= 1.5 * own
+    assert error(got, truth) <= 1.5 * error(reference(model.to(torch.bfloat16), tokens), truth)
 
 
 @pytest.fixture(scope="module")
 def good():
     """A model, a prompt, and what the CPU computes of it."""
     model, checkpoint = make_llama(seed=1, heads=4, kv_heads=2, head_dim=16)
-    tokens = prompt(checkpoint.config.vocab)
-    runner = Runner(checkpoint, dtype=Dtype.F32)
-    got = runner.logits(tokens, CUTS)
-    runner.close()
-    return model, tokens, got
+    return model, *computed(checkpoint)
 
 
 def test_planted_rope_off_by_one(good):
@@ -99,7 +93,6 @@ def test_planted_swapped_heads(good):
     weight = model.model.layers[0].self_attn.q_proj.weight.data
     heads = weight.view(4, 16, -1)
     heads[[0, 1]] = heads[[1, 0]]
-    try:
-        assert error(got, reference(model, tokens)) > 100 * TOLERANCE
-    finally:
-        heads[[0, 1]] = heads[[1, 0]]
+    swapped = reference(model, tokens)
+    heads[[0, 1]] = heads[[1, 0]]
+    assert error(got, swapped) > 100 * TOLERANCE

@@ -6,87 +6,68 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic import dims
 
 from megakernel import machine
+from megakernel.isa import Dtype
+from megakernel.model import ModelConfig, load_config
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure_ceilings, step_work
 from megakernel.roofline.ceilings import last_level_cache
 
-LLAMA_1B = dims(
-    16,
-    vocab=128256,
-    hidden=2048,
-    ffn=8192,
-    heads=32,
-    kv_heads=8,
-    head_dim=64,
-    max_context=131072,
-    tokens=1,
-    row_block=1,
-)
-LLAMA_8B = dims(
-    32,
-    vocab=128256,
-    hidden=4096,
-    ffn=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    max_context=131072,
-    tokens=1,
-    row_block=1,
-)
+LLAMA_1B, LLAMA_8B = load_config("random:llama-3.2-1b"), load_config("random:llama-3.1-8b")
 PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
 
 
+def work_of(config: ModelConfig, rows: list[int], contexts: list[int], logit_rows: int, *, tied: bool = False) -> Work:
+    dims = weight_dims(config, Dtype.BF16)
+    return step_work(forward(config, dims), dims, rows, contexts, logit_rows, tied=tied)
+
+
 def test_a_decode_step_reads_every_weight_once() -> None:
-    work = step_work(LLAMA_1B, [1], [1], 1, tied=True)
+    work = work_of(LLAMA_1B, [1], [1], 1, tied=True)
     norms = (2 * 16 + 1) * 2048  # stored in float32: two more bytes each than in bfloat16
     assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 32  # and 32 inverse frequencies
     assert work.kv_bytes == 2 * 16 * 8 * 64 * 2
-    untied = step_work(LLAMA_1B, [1], [1], 1)
+    untied = work_of(LLAMA_1B, [1], [1], 1)
     assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # one row of the embedding table
 
 
 def test_floors_of_known_models() -> None:
-    h100, h200 = (machine_ceilings(machine.load(name)) for name in ("h100", "h200"))
-    small = step_work(LLAMA_1B, [1], [1], 1, tied=True)
-    assert bound(small, h100) == pytest.approx(738e-6, rel=2e-3)
-    assert bound(small, h200) == pytest.approx(515e-6, rel=2e-3)
-    large = step_work(LLAMA_8B, [1], [1], 1)
-    # The published floor is 15.01 GB: all weights but the embedding table.
-    assert bound(large, h100) == pytest.approx(4481e-6, rel=2e-3)
-    assert bound(large, h200) == pytest.approx(3127e-6, rel=2e-3)
+    """The larger one's published floor is 15.01 GB: all weights but the embedding table."""
+    small, large = work_of(LLAMA_1B, [1], [1], 1, tied=True), work_of(LLAMA_8B, [1], [1], 1)
+    for name, floors in (("h100", (738e-6, 4481e-6)), ("h200", (515e-6, 3127e-6))):
+        ceilings = machine_ceilings(machine.load(name))
+        assert (bound(small, ceilings), bound(large, ceilings)) == pytest.approx(floors, rel=2e-3)
 
 
 def test_flops_follow_2nP_plus_4nSLHh() -> None:
     n, context = 7, 1000
-    work = step_work(LLAMA_8B, [1] * n, [context] * n, n)
+    work = work_of(LLAMA_8B, [1] * n, [context] * n, n)
     norms, embedding = (2 * 32 + 1) * 4096, 128256 * 4096
     assert work.flops == 2 * n * (PARAMETERS_8B - norms - embedding) + 4 * n * context * 32 * 32 * 128
     assert work.kv_bytes == n * context * 2 * 32 * 8 * 128 * 2
 
 
 def test_prefill_counts_the_causal_half_and_only_the_logit_rows() -> None:
-    one = step_work(LLAMA_1B, [100], [100], 1)
-    alone = [step_work(LLAMA_1B, [1], [c], 0).flops for c in range(1, 101)]
+    one = work_of(LLAMA_1B, [100], [100], 1)
+    alone = [work_of(LLAMA_1B, [1], [c], 0).flops for c in range(1, 101)]
     assert one.flops == pytest.approx(sum(alone) + 2 * 128256 * 2048)
-    none = step_work(LLAMA_1B, [100], [100], 0)
+    none = work_of(LLAMA_1B, [100], [100], 0)
     assert one.weight_bytes - none.weight_bytes == 128256 * 2048 * 2 + 2048 * 4
-    assert step_work(LLAMA_1B, [10], [110], 0).kv_bytes == 110 * 2 * 16 * 8 * 64 * 2
+    assert work_of(LLAMA_1B, [10], [110], 0).kv_bytes == 110 * 2 * 16 * 8 * 64 * 2
 
 
 def test_biases_count_where_the_model_has_them() -> None:
-    plain = step_work(LLAMA_1B, [1], [1], 1)
-    biased = step_work(replace(LLAMA_1B, attention_bias=1, mlp_bias=1), [1], [1], 1)
+    plain = work_of(LLAMA_1B, [1], [1], 1)
+    biased = work_of(replace(LLAMA_1B, qkv_bias=True, o_bias=True, mlp_bias=True), [1], [1], 1)
     assert biased.weight_bytes - plain.weight_bytes == 16 * 4 * ((2048 + 2 * 512) + 2048 + 2 * 8192 + 2048)
 
 
 def test_impossible_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="includes its new rows"):
-        step_work(LLAMA_1B, [4], [3], 0)
-    with pytest.raises(ValueError, match="2 row counts but 1"):
-        step_work(LLAMA_1B, [1, 1], [3], 0)
+    for rows, message in (([4], "includes its new rows"), ([1, 1], "2 row counts but 1")):
+        with pytest.raises(ValueError, match=message):
+            work_of(LLAMA_1B, rows, [3], 0)
 
 
 def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
+from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, fill, make_table, set_items
 from program_parts import record
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from megakernel.model import families
+from megakernel.model.families import Norm
 from megakernel.runtime.cpu import CpuBackend, native
 
 B = Buffer
+P = FORWARD.by_name
 WIDTHS = ("portable", "avx2", "avx512")
 
 
@@ -37,18 +45,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     made.close()
 
 
-def fill(backend: CpuBackend) -> None:
-    """Noise in every float buffer that an instruction may read, KV far beyond any sequence included."""
-    rng = np.random.default_rng(1)
-    for buffer, spec in BUFFERS.items():
-        kind = spec.resolve_dtype(backend.dims)
-        if spec.space is Space.WEIGHT or kind is Dtype.I32:
-            continue
-        for layer in range(backend.dims.layers if spec.layered else 1):
-            view = backend.buffer(buffer, layer)
-            view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
-
-
 def value(backend: CpuBackend, buffer: Buffer, layer: int = 0) -> Array:
     return to_f32(backend.buffer(buffer, layer)).astype(np.float64)
 
@@ -68,12 +64,12 @@ def norm(x: Array, w: Array) -> Array:
 
 
 def test_embed(backend: CpuBackend) -> None:
-    table = make_table(DIMS, {0: (37, 20), 1: (390, 4)})
+    table = make_table(backend.dims, {0: (37, 20), 1: (390, 4)})
     table.token_ids[21] = -1 - 1
     backend.write_history(1, 391, np.array([77], np.int32))
     before = value(backend, B.X)
     for name in ("embed", "rope"):
-        backend.execute(record(name, 3, 19), 0, table)
+        backend.execute(record(P[name], 3, 19), 0, table, FORWARD)
     ids = table.token_ids[3:22].copy()
     ids[-1] = 77
     expected = before
@@ -85,24 +81,77 @@ def test_embed(backend: CpuBackend) -> None:
 
 
 def test_norms(backend: CpuBackend) -> None:
-    table = make_table(DIMS, {0: (0, 40)})
+    table = make_table(backend.dims, {0: (0, 40)})
     x = value(backend, B.X)
     for name, buffer in (("attn_norm", B.ATTN_NORM), ("mlp_norm", B.MLP_NORM)):
         before = value(backend, B.H)
-        backend.execute(record(name, 5, 30), 1, table)
+        backend.execute(record(P[name], 5, 30), 1, table, FORWARD)
         before[5:35] = norm(x, weight(backend, buffer, 1))[5:35]
         close(backend, value(backend, B.H), before)
     table.logit_rows[:] = [7, -1, 39, 0, -1]
-    backend.execute(record("final_norm", 0, 5), 0, table)
+    backend.execute(record(P["final_norm"], 0, 5), 0, table, FORWARD)
     expected = norm(x, weight(backend, B.FINAL_NORM))[[7, 7, 39, 0, 0]]
     expected[[1, 4]] = 0
     close(backend, value(backend, B.Y), expected)
 
 
+# A register block, several, and more than a tile holds; a depth of several chunks that ends in part of a vector.
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 120])
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
+@pytest.mark.parametrize("simd", WIDTHS)
+def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
+    monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
+) -> None:
+    """Of rows inside the batch: a row's scale is its own."""
+    dims = replace(DIMS, hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
+    backend = make(monkeypatch, simd, dims)
+    fill(backend)
+    table = make_table(dims, {0: (0, 125)})
+    backend.buffer(B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
+    inside = families.forward(RandomCheckpoint(dims).config, dims, Norm.INSIDE)
+    for scale, name, stored, cols in (
+        ("attn_norm", "qkv_rope", (B.Q, B.K_CACHE, B.V_CACHE), 240),
+        ("mlp_norm", "gate_up_silu", (B.ACT,), 104),
+    ):
+        found = []
+        for forward in (FORWARD, inside):
+            for buffer in stored:
+                backend.buffer(buffer, 1 if BUFFERS[buffer].layered else 0)[:] = 0
+            if forward is FORWARD:
+                backend.execute(record(P[scale], 5, rows), 1, table, FORWARD)
+            else:
+                backend.buffer(B.H)[:] = 0x7FC1 if dtype is Dtype.BF16 else np.nan  # is not read
+            for col in range(0, cols, 88):
+                tile = record(forward.by_name[name], 5, rows, col, min(88, cols - col))
+                backend.execute(tile, 1, table, forward)
+            found.append([backend.buffer(b, 1 if BUFFERS[b].layered else 0).copy() for b in stored])
+        for own, together in zip(*found, strict=True):
+            assert own.any()
+            np.testing.assert_array_equal(own, together, err_msg=name)
+    backend.close()
+
+
+@pytest.mark.parametrize("table", ["", "Operation", "Result"])
+def test_what_has_no_code_does_not_build(tmp_path: Path, table: str) -> None:
+    """With the build's own flags; without a change they suffice."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "csrc", tmp_path / "csrc")
+    isa = tmp_path / "csrc" / "common" / "isa.h"
+    isa.write_text(re.sub(rf"enum class {table or 'None'} : int32_t {{", r"\g<0> kMissing = 99,", isa.read_text()))
+    found = re.search(r"^FLAGS = (\[.*\])$", (root / "setup.py").read_text(), re.MULTILINE)
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert found and compiler
+    options = [*ast.literal_eval(found[1]), "-fsyntax-only", "-DMK_SIMD=portable", "-DMK_LANES=4"]
+    source = tmp_path / "csrc" / "cpu" / "kernels.cpp"
+    done = subprocess.run([compiler, *options, str(source)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode == 0) is (not table)
+    assert ("kMissing" in done.stderr) is bool(table), done.stderr
+
+
 def test_nan_stays_nan(backend: CpuBackend) -> None:
     """Whatever its payload: rounding all ones up to bfloat16 must not wrap to zero."""
     backend.buffer(B.X).view(np.uint32)[3] = 0x7FFFFFFF
-    backend.execute(record("attn_norm", 3, 1), 0, make_table(DIMS, {0: (0, 40)}))
+    backend.execute(record(P["attn_norm"], 3, 1), 0, make_table(backend.dims, {0: (0, 40)}), FORWARD)
     assert np.isnan(value(backend, B.H)[3]).all()
 
 
@@ -111,7 +160,7 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
 def test_qkv_rope(backend: CpuBackend, rows: int) -> None:
     d = backend.dims
     live = min(rows, 37)
-    table = make_table(DIMS, {0: (30, 1), 2: (100, 39)} if rows > 1 else {2: (100, 40)})
+    table = make_table(backend.dims, {0: (30, 1), 2: (100, 39)} if rows > 1 else {2: (100, 40)})
     table.row_seq[live:] = -1
     h, rope = value(backend, B.H)[:rows], value(backend, B.ROPE)[:rows]
     t = h @ weight(backend, B.W_QKV, 1).T + weight(backend, B.B_QKV, 1)
@@ -121,41 +170,41 @@ def test_qkv_rope(backend: CpuBackend, rows: int) -> None:
     heads[..., 0::2], heads[..., 1::2] = a * cos - b * sin, b * cos + a * sin
     q, k, v = np.split(t, [d.q_cols, d.q_cols + d.kv_cols], axis=1)
     for col, end in ((16, 160), (160, 240)):
-        backend.execute(record("qkv_rope", 0, rows, col, end - col), 1, table)
+        backend.execute(record(P["qkv_rope"], 0, rows, col, end - col), 1, table, FORWARD)
     close(backend, value(backend, B.Q)[:rows, 16:], q[:, 16:])
     k_cache, v_cache = value(backend, B.K_CACHE, 1), value(backend, B.V_CACHE, 1)
     for r in range(live):
-        page = table.block_tables[table.row_seq[r], table.positions[r] // d.page]
-        offset = table.positions[r] % d.page
+        page = table.block_tables[table.row_seq[r], table.positions[r] // d.kv_page]
+        offset = table.positions[r] % d.kv_page
         close(backend, k_cache[page, :, :, offset].ravel(), k[r])
         close(backend, v_cache[page, :, offset].ravel(), v[r])
 
 
 def test_padding_rows_store_no_keys(backend: CpuBackend) -> None:
-    table = make_table(DIMS, {})
+    table = make_table(backend.dims, {})
     before = [backend.buffer(b, 0).copy() for b in (B.K_CACHE, B.V_CACHE)]
-    backend.execute(record("qkv_rope", 0, 40, 0, 240), 0, table)
+    backend.execute(record(P["qkv_rope"], 0, 40, 0, 240), 0, table, FORWARD)
     for b, old in zip((B.K_CACHE, B.V_CACHE), before, strict=True):
         np.testing.assert_array_equal(backend.buffer(b, 0), old)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 26, 40])
 def test_matmuls(backend: CpuBackend, rows: int) -> None:
-    table = make_table(DIMS, {0: (0, 40)})
+    table = make_table(backend.dims, {0: (0, 40)})
     for name, source, w, bias in (("o_proj", B.ATTN, B.W_O, B.B_O), ("down_proj", B.ACT, B.W_DOWN, B.B_DOWN)):
         x = value(backend, B.X)
-        backend.execute(record(name, 0, rows, 16, 56), 1, table)
+        backend.execute(record(P[name], 0, rows, 16, 56), 1, table, FORWARD)
         t = value(backend, source) @ weight(backend, w, 1).T + weight(backend, bias, 1)
         x[:rows, 16:72] += t[:rows, 16:72]
         close(backend, value(backend, B.X), x, rounded=False)
 
-    backend.execute(record("gate_up_silu", 0, rows, 32, 72), 0, table)
+    backend.execute(record(P["gate_up_silu"], 0, rows, 32, 72), 0, table, FORWARD)
     w, bias = weight(backend, B.W_GATE_UP), weight(backend, B.B_GATE_UP)
     gate, up = (value(backend, B.H)[:rows] @ w[i].T + bias[i] for i in (0, 1))
     close(backend, value(backend, B.ACT)[:rows, 32:104], (gate / (1 + np.exp(-gate)) * up)[:, 32:])
 
     n = min(rows, 5)
-    backend.execute(record("lm_head", 0, n, 48, 155), 0, table)
+    backend.execute(record(P["lm_head"], 0, n, 48, 155), 0, table, FORWARD)
     logits = value(backend, B.Y)[:n] @ weight(backend, B.LM_HEAD).T
     close(backend, value(backend, B.LOGITS)[:n, 48:], logits[:, 48:], rounded=False)
 
@@ -168,7 +217,7 @@ def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     fill(backend)
     table = make_table(dims, {0: (0, 120)})
     x = value(backend, B.X)
-    backend.execute(record("down_proj", 0, 120, 0, 72), 0, table)
+    backend.execute(record(P["down_proj"], 0, 120, 0, 72), 0, table, FORWARD)
     t = value(backend, B.ACT) @ weight(backend, B.W_DOWN).T + weight(backend, B.B_DOWN)
     close(backend, value(backend, B.X), x + t, rounded=False)
     backend.close()
@@ -179,10 +228,10 @@ def attention_expected(backend: CpuBackend, table: StepTable, row: int) -> Array
     d = backend.dims
     n = int(table.positions[row]) + 1
     token = np.arange(n)
-    page = table.block_tables[table.row_seq[row], token // d.page]
+    page = table.block_tables[table.row_seq[row], token // d.kv_page]
     q = value(backend, B.Q)[row].reshape(d.heads, d.head_dim)
-    k = value(backend, B.K_CACHE, 1)[page, :, :, token % d.page]  # [tokens, KV heads, elements]
-    v = value(backend, B.V_CACHE, 1)[page, :, token % d.page]
+    k = value(backend, B.K_CACHE, 1)[page, :, :, token % d.kv_page]  # [tokens, KV heads, elements]
+    v = value(backend, B.V_CACHE, 1)[page, :, token % d.kv_page]
     out = np.empty((d.heads, d.head_dim))
     for h in range(d.heads):
         s = k[:, h // d.group_size] @ q[h] / np.sqrt(d.head_dim)
@@ -194,10 +243,10 @@ def attention_expected(backend: CpuBackend, table: StepTable, row: int) -> Array
 def poison_beyond(backend: CpuBackend, table: StepTable) -> None:
     """NaN in every cache slot that holds no token of the step's sequences."""
     d = backend.dims
-    keep = np.zeros((PAGES, d.page), bool)
+    keep = np.zeros((PAGES, d.kv_page), bool)
     for row in np.flatnonzero(table.row_seq >= 0):
         token = np.arange(table.positions[row] + 1)
-        keep[table.block_tables[table.row_seq[row], token // d.page], token % d.page] = True
+        keep[table.block_tables[table.row_seq[row], token // d.kv_page], token % d.kv_page] = True
     nan = from_f32(np.full(1, np.nan, np.float32), Dtype(d.dtype))[0]
     backend.buffer(B.K_CACHE, 1).transpose(0, 3, 1, 2)[~keep] = nan
     backend.buffer(B.V_CACHE, 1).transpose(0, 2, 1, 3)[~keep] = nan
@@ -205,7 +254,7 @@ def poison_beyond(backend: CpuBackend, table: StepTable) -> None:
 
 def test_attention(backend: CpuBackend) -> None:
     # Prefill across a KV block border, one decode row deep in a sequence, the first token of another, padding.
-    table = make_table(DIMS, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
+    table = make_table(backend.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
     items = [
         Item(0, 0, 32, 0, 2),
         Item(1, 32, 1, 0, 1),
@@ -216,7 +265,7 @@ def test_attention(backend: CpuBackend) -> None:
     set_items(table, items)
     poison_beyond(backend, table)
     for slot in range(4):
-        backend.execute(record("attention", slot, 1, 2), 1, table)
+        backend.execute(record(P["attention"], slot, 1, 2), 1, table, FORWARD)
     got = value(backend, B.ATTN)
     for row in range(34):
         close(backend, got[row], attention_expected(backend, table, row))
@@ -224,7 +273,7 @@ def test_attention(backend: CpuBackend) -> None:
 
 
 def test_attention_bits_do_not_depend_on_the_split(backend: CpuBackend) -> None:
-    table = make_table(DIMS, {0: (290, 5), 1: (120, 9)})
+    table = make_table(backend.dims, {0: (290, 5), 1: (120, 9)})
     whole = [Item(0, 0, 5, 0, 2), Item(0, 5, 9, 0, 2)]
     cut = [Item(0, 0, 5, 0, 1, (2, 3), 1, 2, 7), Item(1, 0, 5, 0, 1, (0, 2), 1, 2, 7), Item(2, 0, 2, 1, 1)]
     cut += [Item(2, 2, 3, 1, 1), Item(3, 5, 1, 0, 2), Item(3, 6, 8, 0, 1), Item(3, 6, 8, 1, 1)]
@@ -234,7 +283,7 @@ def test_attention_bits_do_not_depend_on_the_split(backend: CpuBackend) -> None:
         poison_beyond(backend, table)
         backend.buffer(B.ATTN)[:] = 0
         for slot in range(4):
-            backend.execute(record("attention", slot, 1, 2), 1, table)
+            backend.execute(record(P["attention"], slot, 1, 2), 1, table, FORWARD)
         found.append(backend.buffer(B.ATTN)[:14].copy())
     np.testing.assert_array_equal(*found)
     close(backend, to_f32(found[0][0]), attention_expected(backend, table, 0))
@@ -242,7 +291,7 @@ def test_attention_bits_do_not_depend_on_the_split(backend: CpuBackend) -> None:
 
 
 def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
-    table = make_table(DIMS, {0: (0, 40)})
+    table = make_table(backend.dims, {0: (0, 40)})
     cases = (
         ("qkv_rope", B.Q, 240, 144),
         ("gate_up_silu", B.ACT, 104, 104),
@@ -251,12 +300,12 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
     )
     for name, out, cols, kept in cases:
         start = backend.buffer(out).copy()
-        backend.execute(record(name, 0, 40, 0, cols), 0, table)
+        backend.execute(record(P[name], 0, 40, 0, cols), 0, table, FORWARD)
         together = backend.buffer(out)[:, :kept].copy()
         backend.buffer(out)[:] = start
         for row, rows in ((0, 1), (1, 2), (3, 6), (9, 1), (10, 30)):
             for col in range(0, cols, 44):  # not where panels of packed weights begin
-                backend.execute(record(name, row, rows, col, min(44, cols - col)), 0, table)
+                backend.execute(record(P[name], row, rows, col, min(44, cols - col)), 0, table, FORWARD)
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 
 
@@ -272,7 +321,7 @@ def philox_uniform(key: tuple[int, int], counter: tuple[int, int]) -> float:
 
 def sampled(backend: CpuBackend, logits: Array, **fields: Any) -> tuple[int, float]:
     """One row of `logits` sampled with step-table fields."""
-    table = make_table(DIMS, {0: (0, 1)})
+    table = make_table(backend.dims, {0: (0, 1)})
     backend.buffer(B.LOGITS)[2] = logits
     table.logit_rows[2] = 0
     for name, v in fields.items():
@@ -281,7 +330,7 @@ def sampled(backend: CpuBackend, logits: Array, **fields: Any) -> tuple[int, flo
             table.bias_ids[1 : 1 + len(v)], table.bias_values[1 : 1 + len(v)] = list(v), list(v.values())
         else:
             getattr(table, name)[2] = v
-    backend.execute(record("sample", 1, 3), 0, table)
+    backend.execute(record(P["sample"], 1, 3), 0, table, FORWARD)
     assert (backend.buffer(B.TOKENS_OUT)[[1, 3]] == 0).all() and (backend.buffer(B.LOGPROBS_OUT)[[1, 3]] == 0).all()
     return int(backend.buffer(B.TOKENS_OUT)[2]), float(backend.buffer(B.LOGPROBS_OUT)[2])
 
@@ -360,7 +409,7 @@ def test_philox_known_answer() -> None:
 def test_tied_embedding_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make(monkeypatch, "", DIMS, tied=True)
     fill(backend)
-    backend.execute(record("lm_head", 0, 5, 0, 203), 0, make_table(DIMS, {0: (0, 40)}))
+    backend.execute(record(P["lm_head"], 0, 5, 0, 203), 0, make_table(backend.dims, {0: (0, 40)}), FORWARD)
     close(backend, value(backend, B.LOGITS), value(backend, B.Y) @ weight(backend, B.EMBED).T, rounded=False)
     backend.close()
 

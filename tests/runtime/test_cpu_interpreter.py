@@ -10,67 +10,26 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, program, set_items
-from program_parts import record, segment
+from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, fill, make_table, set_items
+from hand_program import make_program
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable, slot_work
-from megakernel.isa.record import counter_word as word
+from megakernel.model import families
 from megakernel.program import Program
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
-# Two row blocks, 32 + 8 rows; two layers are first and middle block, the epilogue is the last.
-BLOCKS = ((0, 32), (32, 8))
-# Counters of a block: X ready and H ready by row block, then the grids [row block][KV head] of q, k, v and [row
-# block] of ATTN, then by row block OUT done, H2 ready, ACT ready; Y, and logit tiles.
-X, H, QKV, ATTN, OUT, H2, ACT, Y, LOGITS, COUNTERS = 0, 2, 4, 8, 10, 12, 14, 16, 17, 18
+CONFIG = RandomCheckpoint(DIMS).config
 
 
 def forward_program(workers: int) -> Program:
-    """The whole forward pass of DIMS, spread over workers round-robin; every dependence has a counter."""
-    d = DIMS
-    streams = {name: [[] for _ in range(workers)] for name in ("prologue", "body", "epilogue")}
-    turn = dict.fromkeys(streams, 0)
-
-    def emit(segment_name: str, *args: object, **words: object) -> None:
-        streams[segment_name][turn[segment_name] % workers].append(record(*args, **words))  # type: ignore[arg-type]
-        turn[segment_name] += 1
-
-    for b, (row, rows) in enumerate(BLOCKS):
-        for name in ("embed", "rope"):
-            emit("prologue", name, row, rows, signals=[word(X + b)])
-    for b, (row, rows) in enumerate(BLOCKS):
-        emit("body", "attn_norm", row, rows, waits=[word(X + b)], signals=[word(H + b)])
-    for b, (row, rows) in enumerate(BLOCKS):
-        for col, cols, groups in ((0, 80, [0, 1]), (80, 112, [0, 1]), (192, 48, [0, 1])):
-            signals = [word(QKV + 2 * b + g) for g in groups]
-            emit("body", "qkv_rope", row, rows, col, cols, waits=[word(H + b)], signals=signals)
-    for slot in range(d.attention_slots):
-        grids = {"waits": [word(QKV, indexed=True)], "signals": [word(ATTN, indexed=True)]}
-        emit("body", "attention", slot, 1, 2, **grids)
-    for b, (row, rows) in enumerate(BLOCKS):
-        for col, cols in ((0, 48), (48, 24)):
-            emit("body", "o_proj", row, rows, col, cols, waits=[word(ATTN + b)], signals=[word(OUT + b)])
-        emit("body", "mlp_norm", row, rows, waits=[word(OUT + b)], signals=[word(H2 + b)])
-        for col, cols in ((0, 64), (64, 40)):
-            emit("body", "gate_up_silu", row, rows, col, cols, waits=[word(H2 + b)], signals=[word(ACT + b)])
-        for col, cols in ((0, 32), (32, 40)):
-            done = [word(X + b, next_layer=True)]
-            emit("body", "down_proj", row, rows, col, cols, waits=[word(ACT + b)], signals=done)
-    emit("epilogue", "final_norm", 0, 5, waits=[word(X, indexed=True)], signals=[word(Y)])
-    for col, cols in ((0, 112), (112, 91)):
-        emit("epilogue", "lm_head", 0, 5, col, cols, waits=[word(Y)], signals=[word(LOGITS)])
-    emit("epilogue", "sample", 0, 5, waits=[word(LOGITS)])
-
-    inner = {H: 1, H + 1: 1, OUT: 2, OUT + 1: 2, H2: 1, H2 + 1: 1, ACT: 2, ACT + 1: 2}
-    inner |= {QKV + i: 3 for i in range(4)} | {ATTN + b: rows * d.kv_heads for b, (_, rows) in enumerate(BLOCKS)}
-    residual = {X: 2, X + 1: 2}
-    totals = [inner | residual, inner | residual, {**residual, Y: 1, LOGITS: 2}]
-    return program(d, workers, COUNTERS, [segment(*streams[s]) for s in streams], totals)
+    """The whole forward pass of DIMS in two row blocks, with column tiles that begin inside heads and packed panels."""
+    return make_program(CONFIG, DIMS, workers, tile=44)
 
 
 def mixed_table() -> StepTable:
@@ -96,13 +55,9 @@ def checkpoint() -> RandomCheckpoint:
 def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
     made: list[CpuBackend] = []
 
-    def backend(threads: int = 2, **options: object) -> CpuBackend:
-        made.append(CpuBackend(checkpoint, DIMS, PAGES, dtype=Dtype.F32, threads=threads, **options))  # type: ignore[arg-type]
-        rng = np.random.default_rng(3)
-        for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-            for layer in range(DIMS.layers):
-                view = made[-1].buffer(buffer, layer)
-                view[:] = rng.standard_normal(view.shape, dtype=np.float32)
+    def backend(threads: int = 2, **options: Any) -> CpuBackend:
+        made.append(CpuBackend(checkpoint, DIMS, PAGES, dtype=Dtype.F32, threads=threads, **options))
+        fill(made[-1])
         return made[-1]
 
     yield backend
@@ -110,22 +65,13 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
         b.close()
 
 
-def in_order(backend: CpuBackend, p: Program, table: StepTable) -> Array:
-    """LOGITS of the program run instruction by instruction in emission order (the streams are dealt round-robin)."""
-
-    def dealt(segment_name: str) -> list[Array]:
-        s = getattr(p, segment_name)
-        streams = [list(s.stream(w)) for w in range(p.workers)]
-        n = len(s.records)
-        return [streams[i % p.workers][i // p.workers] for i in range(n)]
-
-    for r in dealt("prologue"):
-        backend.execute(r, 0, table)
-    for layer in range(DIMS.layers):
-        for r in dealt("body"):
-            backend.execute(r, layer, table)
-    for r in dealt("epilogue"):
-        backend.execute(r, 0, table)
+def in_order(backend: CpuBackend, table: StepTable) -> Array:
+    """LOGITS of the program run instruction by instruction."""
+    p = forward_program(1)
+    for segment, layers in ((p.prologue, 1), (p.body, DIMS.layers), (p.epilogue, 1)):
+        for layer in range(layers):
+            for words in segment.records:
+                backend.execute(words, layer, table, FORWARD)
     return backend.buffer(Buffer.LOGITS).copy()
 
 
@@ -135,7 +81,7 @@ def test_launches_give_the_bits_of_sequential_execution(
     make: Callable[..., CpuBackend], workers: int, threads: int
 ) -> None:
     p, table = forward_program(workers), mixed_table()
-    expected = in_order(make(1), p, table)
+    expected = in_order(make(1), table)
     backend = make(threads)
     for launch in range(20):
         for buffer in (Buffer.X, Buffer.H, Buffer.Q, Buffer.ATTN, Buffer.ACT, Buffer.Y, Buffer.LOGITS, Buffer.ROPE):
@@ -145,20 +91,6 @@ def test_launches_give_the_bits_of_sequential_execution(
         assert not out.logits[[2, 4]].any()
         assert out.tokens[1] == expected[1].argmax() == backend.buffer(Buffer.HISTORY)[1, 301]
     assert not backend.buffer(Buffer.SPLITS).any()
-
-
-def test_a_missing_signal_is_reported(make: Callable[..., CpuBackend]) -> None:
-    backend, table = make(2, deadlock_s=0.2), mixed_table()
-    good, bad = forward_program(2), forward_program(2)
-    first = backend.launch(good, table).logits.copy()
-    which = next(i for i, r in enumerate(bad.body.records) if r[24] == word(H2 + 1))
-    bad.body.records[which, 24] = 0
-    message = rf"gate_up_silu, layer 0\) for counter {H2 + 1} of block 0: value 0, expected 1"
-    for _ in range(2):
-        with pytest.raises(MegakernelError, match=message):
-            backend.launch(bad, table)
-    for p in (good, forward_program(7)):
-        np.testing.assert_array_equal(backend.launch(p, table).logits, first)
 
 
 def test_ctrl_c_stops_a_launch_and_the_next_one_works(make: Callable[..., CpuBackend]) -> None:
@@ -189,6 +121,9 @@ def test_one_launch_at_a_time(make: Callable[..., CpuBackend]) -> None:
     np.testing.assert_array_equal(launch.wait().logits, expected)
     backend.start(p, table)
     backend.close()
+    backend.close()
+    with pytest.raises(MegakernelError, match="closed"):
+        backend.launch(p, table)
 
 
 def _threads() -> int:
@@ -259,54 +194,22 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
         assert s.records[wait["instruction"], 16 + wait["slot"]] != 0
 
 
-def test_a_stall_delays_only_what_depends_on_it(make: Callable[..., CpuBackend]) -> None:
-    """Worker 1's copy of row block 1 stalls; row block 0 on worker 0 has no part in it."""
-    chain = [
-        [record("attn_norm", 0, 32, signals=[word(0)]), record("mlp_norm", 0, 32, waits=[word(0)])],
-        [record("attn_norm", 32, 8, signals=[word(1)]), record("mlp_norm", 32, 8, waits=[word(1)])],
-    ]
-    empty = segment([], [])
-    p = program(replace(DIMS, tokens=40), 2, 2, [empty, segment(*chain), empty], [{0: 1, 1: 1}, {}, {}])
-    p = replace(p, totals_middle=p.totals_first)
-    backend, table = make(2), mixed_table()
-    backend.delay(1, 2, 0, 0.1)
-    trace = backend.launch(p, table, trace=True).trace
-    assert trace is not None
-    t = trace.intervals
-    stalled = t[(t["instruction"] == 2) & (t["layer"] == 0)][0]
-    assert stalled["end"] - stalled["begin"] >= 1e8
-    assert (t[t["worker"] == 0]["end"] <= stalled["end"]).all()
-    assert (t[(t["worker"] == 1) & ~((t["instruction"] == 2) & (t["layer"] == 0))]["begin"] >= stalled["end"]).all()
-
-
-def test_null_backend_runs_the_program_without_weights(checkpoint: RandomCheckpoint) -> None:
-    backend = CpuBackend(checkpoint, DIMS, PAGES, dtype=Dtype.F32, threads=2, null=True)
-    p, table = forward_program(5), mixed_table()
-    for _ in range(5):
-        out = backend.launch(p, table)
-        assert not out.tokens.any() and not out.logprobs.any()
-    assert backend.name == "null" and not backend.buffer(Buffer.SPLITS).any()
-    backend.close()
-
-
-def test_programs_for_another_model_are_refused(make: Callable[..., CpuBackend]) -> None:
-    backend, p = make(1), forward_program(1)
-    for field in ("hidden", "page", "max_context", "dtype"):
-        other = replace(p, dims=replace(p.dims, **{field: getattr(p.dims, field) * 2 + 1}))
-        with pytest.raises(MegakernelError, match=f"{field} = "):
-            backend.launch(other, mixed_table())
+def test_a_record_of_no_phase_is_refused(make: Callable[..., CpuBackend]) -> None:
     bad = forward_program(1)
     bad.body.records[0, 0] = 99
-    with pytest.raises(MegakernelError, match="unknown opcode 99"):
-        backend.launch(bad, mixed_table())
-    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
-        backend.launch(replace(p, ranks=2), mixed_table())
-    table = mixed_table()
-    table.block_tables[0, 0] = PAGES
-    with pytest.raises(MegakernelError, match=f"outside the pool of {PAGES}"):
-        backend.launch(p, table)
-    with pytest.raises(MegakernelError, match="no room"):
-        backend.write_history(0, DIMS.max_context, np.zeros(2, np.int32))
+    with pytest.raises(MegakernelError, match="record 0 of the body is of phase 99"):
+        make(1).launch(bad, mixed_table())
+
+
+def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., CpuBackend]) -> None:
+    p = forward_program(1)
+    backend = CpuBackend(RandomCheckpoint(DIMS, biased=False), DIMS, PAGES, dtype=Dtype.F32, threads=1)
+    with pytest.raises(MegakernelError, match="reads B_DOWN, B_GATE_UP, B_O, B_QKV, which random does not have"):
+        backend.launch(p, mixed_table())
+    backend.close()
+    stored = families.forward(CONFIG, DIMS, storage={Buffer.W_O: Dtype.BF16})
+    with pytest.raises(MegakernelError, match="reads W_O in bf16, random has it in f32"):
+        make(1).launch(replace(p, forward=stored), mixed_table())
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: RandomCheckpoint) -> None:
@@ -318,13 +221,4 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: Ran
 
 def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
     with pytest.raises(MegakernelError, match="pages of 16 n tokens"):
-        CpuBackend(checkpoint, replace(DIMS, page=8), PAGES, dtype=Dtype.F32)
-
-
-def test_a_closed_backend_refuses_launches(make: Callable[..., CpuBackend]) -> None:
-    backend = make(2)
-    backend.launch(forward_program(2), mixed_table())
-    backend.close()
-    backend.close()
-    with pytest.raises(MegakernelError, match="closed"):
-        backend.launch(forward_program(2), mixed_table())
+        CpuBackend(checkpoint, replace(DIMS, kv_page=8), PAGES, dtype=Dtype.F32)

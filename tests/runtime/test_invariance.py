@@ -5,24 +5,12 @@ With ranks too, where a bucket's size decides who keeps the residual.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from runner import Piece, Runner
 from tiny_llama import make_llama
 
 from megakernel.isa import Dtype
-from megakernel.scheduler import compile_program
-
-
-class RankRunner(Runner):
-    """Four ranks, which cut the groups of query heads."""
-
-    def program(self, tokens, logit_rows, *, workers=None):
-        target = replace(self.machine, workers=workers or self.machine.workers)
-        sizes = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
-        return compile_program(self.checkpoint.config, target, dtype=self.dtype, tp=4, **sizes)
 
 
 @pytest.fixture(scope="module", params=["f32", "bf16", "bf16-ranks"])
@@ -31,9 +19,8 @@ def runner(request):
         seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
     )
     dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
-    runner = (RankRunner if request.param == "bf16-ranks" else Runner)(
-        checkpoint, dtype=dtype, max_seqs=66, max_context=320
-    )
+    tp = 4 if request.param == "bf16-ranks" else 1  # four ranks cut the groups of query heads
+    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp)
     yield runner
     runner.close()
 

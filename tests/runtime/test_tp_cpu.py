@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import Array, RandomCheckpoint
+from cpu_support import Array, RandomCheckpoint, fill
 from hand_program import make_dims, make_program, make_queue_program
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, BY_NAME, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, Space, StepTable, record, to_f32
 from megakernel.model.checkpoint import weight_dims
-from megakernel.model.config import LlamaConfig
+from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.cpu import CpuBackend
@@ -28,19 +28,21 @@ from megakernel.scheduler.options import Options
 from megakernel.trace import IntervalKind
 
 # Groups of three query heads, cut by the ranks; four units of FFN columns and seven of vocabulary, the last not full.
-CUT = LlamaConfig(203, 72, 104, 2, 9, 3, 24, 200, attention_bias=True, mlp_bias=True)
+CUT = ModelConfig(203, 72, 104, 2, 9, 3, 24, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
 # One KV head; on eight ranks some have neither heads nor FFN columns.
-FEW = LlamaConfig(75, 48, 72, 2, 4, 1, 16, 200, tied=True)
+FEW = ModelConfig(75, 48, 72, 2, 4, 1, 16, 200, tied=True)
+# Sizes of which none is a multiple of anything.
+ODD = ModelConfig(211, 48, 173, 2, 3, 1, 40, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
 LOWERINGS = [(o, residual) for o in ("sharded", "replicated") for residual in ("dealt", "replicated")]
 PAGES = 40
 
 
-def random_checkpoint(config: LlamaConfig, dtype: Dtype = Dtype.F32) -> RandomCheckpoint:
-    return RandomCheckpoint(weight_dims(config, dtype), config.tied)
+def random_checkpoint(config: ModelConfig, dtype: Dtype = Dtype.F32) -> RandomCheckpoint:
+    return RandomCheckpoint(weight_dims(config, dtype), config.tied, config.mlp_bias)
 
 
 @contextmanager
-def cpu(config: LlamaConfig, dims: Dims, threads: int = 2, **options: Any) -> Iterator[CpuBackend]:
+def cpu(config: ModelConfig, dims: Dims, threads: int = 2, **options: Any) -> Iterator[CpuBackend]:
     dtype = Dtype(dims.dtype)
     backend = CpuBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype, threads=threads, **options)
     yield backend
@@ -50,39 +52,22 @@ def cpu(config: LlamaConfig, dims: Dims, threads: int = 2, **options: Any) -> It
 # -- one instruction at a time
 
 
-def hand_dims(config: LlamaConfig, tp: int, o: str, residual: str, **changes: Any) -> Dims:
-    lowering = {"tp": tp, "replicated_o": int(o == "replicated"), "one_hop": int(residual == "replicated")}
+def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: Any) -> Dims:
+    lowering = {"tp": tp, "replicated_o": int(o == "replicated"), "replicated_residual": int(residual == "replicated")}
     return make_dims(config, **{"row_block": 4, "tokens": 22, "logit_rows": 6, **lowering, **changes})
 
 
-def hand_table(dims: Dims) -> StepTable:
-    """A prefill over several row blocks, decode rows deep in their sequences (one split), padding."""
+def hand_table(dims: Dims, deep: int = 137) -> StepTable:
+    """A prefill over several row blocks, a decode row `deep` in its sequence, the rest of a prompt, padding."""
     row = SampleRow
     chunks = [
         Chunk(2, 0, list(range(9, 20)), [0, 7], [row(10), row(3, store=False, target=7)]),
-        Chunk(0, 137, [5], list(range(8, 17)), [row(0, temperature=0.8, seed=3)]),
-        Chunk(1, 30, [6, 3, 2], [17, 18, 19], [row(2)]),
+        Chunk(0, deep, [5], list(range(8, 9 + deep // 16)), [row(0, temperature=0.8, seed=3)]),
+        Chunk(1, 30, [6, 3, 2], [1, 2, 3], [row(2)]),
     ]
     table = build_step(dims, chunks)
     check_step(table)
     return table
-
-
-def fill(backends: tuple[CpuBackend, ReferenceBackend]) -> None:
-    """The same noise in every float buffer of every rank of both."""
-    rng = np.random.default_rng(4)
-    dims = backends[1].dims
-    for buffer, spec in BUFFERS.items():
-        kind = spec.resolve_dtype(dims)
-        if spec.space is Space.WEIGHT or kind is Dtype.I32:
-            continue
-        for layer in range(dims.layers if spec.layered else 1):
-            for rank in range(dims.tp):
-                there = backends[1].buffer(buffer, layer, rank)
-                if rank == 0 or spec.space is not Space.OUTPUT:  # outputs of all ranks lie in one memory
-                    noise = from_f32(rng.standard_normal(there.shape, dtype=np.float32), kind)
-                for backend in backends:
-                    backend.buffer(buffer, layer, rank)[: len(noise)] = noise
 
 
 def compare(cpu: CpuBackend, reference: ReferenceBackend, what: str) -> None:
@@ -106,28 +91,39 @@ def compare(cpu: CpuBackend, reference: ReferenceBackend, what: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda d: d.name)
-@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
-@pytest.mark.parametrize(("config", "tp"), [(CUT, 4), (FEW, 8)], ids=["cut", "few"])
+@pytest.mark.parametrize(
+    ("config", "tp", "o", "residual"),
+    [
+        *((config, tp, *lowering) for config, tp in ((CUT, 4), (FEW, 8)) for lowering in LOWERINGS),
+        *((config, 1, "sharded", "dealt") for config in (CUT, ODD)),
+    ],
+)
 def test_every_instruction_does_what_the_reference_does(
-    config: LlamaConfig, tp: int, o: str, residual: str, dtype: Dtype
+    config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
 ) -> None:
-    """On every rank, and nowhere else."""
-    dims = hand_dims(config, tp, o, residual, dtype=int(dtype))
-    table, program = hand_table(dims), make_program(dims)
+    """On every rank, and nowhere else; of a program of the scheduler for one rank, every tile of every worker."""
+    if tp == 1:
+        program = compiled(replace(config, max_context=520), 22, tp=1, workers=8, dtype=dtype)
+        table = hand_table(program.dims, deep=500)
+        assert (table.item_split >= 0).any()
+    else:
+        program = make_program(config, hand_dims(config, tp, o, residual, dtype=int(dtype)))
+        table = hand_table(program.dims)
+    dims = program.dims
     reference = ReferenceBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype)
     with cpu(config, dims) as backend:
-        fill((backend, reference))
+        fill(backend, reference)
         for segment in (program.prologue, program.body, program.epilogue):
             layer = 1 if segment is program.body else 0
-            for opcode in dict.fromkeys(record.opcode(segment.records).tolist()):
-                name = BY_OPCODE[opcode].name
+            for number in dict.fromkeys(record.phase_number(segment.records).tolist()):
+                phase = program.forward.by_number[number]
                 for rank in range(tp):
-                    stream = segment.stream(rank)
-                    mine = stream[record.opcode(stream) == opcode]
-                    for words in mine if name == "attention" else mine[:2]:
+                    streams = map(segment.stream, range(rank * program.workers, (rank + 1) * program.workers))
+                    mine = [words for stream in streams for words in stream if words[0] & 0xFF == number]
+                    for words in mine if tp == 1 or phase.operation is Operation.ATTENTION else mine[:2]:
                         for b in (backend, reference):
-                            b.execute(words, layer, table, rank)
-                compare(backend, reference, name)
+                            b.execute(words, layer, table, program.forward, rank)
+                compare(backend, reference, phase.name)
         np.testing.assert_array_equal(backend.link_bytes, reference.link_bytes)
 
 
@@ -135,11 +131,13 @@ def test_every_instruction_does_what_the_reference_does(
 
 
 @cache
-def compiled(config: LlamaConfig, tokens: int, *, tp: int, workers: int = 2, **options: Any) -> Program:
+def compiled(
+    config: ModelConfig, tokens: int, *, tp: int, workers: int = 2, dtype: Dtype = Dtype.F32, **options: Any
+) -> Program:
     return compile_program(
         config,
         machine.host(workers),
-        dtype=Dtype.F32,
+        dtype=dtype,
         tokens=tokens,
         logit_rows=tokens,
         max_seqs=4,
@@ -149,7 +147,7 @@ def compiled(config: LlamaConfig, tokens: int, *, tp: int, workers: int = 2, **o
     )
 
 
-def steps(config: LlamaConfig) -> list[list[Chunk]]:
+def steps(config: ModelConfig) -> list[list[Chunk]]:
     """Two prompts and the start of a third; then two that go on from what was sampled, and more of the third."""
     rng = np.random.default_rng(2)
     vocab = config.vocab
@@ -170,7 +168,7 @@ def steps(config: LlamaConfig) -> list[list[Chunk]]:
     ]
 
 
-def run(backend: Any, config: LlamaConfig, make: Any) -> list[tuple[Array, Array]]:
+def run(backend: Any, config: ModelConfig, make: Any) -> list[tuple[Array, Array]]:
     """Logits and tokens of every step; `make` gives a program for a number of token rows."""
     out = []
     for chunks in steps(config):
@@ -183,7 +181,7 @@ def run(backend: Any, config: LlamaConfig, make: Any) -> list[tuple[Array, Array
     return out
 
 
-def run_compiled(config: LlamaConfig, threads: int = 2, **options: Any) -> list[tuple[Array, Array]]:
+def run_compiled(config: ModelConfig, threads: int = 2, **options: Any) -> list[tuple[Array, Array]]:
     with cpu(config, compiled(config, 1, **options).dims, threads) as backend:
         return run(backend, config, lambda tokens: compiled(config, tokens, **options))
 
@@ -196,15 +194,17 @@ def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> Non
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
-def test_ranks_compute_what_one_computes(config: LlamaConfig, tp: int) -> None:
+def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
     """Within rounding; with the bits of their class on any number of threads, whoever keeps the residual and wherever a
     layer's norm is."""
     one = run_compiled(config, tp=1, norm="own")
-    same_bits(run_compiled(config, tp=1, norm="next"), one)
+    for norm in ("next", "inside"):
+        same_bits(run_compiled(config, tp=1, norm=norm), one)
     for o in ("sharded", "replicated"):
         found = [run_compiled(config, n, tp=tp, o=o, residual="dealt", norm="own") for n in (1, 2, 3)]
         for residual in ("dealt", "replicated"):
             found.append(run_compiled(config, tp=tp, o=o, residual=residual, norm="next"))
+        found.append(run_compiled(config, tp=tp, o=o, residual="replicated", norm="inside"))
         for (logits, tokens), (expected, chosen) in zip(found[0], one, strict=True):
             np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
             np.testing.assert_array_equal(tokens, chosen)
@@ -229,7 +229,7 @@ def test_bytes_between_ranks_are_those_of_the_program(tp: int, o: str, residual:
 def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: str) -> None:
     """With no part of the scheduler, and column tiles that begin inside a packed panel."""
     dims = hand_dims(CUT, 4, o, residual)
-    program, table = make_program(dims, 2), hand_table(dims)
+    program, table = make_program(CUT, dims, 2), hand_table(dims)
     reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
     expected = reference.launch(program, table)
     with cpu(CUT, dims, 3) as backend:
@@ -251,11 +251,11 @@ def test_compiled_queues_give_the_bits_of_streams(queue: str) -> None:
         same_bits(run_compiled(CUT, threads, queue=queue, workers=3, **lowering), static)
 
 
-def hand_run(config: LlamaConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
+def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
     """A program made by hand, several launches of it."""
     lowering = {"o": "sharded", "residual": "dealt"} | lowering
     dims = hand_dims(config, tp, **lowering)
-    program, table = make(dims, workers), hand_table(dims)
+    program, table = make(config, dims, workers), hand_table(dims)
     out = []
     with cpu(config, dims, threads) as backend:
         for _ in range(3):
@@ -276,11 +276,12 @@ def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, res
 def test_partial_drains_share_a_queue() -> None:
     """Two drains in a stream: the first ends with half of the queue, what follows it runs before the rest."""
     dims = hand_dims(CUT, 1, "sharded", "dealt")
-    whole, table = make_queue_program(dims, 2), hand_table(dims)
+    whole, table = make_queue_program(CUT, dims, 2), hand_table(dims)
     half = len(whole.queues.records) // 2
-    first = whole.body.records[:1].copy()
-    first[0, record.OPERAND_WORD + 1] = half
-    body = replace(whole.body, records=np.concatenate([first, whole.body.records]), offsets=np.array([0, 2, 3]))
+    last = whole.body.records[-1]
+    first = last.copy()
+    first[record.OPERAND_WORD + 1] = half
+    body = replace(whole.body, records=np.stack([first, last, last]), offsets=np.array([0, 2, 3]))
     with cpu(CUT, dims) as backend:
         expected = backend.launch(whole, table).logits.copy()
         program = replace(whole, body=body)
@@ -302,7 +303,7 @@ def test_partial_drains_share_a_queue() -> None:
 
 def test_drains_that_cannot_run_are_refused() -> None:
     dims = hand_dims(CUT, 2, "sharded", "dealt")
-    good, table = make_queue_program(dims, 1), hand_table(dims)
+    good, table = make_queue_program(CUT, dims, 1), hand_table(dims)
     with cpu(CUT, dims) as backend:
         for word, value in ((0, 1), (1, int(good.body.records[1, record.OPERAND_WORD + 1]) + 1)):
             records = good.body.records.copy()
@@ -317,11 +318,11 @@ def test_drains_that_cannot_run_are_refused() -> None:
 @pytest.mark.parametrize("make", [make_program, make_queue_program])
 def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
     dims = hand_dims(CUT, 4, "sharded", "dealt")
-    good, table = make(dims, 2), hand_table(dims)
+    good, table = make(CUT, dims, 2), hand_table(dims)
     name = "queues" if make is make_queue_program else "body"
     segment = getattr(good, name)
     records = segment.records.copy()
-    at = np.flatnonzero(record.opcode(records) == BY_NAME["o_partial"].opcode)[0]
+    at = np.flatnonzero(record.phase_number(records) == good.forward.by_name["o_partial"].number)[0]
     word = int(records[at, record.SIGNAL_WORD])
     records[at, record.SIGNAL_WORD] = 0
     bad = replace(good, **{name: replace(segment, records=records)})
@@ -336,14 +337,14 @@ def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
         for _ in range(2):
             with pytest.raises(MegakernelError, match=message):
                 backend.launch(bad, table)
-        for _ in range(2):
-            np.testing.assert_array_equal(backend.launch(good, table).logits, first)
+        for program in (good, make(CUT, dims, 3)):
+            np.testing.assert_array_equal(backend.launch(program, table).logits, first)
 
 
 @pytest.mark.parametrize("make", [make_program, make_queue_program])
 def test_an_aborted_launch_leaves_a_working_backend(make: Any) -> None:
     dims = hand_dims(CUT, 4, "replicated", "dealt")
-    program, table = make(dims, 2), hand_table(dims)
+    program, table = make(CUT, dims, 2), hand_table(dims)
     with cpu(CUT, dims) as backend:
         first = backend.launch(program, table).logits.copy()
         backend.delay(1, len(program.body.records) // 2, 1, 600.0)
@@ -358,7 +359,7 @@ def test_an_aborted_launch_leaves_a_working_backend(make: Any) -> None:
 
 def test_signals_to_ranks_that_are_not_there_are_refused() -> None:
     dims = hand_dims(CUT, 2, "sharded", "dealt")
-    program = make_program(dims)
+    program = make_program(CUT, dims)
     program.body.records[3, record.SIGNAL_WORD] = record.counter_word(0, rank=2)
     with cpu(CUT, dims) as backend, pytest.raises(MegakernelError, match="record 3 of the body signals rank 2 of 2"):
         backend.launch(program, hand_table(dims))
@@ -371,7 +372,7 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
     """The norms of a dealt residual; where every rank norms all rows there are none."""
     for residual in ("dealt", "replicated"):
         dims = hand_dims(CUT, 2, "sharded", residual)
-        program = make_program(dims, 2)
+        program = make_program(CUT, dims, 2)
         with cpu(CUT, dims) as backend:
             trace = backend.launch(program, hand_table(dims), trace=True).trace
         assert trace is not None
@@ -379,8 +380,9 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
         np.testing.assert_array_equal(np.lexsort((t["begin"], t["worker"], t["rank"])), np.arange(len(t)))
         assert set(t["rank"]) == {0, 1}
         stores = t[(t["kind"] == IntervalKind.STORE) & (t["layer"] < dims.layers)]
-        names = {BY_OPCODE[int(program.body.records[i, 0]) & 0xFF].name for i in stores["instruction"]}
-        assert names == ({"attn_norm", "mlp_norm"} if residual == "dealt" else set())
+        stored = set(record.phase_number(program.body.records[stores["instruction"]]).tolist())
+        norms = {phase.number for phase in program.forward.body if phase.operation is Operation.NORM}
+        assert stored == (norms if residual == "dealt" else set())
         for s in stores:
             same = (t["instruction"] == s["instruction"]) & (t["layer"] == s["layer"])
             compute = t[same & (t["kind"] == IntervalKind.COMPUTE)]
@@ -390,10 +392,10 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
 def test_a_stall_delays_what_depends_on_it_on_any_rank_and_nothing_else() -> None:
     """One thread for each worker; a norm of rank 1 stalls. Rank 0 first meets it in the same layer's qkv."""
     dims = hand_dims(CUT, 2, "sharded", "dealt", tokens=8)
-    program = make_program(dims, 1)
+    program = make_program(CUT, dims, 1)
     table = build_step(dims, [Chunk(0, 0, [4] * 8, [0], [SampleRow(7)])])
     stalled = int(program.body.offsets[1])
-    assert BY_OPCODE[int(program.body.records[stalled, 0]) & 0xFF].name == "attn_norm"
+    assert int(program.body.records[stalled, 0]) == program.forward.by_name["attn_norm"].number
     with cpu(CUT, dims, threads=2) as backend:
         backend.delay(1, stalled, 1, 0.05)
         trace = backend.launch(program, table, trace=True).trace
@@ -431,7 +433,7 @@ def test_weights_that_ranks_have_in_common_are_held_once() -> None:
 @pytest.mark.parametrize("queue", ["none", "body"])
 def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
     """As many streams as eight accelerators have, of a small model."""
-    config = LlamaConfig(320, 128, 512, 2, 16, 8, 16, 200)
+    config = ModelConfig(320, 128, 512, 2, 16, 8, 16, 200)
     options = {"tp": 8, "workers": 132, "o": "sharded", "residual": "dealt", "queue": queue}
     one = run_compiled(config, tp=1)
     for (logits, tokens), (expected, chosen) in zip(run_compiled(config, **options), one, strict=True):
@@ -439,13 +441,16 @@ def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
         np.testing.assert_array_equal(tokens, chosen)
 
 
-def test_null_backend_runs_ranks_without_weights() -> None:
-    dims = hand_dims(CUT, 8, "replicated", "replicated")
+@pytest.mark.parametrize("tp", [1, 8])
+def test_null_backend_runs_programs_without_weights(tp: int) -> None:
+    dims = hand_dims(CUT, tp, "replicated", "replicated")
     checkpoint = random_checkpoint(CUT)
     checkpoint.load = None  # type: ignore[method-assign,assignment]
     backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=2, null=True)
     for make in (make_program, make_queue_program):
-        program = make(dims, 3)
+        program = make(CUT, dims, 3)
         for _ in range(3):
-            assert not backend.launch(program, hand_table(dims)).tokens.any()
+            out = backend.launch(program, hand_table(dims))
+            assert not out.tokens.any() and not out.logprobs.any()
+    assert backend.name == "null" and not backend.buffer(Buffer.SPLITS).any()
     backend.close()

@@ -8,33 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from api_support import until
 from cpu_support import DIMS, PAGES, RandomCheckpoint
 from numpy.typing import NDArray
+from simulated import ordered
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, BY_OPCODE, INSTRUCTIONS, Access, Buffer, Dims, Dtype, StepTable, slot_work
-from megakernel.isa.access import OWN, Kind
-from megakernel.isa.record import (
-    ALL_RANKS,
-    COUNTER_MASK,
-    INDEXED,
-    NEXT,
-    OWNER,
-    RANK_MASK,
-    RANK_SHIFT,
-    SIGNAL_WORD,
-    WAIT_WORD,
-    WORDS,
-    opcode,
-)
+from megakernel.isa import Buffer, Columns, Dims, Dtype, Operation, Phase, Result, StepTable, accesses, slot_work
+from megakernel.isa.access import OWN, Access, Kind
+from megakernel.isa.record import phase_number
 from megakernel.machine import host
 from megakernel.program import Program
 from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
@@ -45,13 +36,12 @@ from megakernel.runtime.cpu.processes.heaps import SHARED
 from megakernel.runtime.cpu.processes.peers import RankGone
 from megakernel.scheduler import compile_program, describe
 from megakernel.scheduler.options import Options
-from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
+from megakernel.trace import IntervalKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
 
 _LONG_S = 30.0  # a stall that only an abort ends; no test waits for it
-CHECKPOINT = RandomCheckpoint(replace(DIMS, attention_bias=1, mlp_bias=1))
-CHECKPOINT.config = replace(CHECKPOINT.config, attention_bias=True, mlp_bias=True)
+CHECKPOINT = RandomCheckpoint(DIMS)
 _LOWERINGS = [Options(o="sharded", residual="dealt"), Options(o="replicated", residual="replicated")]
 
 
@@ -73,15 +63,12 @@ def prompts(program: Program) -> StepTable:
     """Two prompts, scored in part, so that every rank samples something."""
     rng = np.random.default_rng(1)
     rows = min(program.dims.tokens - 4, 20)
-    return build_step(
-        program.dims,
-        [
-            Chunk(
-                0, 0, rng.integers(0, 203, rows).tolist(), range(5), [SampleRow(rows - 1), SampleRow(0, store=False)]
-            ),
-            Chunk(2, 0, rng.integers(0, 203, 4).tolist(), range(7, 12), [SampleRow(i, store=i == 3) for i in (1, 3)]),
-        ],
-    )
+    first, second = (rng.integers(0, 203, n).tolist() for n in (rows, 4))
+    chunks = [
+        Chunk(0, 0, first, range(5), [SampleRow(rows - 1), SampleRow(0, store=False)]),
+        Chunk(2, 0, second, range(7, 12), [SampleRow(i, store=i == 3) for i in (1, 3)]),
+    ]
+    return build_step(program.dims, chunks)
 
 
 def decode(program: Program) -> StepTable:
@@ -96,8 +83,8 @@ def bits(output: Output) -> tuple[bytes, ...]:
     return output.tokens.tobytes(), output.logprobs.tobytes(), output.logits[live].tobytes()
 
 
-def opened(tp: int, **arguments: object) -> ProcessBackend:
-    return ProcessBackend(CHECKPOINT, compiled(tp).dims, PAGES, dtype=Dtype.F32, threads=tp, **arguments)  # type: ignore[arg-type]
+def opened(tp: int, checkpoint: RandomCheckpoint = CHECKPOINT, **arguments: Any) -> ProcessBackend:
+    return ProcessBackend(checkpoint, compiled(tp).dims, PAGES, **{"dtype": Dtype.F32, "threads": tp} | arguments)
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +102,18 @@ def backend(two: ProcessBackend) -> Iterator[ProcessBackend]:
 
 
 def stall(backend: ProcessBackend, program: Program, rank: int, seconds: float = _LONG_S) -> int:
-    """Stop a rank in its first `qkv_rope` in layer 1 of traced launches: the row of the record."""
+    """Stop a rank in its first q, k, v in layer 1 of traced launches: the row of the record."""
     first, end = program.body.offsets[[rank * program.workers, (rank + 1) * program.workers]]
-    rows = np.flatnonzero(opcode(program.body.records[first:end]) == BY_NAME["qkv_rope"].opcode)
+    [heads] = program.forward.numbers(Operation.MATMUL, Result.HEADS)
+    rows = np.flatnonzero(phase_number(program.body.records[first:end]) == heads)
     backend.delay(1, int(first + rows[0]), 1, seconds)
     return int(first + rows[0])
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended, and nobody has to be told."""
-    return not Path(f"/proc/{pid}").exists()
-
-
-def wait_until(what: str, holds: object) -> None:
-    end = time.monotonic() + 20
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.01)
+def ended(pid: int) -> bool:
+    """Whether the process has ended; somebody may still have to be told."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 # -- the same results
@@ -167,10 +149,10 @@ def test_smollm2_on_two_processes(smollm2: None) -> None:
 def test_the_shared_buffers_are_those_that_instructions_store_elsewhere() -> None:
     stored = {Buffer.HISTORY}  # state, of which no region is declared
     for options in _LOWERINGS:
-        d = compiled(2, 40, options).dims
-        for instruction in INSTRUCTIONS:
-            columns = {name: np.zeros(1, np.int32) for name in instruction.operands}
-            for access in instruction.accesses(columns, d):
+        program = compiled(2, 40, options)
+        for phase in program.forward:
+            columns = {name: np.zeros(1, np.int32) for name in phase.operands}
+            for access in accesses(phase, columns, program.dims):
                 if access.kind is not Kind.READ and not (isinstance(access.rank, int) and access.rank == OWN):
                     stored.add(access.buffer)
     assert stored == set(SHARED)
@@ -209,12 +191,12 @@ def test_an_undeclared_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     table = prompts(program)
     before = bits(backend.launch(program, table))
 
-    def at_home(columns: object, dims: Dims) -> list[Access]:
-        return [replace(access, rank=OWN) for access in BY_NAME["mlp_norm"].accesses(columns, dims)]  # type: ignore[arg-type]
+    def at_home(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
+        found = accesses(phase, columns, dims)
+        return [replace(a, rank=OWN) for a in found] if phase.name == "mlp_norm" else found
 
     with monkeypatch.context() as patch:
-        norm = BY_NAME["mlp_norm"]
-        patch.setitem(BY_OPCODE, norm.opcode, replace(norm, accesses=at_home))
+        patch.setattr("megakernel.runtime.cpu.audit.accesses", at_home)
         # Whichever worker comes first.
         said = r"rank ([01]): mlp_norm \(body record \d+, layer 0\) stored rows (\d+)\.\.\2, .* of H at rank (?!\1)"
         with pytest.raises(MegakernelError, match=said):
@@ -228,12 +210,12 @@ def test_a_touch_outside_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) ->
     mistake = """
 import sys
 from megakernel.isa import Buffer
-from megakernel.runtime import rank_process
+from megakernel.runtime.cpu.processes import rank_process
 from megakernel.runtime.cpu.processes.rank_executor import RankExecutor
 take = RankExecutor.take
 def wrong(self, message, descriptors):
     take(self, message, descriptors)
-    self._ranks.bind(1, Buffer.X, self.heaps.array(Buffer.H, 0)[None])
+    self.ranks.bind(1, Buffer.X, self.heaps.array(Buffer.H, 0)[None])
 RankExecutor.take = wrong
 rank_process.main()
 """
@@ -265,7 +247,7 @@ def test_a_rank_killed_in_a_launch_is_named_and_the_next_launch_works(backend: P
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RankGone, match=rf"rank 1 \(process {victim}\) was killed by SIGKILL"):
         launch.wait()
-    assert gone(victim)
+    assert not Path(f"/proc/{victim}").exists()
     backend.write_history(0, 0, np.arange(4, dtype=np.int32))
     assert bits(backend.launch(program, table)) == before
     assert backend.processes != [victim]
@@ -275,10 +257,10 @@ def test_a_rank_killed_between_launches_is_named(backend: ProcessBackend) -> Non
     program = compiled(2)
     [victim] = backend.processes
     os.kill(victim, signal.SIGKILL)
-    wait_until("the end", lambda: Path(f"/proc/{victim}/stat").read_text().split()[2] == "Z")
+    until(lambda: ended(victim))
     with pytest.raises(RankGone, match=f"process {victim}"):
         backend.launch(program, prompts(program))
-    assert gone(victim)
+    assert not Path(f"/proc/{victim}").exists()
     backend.launch(program, prompts(program))
 
 
@@ -356,26 +338,22 @@ def test_nothing_stays_behind() -> None:
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 _SCRIPT = """
-import sys, time
-sys.path[:0] = {tests!r}
-from test_tp_processes import *
 backend = opened(2)
 program = compiled(2)
 {work}
 """
 
 
-def script(work: str, **options: object) -> subprocess.Popen[str]:
+def started(before: list[str], code: str, **options: Any) -> subprocess.Popen[str]:
+    """A process with the names of this module, started by the command `before`."""
+    here = f"import sys, time\nsys.path[:0] = {PATHS!r}\nfrom test_tp_processes import *\n"
+    command = [*before, sys.executable, "-P", "-c", here + code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def script(work: str, *before: str, **options: Any) -> subprocess.Popen[str]:
     """A process that has opened two ranks and goes on with `work`."""
-    text = _SCRIPT.format(tests=PATHS, work=work)
-    command = [*options.pop("before", ()), sys.executable, "-P", "-c", text]  # type: ignore[misc]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
+    return started([*before], _SCRIPT.format(work=work), **options)
 
 
 class Broken(RandomCheckpoint):
@@ -390,27 +368,23 @@ class Broken(RandomCheckpoint):
 def test_a_model_that_cannot_be_opened_leaves_nothing() -> None:
     before = resources()
     with pytest.raises(MegakernelError, match="the file ends here"):
-        ProcessBackend(Broken(CHECKPOINT.dims), compiled(2).dims, PAGES, dtype=Dtype.F32, threads=2)
+        opened(2, Broken(CHECKPOINT.dims))
     assert resources() == before
 
 
-@pytest.mark.parametrize("moment", ["launch", "idle"])
-def test_ranks_end_with_a_killed_driver(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["launch", "idle", "end"])
+def test_ranks_end_with_a_driver_that_closes_nothing(moment: str) -> None:
+    """One that is killed, in a launch or between launches, or one that comes to its end."""
     launch = "stall(backend, program, 1); backend.start(program, prompts(program), trace=True)"
-    work = f"{launch if moment == 'launch' else ''}\nprint(*backend.processes, flush=True); time.sleep(60)"
-    driver = script(work)
+    rest = "" if moment == "end" else "time.sleep(60)"
+    driver = script(f"{launch if moment == 'launch' else ''}\nprint(*backend.processes, flush=True)\n{rest}")
     assert driver.stdout is not None
     rank = int(driver.stdout.readline())
-    driver.kill()
-    driver.wait()
-    wait_until("the rank's end", lambda: gone(rank) or Path(f"/proc/{rank}/stat").read_text().split()[2] == "Z")
-
-
-def test_ranks_end_with_a_driver_that_closes_nothing() -> None:
-    driver = script("print(*backend.processes, flush=True)")
-    out, err = driver.communicate(timeout=60)
-    assert (driver.returncode, err) == (0, "")
-    wait_until("the rank's end", lambda: gone(int(out)) or "Z" in Path(f"/proc/{int(out)}/stat").read_text())
+    if moment != "end":
+        driver.kill()
+    _, err = driver.communicate(timeout=60)
+    assert (driver.returncode, err) == (-signal.SIGKILL if rest else 0, "")
+    until(lambda: ended(rank))
 
 
 @pytest.mark.parametrize("moment", ["waiting", "between"])
@@ -428,7 +402,7 @@ print(*backend.processes, flush=True)
     os.killpg(driver.pid, signal.SIGINT)
     _, err = driver.communicate(timeout=60)
     assert driver.returncode == -signal.SIGINT and err.count("Traceback") == 1, err
-    wait_until("the rank's end", lambda: gone(rank))
+    until(lambda: not Path(f"/proc/{rank}").exists())
 
 
 # -- shared memory
@@ -440,7 +414,7 @@ def test_a_small_shm_folder_does_not_matter() -> None:
         pytest.skip("mounting takes root")
     small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]
     work = "print(backend.launch(program, prompts(program)).tokens.tolist()); backend.close()"
-    out, err = script(work, before=small).communicate(timeout=60)
+    out, err = script(work, *small).communicate(timeout=60)
     assert out.startswith("[") and err == ""
 
 
@@ -449,13 +423,14 @@ def test_full_memory_is_one_line() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
     work = f"""
 {limit}
+large = compiled(2, 4000)
 try:
-    backend.launch(compiled(2, 4000), None)
+    backend.launch(large, prompts(large))
 except MegakernelError as e:
     print(e)
 backend.launch(program, prompts(program))
 """
-    out, err = script(work.replace("None", "prompts(compiled(2, 4000))")).communicate(timeout=60)
+    out, err = script(work).communicate(timeout=60)
     assert "MiB of shared memory for rank 0's heap cannot be had" in out and out.count("\n") == 1
     assert err == ""
 
@@ -473,9 +448,6 @@ def test_memory_is_checked_for_all_ranks_together(monkeypatch: pytest.MonkeyPatc
 # -- torchrun
 
 _JOB = """
-import sys
-sys.path[:0] = {tests!r}
-from test_tp_processes import *
 from megakernel.runtime import create, join_ranks
 join_ranks(2)
 program = compiled(2)
@@ -492,19 +464,11 @@ for closes in (True, False):
 """
 
 
-def job(code: str, **variables: str) -> list[subprocess.Popen[str]]:
+def job(code: str) -> list[subprocess.Popen[str]]:
     """Two processes with what torchrun puts into their environment."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{os.getpid()}"} | variables
-    return [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", code.format(tests=PATHS)],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | common,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{os.getpid()}"}
+    ranks = ({"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1"))
+    return [started([], code, env=os.environ | rank | common) for rank in ranks]
 
 
 def test_ranks_of_a_torchrun_job() -> None:
@@ -551,52 +515,34 @@ def test_a_wrong_job(variables: dict[str, str], tp: int, complaint: str, monkeyp
 # -- the delay test
 
 
-Node = tuple[int, int, int]  # segment, layer, record
-Counter = tuple[int, int, int]  # rank, block, index
+Node = tuple[int, int]  # layer as in a trace, record
 
 
-def held_up(program: Program, start: Node, certain: bool) -> set[Node]:
+def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
     """What cannot begin before `start` has ended: later work of its worker, who waits for its signals, and so on.
 
-    A word that the step table completes may mean any member of its grid; `certain` leaves such words out.
+    Attention begins with its first item; `certain` leaves out what only the others wait for.
     """
-    d = program.dims
     after: dict[Node, Node] = {}
-    signals: dict[Node, list[Counter]] = {}
-    waiting: dict[Counter, list[Node]] = {}
-    segments = (program.prologue, program.body, program.epilogue)
-    for stream in range(program.ranks * program.workers):
-        rank, last = stream // program.workers, None
-        for segment, layer in [(0, 0), *((1, layer) for layer in range(d.layers)), (2, 0)]:
-            for number in range(*segments[segment].offsets[stream : stream + 2].tolist()):
-                node, words = (segment, layer, number), segments[segment].records[number]
-                if last:
-                    after[last] = node
-                last = node
-                groups = int(words[3]) if opcode(words) == BY_NAME["attention"].opcode else 1
-                for place in range(WAIT_WORD, WORDS):
-                    word, signal = int(words[place]), place >= SIGNAL_WORD
-                    if not word or (word & INDEXED and certain):
-                        continue
-                    to = word >> RANK_SHIFT & RANK_MASK
-                    ranks = [rank] if not signal else range(d.tp) if to in (ALL_RANKS, OWNER) else [to]
-                    block = (d.layers if segment == 2 else layer) + bool(word & NEXT)
-                    members = d.row_blocks * (1 if signal else groups) if word & INDEXED else 1
-                    for r in ranks:
-                        for counter in range((word & COUNTER_MASK) - 1, (word & COUNTER_MASK) - 1 + members):
-                            if signal:
-                                signals.setdefault(node, []).append((r, block, counter))
-                            else:
-                                waiting.setdefault((r, block, counter), []).append(node)
+    signals: dict[Node, set[int]] = defaultdict(set)
+    waiting: dict[int, set[Node]] = defaultdict(set)
+    last: dict[int, Node] = {}
+    for task in ordered(program, table):
+        first = last.get(task.stream) != task.key
+        if first and task.stream in last:
+            after[last[task.stream]] = task.key
+        last[task.stream] = task.key
+        signals[task.key].update(counter for counter, _ in task.adds)
+        for counter in task.waits if first or not certain else ():
+            waiting[counter].add(task.key)
     found: set[Node] = set()
     todo = [start]
     while todo:
         at = todo.pop()
-        then = [after[at]] if at in after else []
-        for met in signals.get(at, []):
-            then += waiting.get(met, [])
-        todo += set(then) - found
-        found |= set(then)
+        then = {after[at]} if at in after else set()
+        then = then.union(*(waiting[counter] for counter in signals[at])) - found
+        todo += then
+        found |= then
     return found
 
 
@@ -606,7 +552,7 @@ def test_a_stall_moves_only_what_depends_on_it_and_later_work_of_its_worker(opti
     backend = ProcessBackend(CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=4)
     table = prompts(program)
     backend.launch(program, table)
-    start = 1, 1, stall(backend, program, rank=1, seconds=0.5)
+    start = 1, stall(backend, program, rank=1, seconds=0.5)
     trace = backend.launch(program, table, trace=True).trace
     backend.close()
     assert trace is not None
@@ -614,16 +560,14 @@ def test_a_stall_moves_only_what_depends_on_it_and_later_work_of_its_worker(opti
     end: dict[Node, int] = {}
     lane: dict[Node, int] = {}
     for interval in trace.intervals[np.isin(trace.intervals["kind"], [IntervalKind.COMPUTE, IntervalKind.STORE])]:
-        layer = int(interval["layer"])
-        segment = {PROLOGUE: 0, EPILOGUE: 2}.get(layer, 1)
-        node = segment, layer if segment == 1 else 0, int(interval["instruction"])
+        node = int(interval["layer"]), int(interval["instruction"])
         begin[node] = min(begin.get(node, 1 << 63), int(interval["begin"]))
         end[node] = max(end.get(node, 0), int(interval["end"]))
         lane[node] = int(interval["rank"])
     error = trace.header.clock_error_s * 1e9
     assert end[start] - begin[start] >= 0.5e9
-    moved, may_move = held_up(program, start, certain=True), held_up(program, start, certain=False)
+    moved, may_move = (held_up(program, table, start, certain) for certain in (True, False))
     stayed = set(begin) - may_move - {start}
-    assert {lane[node] for node in moved} == {lane[node] for node in stayed if node[:2] == start[:2]} == {0, 1}
+    assert {lane[node] for node in moved} == {lane[node] for node in stayed if node[0] == 1} == {0, 1}
     assert min(begin[node] for node in moved) >= end[start] - error
     assert max(end[node] for node in stayed) <= end[start] + error

@@ -6,19 +6,35 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from compiled import LLAMA_70B, SMALL, SMOLLM2, TINY, compiled, small_machine
+from compiled import LLAMA_70B, SMALL, SMOLLM2, TINY, compiled, of, random_model, small_machine
 from ground_truth import Failure, check
+from mutate import edit, rows_of
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
-from megakernel.isa import BY_NAME, BY_OPCODE, Access, Buffer, Dtype, Kind
-from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, opcode
-from megakernel.model.config import LlamaConfig
+from megakernel.isa import (
+    Access,
+    Buffer,
+    Columns,
+    Dims,
+    Dtype,
+    Forward,
+    Index,
+    Kind,
+    Operation,
+    Phase,
+    accesses,
+    regions,
+)
+from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, phase_number
+from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import compile_program, describe, disassemble
+from megakernel.scheduler import Options, compile_program, describe, disassemble
+from megakernel.scheduler.candidates import Candidates, program_dims
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
-from megakernel.scheduler.lower import Phase, Tasks, lower, program_dims
+from megakernel.scheduler.lower import lower
+from megakernel.scheduler.tasks import Candidate, PhaseTasks, Tasks
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -34,63 +50,38 @@ def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
     """A record holds 8 signals; a tile here has a part of up to 30 KV heads."""
     config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
     program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
-    attention = program.body.records[opcode(program.body.records) == BY_NAME["attention"].opcode]
-    assert int(BY_NAME["attention"].columns(attention)["group_heads"][0]) > 1
+    attention = of(program, "attention")
+    assert int(program.forward.by_name["attention"].columns(attention)["group_heads"][0]) > 1
     check(program, seed=workers, rounds=10)
 
 
 def test_random_shapes() -> None:
     rng = np.random.default_rng(5)
     for seed in range(14):
-        kv_heads, group, head_dim = (int(rng.integers(1, n)) for n in (5, 4, 3))
-        config = LlamaConfig(
-            vocab=int(rng.integers(2, 40)),
-            hidden=int(rng.integers(1, 30)),
-            ffn=int(rng.integers(1, 30)),
-            layers=int(rng.integers(1, 4)),
-            heads=kv_heads * group,
-            kv_heads=kv_heads,
-            head_dim=2 * head_dim,
-            max_context=64,
-        )
         target = small_machine(int(rng.integers(1, 7)), int(rng.integers(1, 6)))
-        check(compiled(config, target, int(rng.integers(1, 14)), int(rng.integers(1, 7))), seed, rounds=2)
+        tokens, logit_rows = int(rng.integers(1, 14)), int(rng.integers(1, 7))
+        check(compiled(random_model(rng, 40), target, tokens, logit_rows), seed, rounds=2)
 
 
-PHASES = (
-    "attn_norm",
-    "qkv_rope",
-    "attention",
-    "o_proj",
-    "mlp_norm",
-    "gate_up_silu",
-    "down_proj",
-    "final_norm",
-    "lm_head",
-    "sample",
-)
+ALL_WAITS = slice(WAIT_WORD, WAIT_WORD + WAITS)
+PHASES = ["attn_norm", "qkv_rope", "attention", "o_proj", "mlp_norm", "gate_up_silu", "down_proj"]
+PHASES += ["final_norm", "lm_head", "sample"]
 
 
 @pytest.mark.parametrize("name", PHASES)
 def test_every_wait_is_needed(name: str) -> None:
     """Without the waits of any one phase, some interleaving goes wrong."""
-    program = compiled(SMALL, small_machine(3), 7, logit_rows=3)
-    kind = BY_NAME[name]
-    segment = "body" if kind.layered else "epilogue"
-    records = getattr(program, segment).records.copy()
-    records[opcode(records) == kind.opcode, WAIT_WORD : WAIT_WORD + WAITS] = 0
-    broken = replace(program, **{segment: replace(getattr(program, segment), records=records)})
+    program = compiled(SMALL, small_machine(3), 7, logit_rows=3, options=Options(norm="own"))
+    segment = "body" if program.forward.by_name[name] in program.forward.body else "epilogue"
     with pytest.raises(Failure):
-        check(broken, seed=1, rounds=20)
+        check(edit(program, segment, rows_of(program, segment, name), ALL_WAITS), seed=1, rounds=20)
 
 
 def test_a_lost_signal_is_a_deadlock() -> None:
     program = compiled(SMALL, small_machine(3), 7)
-    records = program.body.records.copy()
-    first = np.flatnonzero(opcode(records) == BY_NAME["gate_up_silu"].opcode)[0]
-    records[first, SIGNAL_WORD] = 0
+    first = rows_of(program, "body", "gate_up_silu")[0]
     with pytest.raises(Failure, match="deadlock"):
-        check(replace(program, body=replace(program.body, records=records)), seed=1)
+        check(edit(program, "body", first, SIGNAL_WORD), seed=1)
 
 
 @pytest.mark.parametrize(
@@ -104,63 +95,55 @@ def test_a_lost_signal_is_a_deadlock() -> None:
         (replace(SMALL, kv_heads=1), machine.host(7), 200),
     ],
 )
-def test_every_output_is_written_once(config: LlamaConfig, target: machine.Machine, tokens: int) -> None:
+def test_every_output_is_written_once(config: ModelConfig, target: machine.Machine, tokens: int) -> None:
     program = compiled(config, target, tokens, logit_rows=min(tokens, 9))
     d = program.dims
+    full = dict.fromkeys((Buffer.X, Buffer.H, Buffer.Y), d.hidden)
+    full |= {Buffer.ROPE: d.head_dim, Buffer.Q: d.q_cols, Buffer.ACT: d.ffn, Buffer.LOGITS: d.vocab}
+    full |= {Buffer.K_CACHE: d.kv_cols, Buffer.V_CACHE: d.kv_cols, Buffer.TOKENS_OUT: 1, Buffer.LOGPROBS_OUT: 1}
     for segment in (program.prologue, program.body, program.epilogue):
-        for number in np.unique(opcode(segment.records)):
-            kind = BY_OPCODE[int(number)]
-            records = segment.records[opcode(segment.records) == number]
-            accesses = kind.accesses(kind.columns(records), d)
-            for access in (a for a in accesses if a.kind is not Kind.READ and kind.name != "attention"):
+        for number in np.unique(phase_number(segment.records)):
+            phase = program.forward.by_number[int(number)]
+            records = segment.records[phase_number(segment.records) == number]
+            touched = accesses(phase, phase.columns(records), d)
+            for access in (a for a in touched if a.kind is not Kind.READ and a.index is not Index.ITEM):
                 rows, cols = int(access.row_end.max()), int(access.col_end.max())
-                full = {
-                    Buffer.X: d.hidden,
-                    Buffer.H: d.hidden,
-                    Buffer.ROPE: d.head_dim,
-                    Buffer.Q: d.q_cols,
-                    Buffer.K_CACHE: d.kv_cols,
-                    Buffer.V_CACHE: d.kv_cols,
-                    Buffer.ACT: d.ffn,
-                    Buffer.Y: d.hidden,
-                    Buffer.LOGITS: d.vocab,
-                    Buffer.TOKENS_OUT: 1,
-                    Buffer.LOGPROBS_OUT: 1,
-                }[access.buffer]
-                assert (rows, cols) == (d.tokens if segment is not program.epilogue else d.logit_rows, full)
+                height = d.logit_rows if segment is program.epilogue else d.tokens
+                assert (rows, cols) == (height, full[access.buffer])
                 times = np.zeros((rows + 1, cols + 1), dtype=np.int32)  # differences of a 2-D count
-                for r, c, sign in ((0, 0, 1), (0, 1, -1), (1, 0, -1), (1, 1, 1)):
-                    at = ((access.row, access.row_end)[r], (access.col, access.col_end)[c])
-                    np.add.at(times, at, sign)
-                assert (times.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] == 1).all(), (kind.name, access.buffer)
+                for row, col, sign in (
+                    *((access.row, access.col, 1), (access.row, access.col_end, -1)),
+                    *((access.row_end, access.col, -1), (access.row_end, access.col_end, 1)),
+                ):
+                    np.add.at(times, (row, col), sign)
+                assert (times.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] == 1).all(), (phase.name, access.buffer)
 
 
 def test_attention_comes_after_all_qkv_of_its_stream_and_each_worker_has_its_slot() -> None:
     program = compiled(SMALL, small_machine(5), 13)
-    qkv, attention = BY_NAME["qkv_rope"].opcode, BY_NAME["attention"].opcode
-    for worker in range(5):
-        stream = program.body.stream(worker)
-        (at,) = np.flatnonzero(opcode(stream) == attention)
+    qkv, attention = (program.forward.by_name[name].number for name in ("qkv_rope", "attention"))
+    for worker, stream in enumerate(map(program.body.stream, range(5))):
+        (at,) = np.flatnonzero(phase_number(stream) == attention)
         assert stream[at, 1] == worker
-        assert (np.flatnonzero(opcode(stream) == qkv) < at).all()
+        assert (np.flatnonzero(phase_number(stream) == qkv) < at).all()
+
+
+def columns_of(program: Program, name: str) -> list[Columns]:
+    """What each worker has of a phase."""
+    phase = program.forward.by_name[name]
+    segment = program.body if phase in program.forward.body else program.epilogue
+    streams = map(segment.stream, range(program.workers))
+    return [phase.columns(stream[phase_number(stream) == phase.number]) for stream in streams]
 
 
 def test_work_is_spread_evenly() -> None:
     program = compiled(SMOLLM2, machine.host(2), 1)
     for name in ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head"):
-        kind = BY_NAME[name]
-        segment = program.body if kind.layered else program.epilogue
-        cols = [
-            int(kind.columns(s[opcode(s) == kind.opcode])["cols"].sum()) for s in (segment.stream(0), segment.stream(1))
-        ]
-        assert cols[0] == cols[1] > 0, name
+        first, second = (int(columns["cols"].sum()) for columns in columns_of(program, name))
+        assert first == second > 0, name
     program = compiled(LLAMA_70B, machine.load("h100"), 2048)
-    outputs = []
-    for worker in range(132):
-        s = program.body.stream(worker)
-        s = s[opcode(s) == BY_NAME["gate_up_silu"].opcode]
-        outputs.append(int((s[:, 2] * s[:, 4]).sum()))
-    assert max(outputs) < 1.15 * np.mean(outputs)
+    outputs = [int((columns["rows"] * columns["cols"]).sum()) for columns in columns_of(program, "gate_up_silu")]
+    assert len(outputs) == 132 and max(outputs) < 1.15 * np.mean(outputs)
 
 
 def test_llama_70b_for_132_workers_is_about_a_megabyte() -> None:
@@ -173,11 +156,11 @@ def test_llama_70b_for_132_workers_is_about_a_megabyte() -> None:
 
 
 def test_one_row_block_joins_all_to_all_between_phases() -> None:
-    figures = describe(compiled(SMOLLM2, machine.host(2), 1))
     # The norms are one instruction each, so what is left: three head groups of q, k, v before attention, attention
     # before the O projection, gate and up before the down projection.
-    assert figures["all_to_all_per_layer"] == 5
-    assert describe(compiled(SMOLLM2, machine.host(1), 1))["all_to_all_per_layer"] == 0
+    for workers, joins in ((2, 5), (1, 0)):
+        program = compiled(SMOLLM2, machine.host(workers), 1, options=Options(norm="own"))
+        assert describe(program)["all_to_all_per_layer"] == joins
 
 
 def test_same_arguments_give_the_same_bytes_and_text() -> None:
@@ -187,9 +170,8 @@ def test_same_arguments_give_the_same_bytes_and_text() -> None:
 
 
 def test_disassembly_names_operands_counters_and_totals() -> None:
-    text = list(disassemble(compiled(SMOLLM2, machine.host(3), 1)))
-    down = next(line for line in text if "down_proj" in line)
-    norm = next(line for line in text if "attn_norm" in line)
+    text = list(disassemble(compiled(SMOLLM2, machine.host(3), 1, options=Options(norm="own"))))
+    down, norm = (next(line for line in text if name in line) for name in ("down_proj", "attn_norm"))
     assert "row=0 rows=1 col=0 cols=192" in down
     counter = down.rsplit("#", 1)[1].removesuffix("+")
     assert f"wait #{counter}=3 (2 in layer 0)" in norm
@@ -212,58 +194,59 @@ def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> No
         compile_program(TINY, machine.host(1), dtype=Dtype.F32, **arguments)
 
 
-# -- artificial instructions: what no Llama program needs yet
+# -- artificial phases: what no Llama program needs yet
+
+WRITE, READ = Phase("write", Operation.MATMUL), Phase("read", Operation.REDUCE)
 
 
-def _column_phase(name: str, buffer: Buffer, kind: Kind, col: list[int], cols: list[int], block: list[int]):
-    """Tasks that touch columns of a buffer, with the blocks that they are said to lie in."""
+@pytest.fixture
+def columns_of_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases of these two operations touch columns of ACT and nothing else."""
+    for phase, kind in ((WRITE, Kind.WRITE), (READ, Kind.READ)):
 
-    def accesses(c, dims):
-        box = Access(buffer, kind, c["row"], c["row"] + c["rows"], c["col"], c["col"] + c["cols"])
-        return [box]
+        def touched(p: Phase, c: Columns, d: Dims, kind: Kind = kind) -> list[Access]:
+            return [Access(Buffer.ACT, kind, c["row"], c["row"] + c["rows"], c["col"], c["col"] + c["cols"])]
 
-    instruction = replace(BY_NAME[name], accesses=accesses)
+        monkeypatch.setitem(regions._REGIONS, phase.operation, touched)
+
+
+def _column_tasks(phase: Phase, col: list[int], cols: list[int], block: list[int]) -> PhaseTasks:
+    """Tasks that touch columns of one row, with the blocks that they are said to lie in."""
     zero = np.zeros(len(col), dtype=np.int32)
     columns = {"row": zero, "rows": zero + 1, "col": np.array(col, np.int32), "cols": np.array(cols, np.int32)}
-    return Phase(instruction, columns, np.array(block, np.int32))
+    return PhaseTasks(phase, columns, np.array(block, np.int32))
 
 
-def _artificial(readers: list[tuple[int, int]], blocks: int) -> tuple[Tasks, machine.Machine]:
+def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     """Twelve tasks in some blocks write a column each; the readers, each a block, read (first column, columns)."""
     target = small_machine(4)
     config = replace(SMALL, layers=2)
     dims = program_dims(config, target, dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=8)
-    writers = _column_phase(
-        "qkv_rope", Buffer.ACT, Kind.WRITE, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)]
-    )
-    read = _column_phase(
-        "o_proj", Buffer.ACT, Kind.READ, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers)))
-    )
-    llama = lower(dims, target)
-    return Tasks(dims, llama.prologue, [writers, read], llama.epilogue[2:]), target
-
-
-def _run_artificial(tasks: Tasks, target: machine.Machine) -> Program:
-    program = build_program(tasks, target)
-    table = BY_OPCODE | {p.instruction.opcode: p.instruction for p in tasks.body}
-    check(program, seed=3, instructions=table)
+    llama = lower(Candidates(config, target, Options()).fastest(dims), target)
+    phases = llama.candidate.forward
+    forward = Forward.of(phases.prologue, [WRITE, READ], phases.epilogue[2:])
+    write, read = forward.body
+    writers = _column_tasks(write, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)])
+    reads = _column_tasks(read, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers))))
+    sample = replace(llama.epilogue[2], phase=forward.epilogue[0])
+    program = build_program(Tasks(Candidate(dims, forward), llama.prologue, [writers, reads], [sample]), target)
+    check(program, seed=3)
     return program
 
 
+@pytest.mark.usefixtures("columns_of_act")
 def test_a_block_waits_only_for_blocks_that_it_touches() -> None:
-    program = _run_artificial(*_artificial([(c, 3) for c in range(0, 12, 3)], 4))
-    readers = program.body.records[opcode(program.body.records) == BY_NAME["o_proj"].opcode]
-    waits = readers[:, WAIT_WORD : WAIT_WORD + WAITS]
+    program = _run_artificial([(c, 3) for c in range(0, 12, 3)], 4)
+    waits = of(program, "read")[:, ALL_WAITS]
     assert (np.count_nonzero(waits, axis=1) == 1).all()
     assert len(np.unique(waits[:, 0])) == 4
     assert describe(program)["all_to_all_per_layer"] == 0
 
 
+@pytest.mark.usefixtures("columns_of_act")
 def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
-    tasks, target = _artificial([(0, 12), *((c, 1) for c in range(12))], 12)
-    program = _run_artificial(tasks, target)
-    names = opcode(program.body.records)
-    assert (names == BY_NAME["join"].opcode).sum() == 1
+    program = _run_artificial([(0, 12), *((c, 1) for c in range(12))], 12)
+    assert len(of(program, "join")) == 1
     assert describe(program)["waits_per_instruction"][8] >= 1
 
 
@@ -271,6 +254,6 @@ def test_edges_are_implied_by_kept_ones_or_kept() -> None:
     """Every conflict between neighbouring phases is an edge or follows from edges: one row block of a real layer."""
     target = small_machine(3)
     dims = program_dims(SMALL, target, dtype=Dtype.F32, tokens=3, logit_rows=1, max_seqs=1, max_context=8)
-    found = derive(lower(dims, target))
-    names = {(found.groups[a].phase, found.groups[b].phase) for a, b in found.within if found.groups[a].segment == 1}
+    found = derive(lower(Candidates(SMALL, target, Options(norm="own")).fastest(dims), target))
+    names = {(found.groups[a].tasks, found.groups[b].tasks) for a, b in found.within if found.groups[a].segment == 1}
     assert names == {(i, i + 1) for i in range(6)}

@@ -8,14 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from compiled import LLAMA_70B, SMALL, compiled, small_machine
+from compiled import LLAMA_70B, SMALL, compiled, random_model, small_machine
 from ground_truth import Failure, check
+from mutate import edit, rows_of
 
 from megakernel import machine
 from megakernel.cli import main
-from megakernel.isa import BY_NAME, BY_OPCODE, Family
-from megakernel.isa.record import WAIT_WORD, WAITS, opcode
-from megakernel.model.config import LlamaConfig
+from megakernel.isa import DRAIN, Operation
+from megakernel.isa.record import WAIT_WORD, WAITS, phase_number
+from megakernel.model.config import ModelConfig
+from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.scheduler import Options, describe
 from megakernel.scheduler.verify import verify
@@ -28,61 +30,49 @@ LOWERINGS = [
 UNEVEN = replace(SMALL, ffn=70, vocab=101, layers=2)
 
 
-def name(options: Options) -> str:
-    return f"{options.o}-{options.residual}"
+EACH_LOWERING = pytest.mark.parametrize("options", LOWERINGS, ids=lambda options: f"{options.o}-{options.residual}")
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+def uneven(tokens: int, tp: int, options: Options, workers: int = 2) -> Program:
+    return compiled(UNEVEN, small_machine(workers, 2), tokens, 3, tp, options)
+
+
+@EACH_LOWERING
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("norm", ["own", "next"])
 def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
-    options: Options, tp: int, tokens: int
+    options: Options, tp: int, tokens: int, norm: str
 ) -> None:
-    for norm in ("own", "next"):
-        program = compiled(
-            UNEVEN, small_machine(2, 2), tokens, logit_rows=3, tp=tp, options=replace(options, norm=norm)
-        )
-        check(program, seed=tp * 100 + tokens, rounds=2)
+    check(uneven(tokens, tp, replace(options, norm=norm)), seed=tp * 100 + tokens, rounds=2)
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 def test_random_shapes(options: Options) -> None:
     rng = np.random.default_rng(6)
     for seed in range(3):
-        kv_heads, group, head_dim = (int(rng.integers(1, n)) for n in (5, 4, 3))
-        config = LlamaConfig(
-            vocab=int(rng.integers(2, 200)),
-            hidden=int(rng.integers(1, 30)),
-            ffn=int(rng.integers(1, 200)),
-            layers=int(rng.integers(1, 4)),
-            heads=kv_heads * group,
-            kv_heads=kv_heads,
-            head_dim=2 * head_dim,
-            max_context=64,
-        )
         target = small_machine(int(rng.integers(1, 4)), int(rng.integers(1, 6)))
         tp, tokens, rows = int(rng.choice([2, 4, 8])), int(rng.integers(1, 14)), int(rng.integers(1, 7))
-        check(compiled(config, target, tokens, rows, tp, options), seed, rounds=2)
+        check(compiled(random_model(rng, 200), target, tokens, rows, tp, options), seed, rounds=2)
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 def test_every_wait_is_needed(options: Options) -> None:
     """Without the waits of any one phase of a rank, some interleaving goes wrong; but norms follow their worker's."""
-    program = compiled(UNEVEN, small_machine(2, 2), 5, logit_rows=3, tp=2, options=options)
-    numbers = [n for n in np.unique(opcode(program.body.records)) if BY_OPCODE[int(n)].family is not Family.NORM]
-    assert len(numbers) >= 6
-    for number in numbers:
-        records = program.body.records.copy()
-        first_rank = np.arange(len(records)) < program.body.offsets[program.workers]
-        records[(opcode(records) == number) & first_rank, WAIT_WORD : WAIT_WORD + WAITS] = 0
+    program = uneven(5, 2, replace(options, norm="own"))
+    phases = [phase for phase in program.forward.body if phase.operation is not Operation.NORM]
+    assert len(phases) >= 6
+    for phase in phases:
+        rows = rows_of(program, "body", phase.name, rank=0)
         with pytest.raises(Failure):
-            check(replace(program, body=replace(program.body, records=records)), seed=1, rounds=12)
+            check(edit(program, "body", rows, slice(WAIT_WORD, WAIT_WORD + WAITS)), seed=1, rounds=12)
 
 
-EVEN = LlamaConfig(vocab=512, hidden=64, ffn=512, layers=2, heads=16, kv_heads=8, head_dim=4, max_context=64)
+EVEN = ModelConfig(vocab=512, hidden=64, ffn=512, layers=2, heads=16, kv_heads=8, head_dim=4, max_context=64)
+WIDE = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: int) -> None:
     """n tokens of width D in 2 bytes on Y ranks: (Y-1)/Y of 2nD for each gather, scatter or reduction."""
@@ -98,22 +88,22 @@ def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: in
     assert (np.diag(link) == 0).all()
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
     program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, replace(options, norm="own"))
     figures = describe(program)
     layers = program.dims.layers * np.sum(figures["link_bytes_per_layer"])
-    assert tp * step_work(program.dims, [32], [32], 0).link_bytes == layers
+    assert tp * step_work(program.forward, program.dims, [32], [32], 0).link_bytes == layers
     tokens = 8 * (8 - program.dims.own_logit_rows)  # sampled ids and their logprobs, which the bound leaves out
-    assert tp * step_work(program.dims, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
+    assert tp * step_work(program.forward, program.dims, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [1, 11, 30])
 def test_link_bytes_of_uneven_shards_are_their_own_sizes(options: Options, tp: int, tokens: int) -> None:
-    program = compiled(UNEVEN, small_machine(2, 2), tokens, 3, tp, options)
+    program = uneven(tokens, tp, options)
     link = np.array(describe(program)["link_bytes_per_layer"])
     d, rows = program.dims, np.zeros(tp, dtype=int)
     for token in range(tokens):
@@ -142,20 +132,17 @@ def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
 
 
 def test_with_many_rows_a_layer_ends_with_the_next_ones_norm_beside_its_last_matmul() -> None:
-    model = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
     options = Options(residual="dealt", queue="body")
-    few, many = (compiled(model, machine.load("h100"), n, 1, 8, options) for n in (1024, 4096))
-    assert (few.dims.norm_ahead, many.dims.norm_ahead) == (0, 1)
-    names = [BY_OPCODE[n].name for n in opcode(many.queues.records[: many.queues.offsets[1]]).tolist()]
+    few, many = (compiled(WIDE, machine.load("h100"), n, 1, 8, options) for n in (1024, 4096))
+    assert "next_norm" not in few.forward.by_name and "first_norm" in many.forward.by_name
+    names = [many.forward.by_number[n].name for n in phase_number(many.queues.stream(0)).tolist()]
     assert "attn_norm" not in names
-    assert BY_NAME["first_norm"].opcode in opcode(many.prologue.records)
     early = names[: len(names) - names[::-1].index("down_partial")].count("next_norm")
     assert early >= names.count("next_norm") / 2
 
 
-def test_few_rows_take_one_hop_and_many_rows_have_owners() -> None:
-    model = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
-    found = [describe(compiled(model, machine.load("h100"), n, 1, 8))["lowering"]["residual"] for n in (1, 512)]
+def test_few_rows_are_kept_by_every_rank_and_many_rows_have_owners() -> None:
+    found = [describe(compiled(WIDE, machine.load("h100"), n, 1, 8))["lowering"]["residual"] for n in (1, 512)]
     assert found == ["replicated", "dealt"]
 
 
@@ -166,23 +153,21 @@ def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
             assert describe(compiled(LLAMA_70B, target, n, 1, 8))["lowering"]["o"] == expected
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=name)
+@EACH_LOWERING
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_every_option_gives_a_program_that_is_proved(options: Options, tp: int) -> None:
     changes = [{"queue": "attention"}, {"queue": "body"}, {"interleave": False}, {"overlap_ranks": False}]
     for change, tokens in [({}, 1), *((change, 13) for change in changes)]:
-        program = compiled(UNEVEN, small_machine(2, 2), tokens, 3, tp, replace(options, **change))
-        assert verify(program).violations == [], (change, tokens)
+        assert verify(uneven(tokens, tp, replace(options, **change))).violations == [], (change, tokens)
 
 
 @pytest.mark.parametrize("queue", ["attention", "body"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_any_way_to_claim_a_queue_gives_the_results_of_program_order(queue: str, tp: int) -> None:
-    options = Options(residual="dealt", queue=queue)
-    program = compiled(UNEVEN, small_machine(3, 2), 5, 3, tp, options)
-    drains = opcode(program.body.records) == BY_NAME["drain"].opcode
+    program = uneven(5, tp, Options(residual="dealt", queue=queue), workers=3)
+    drains = phase_number(program.body.records) == DRAIN.number
     assert drains.sum() == 3 * tp and (drains.all() if queue == "body" else not drains.all())
-    assert set(opcode(program.queues.records)) >= {BY_NAME["attention"].opcode}
+    assert program.forward.by_name["attention"].number in phase_number(program.queues.records)
     check(program, seed=tp, rounds=4)
 
 
@@ -192,11 +177,11 @@ def test_link_bound_and_compute_bound_stages_take_turns() -> None:
     def runs(interleave: bool) -> int:
         options = Options(o="sharded", residual="dealt", interleave=interleave)
         program = compiled(replace(LLAMA_70B, layers=2), machine.load("h100"), 4096, 1, 8, options)
-        kinds = [BY_NAME[name].opcode for name in ("o_partial", "gate_up_silu")]
+        both = [program.forward.by_name[name].number for name in ("o_partial", "gate_up_silu")]
         counts = []
         for worker in range(program.workers):
-            stream = opcode(program.body.stream(worker))
-            of_both = stream[np.isin(stream, kinds)]
+            stream = phase_number(program.body.stream(worker))
+            of_both = stream[np.isin(stream, both)]
             counts.append(1 + int(np.count_nonzero(np.diff(of_both))))
         return int(np.median(counts))
 
@@ -207,19 +192,16 @@ def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
     """Three panels of three row blocks: what rank 3 owns lies in the second, midway to which gate and up begin."""
     options = Options(o="replicated", residual="dealt", queue="body")
     program = compiled(replace(LLAMA_70B, layers=1), machine.load("h100"), 1024, 1, 8, options)
-    queue = opcode(program.queues.stream(3)).tolist()
-    assert queue.index(BY_NAME["gate_up_silu"].opcode) < queue.index(BY_NAME["mlp_norm"].opcode)
+    queue = [program.forward.by_number[n].name for n in phase_number(program.queues.stream(3)).tolist()]
+    assert queue.index("gate_up_silu") < queue.index("mlp_norm")
 
 
 def test_without_rank_overlap_what_comes_from_a_rank_is_waited_for_by_phases() -> None:
-    target = small_machine(2, 2)
-    apart, together = (
-        compiled(UNEVEN, target, 16, 3, 2, Options(o="sharded", residual="dealt", overlap_ranks=overlap))
-        for overlap in (True, False)
-    )
+    options = Options(o="sharded", residual="dealt")
+    apart, together = (uneven(16, 2, replace(options, overlap_ranks=overlap)) for overlap in (True, False))
     for program, joined in ((apart, False), (together, True)):
         records = program.body.stream(0)
-        rows = records[opcode(records) == BY_NAME["gate_up_silu"].opcode]
+        rows = records[phase_number(records) == program.forward.by_name["gate_up_silu"].number]
         waited = {tuple(sorted(set(words) - {0})) for words in rows[:, WAIT_WORD : WAIT_WORD + WAITS].tolist()}
         assert (len(waited) == 1) == joined
     assert describe(apart)["all_to_all_per_layer"] < describe(together)["all_to_all_per_layer"]
@@ -228,7 +210,7 @@ def test_without_rank_overlap_what_comes_from_a_rank_is_waited_for_by_phases() -
 def test_llama_70b_on_eight_ranks() -> None:
     program = compiled(LLAMA_70B, machine.load("h100"), 8192, 64, 8)
     figures = describe(program)
-    assert figures["lowering"] == {"o": "sharded", "residual": "dealt"}
+    assert figures["lowering"] == {"o": "sharded", "residual": "dealt", "norm": "next"}
     assert 400e3 < figures["instructions"] / 8 < 800e3
     assert figures["all_to_all_per_layer"] == 0
     assert program.counters < 1000 and len(program.to_bytes()) / 8 < 1.5e6
@@ -239,7 +221,7 @@ def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) 
     forced = ["--o-lowering", "replicated", "--residual", "dealt", "--queue", "attention"]
     assert main(["compile", *flags, *forced, "--no-interleave", "--no-rank-overlap"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["lowering"] == {"o": "replicated", "residual": "dealt"}
+    assert facts["lowering"] == {"o": "replicated", "residual": "dealt", "norm": "own"}
     assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4
     assert main(["compile", *flags, "--queue", "some"]) == 1
     assert "queue = 'some'" in capsys.readouterr().err

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -41,8 +44,8 @@ def live(llm: LLM) -> Iterator[Live]:
 
 @pytest.fixture
 def slow(live: Live) -> Iterator[Live]:
-    """The server with steps of at least 5 ms, so that a request can be met half-way."""
-    nap = lambda step, seconds: time.sleep(0.005)  # noqa: E731
+    """The server with steps of at least 20 ms, so that a request can be met half-way."""
+    nap = sleeping(0.02)
     live.service.engine.on_step.append(nap)
     yield live
     live.service.engine.on_step.remove(nap)
@@ -60,6 +63,26 @@ def byte_ids(llm: LLM, text: bytes) -> list[int]:
     return [known[bytes([b])] for b in text]
 
 
+def sleeping(seconds: float) -> Callable[[Step, float], None]:
+    """An observer that makes steps so long."""
+    return lambda step, wall_s: time.sleep(seconds)
+
+
+def error_of(data: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(data)["error"]
+    return error
+
+
+@contextmanager
+def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator[Live]:
+    """A server of the same model with options of its own, while the first is at rest."""
+    until(live.at_rest)
+    with serving(llm, **options) as server:
+        if step_s:
+            server.service.engine.on_step.append(sleeping(step_s))
+        yield server
+
+
 def alternating(llm: LLM, text: bytes) -> dict[str, Any]:
     """Parameters under which the two bytes of `text` come in turn, whatever the weights are."""
     first, second = byte_ids(llm, text)
@@ -72,27 +95,15 @@ def alternating(llm: LLM, text: bytes) -> dict[str, Any]:
 def test_completion_by_sdk(client: openai.OpenAI, live: Live) -> None:
     expected = live.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "max_tokens": 8, "return_token_ids": True})
     got = client.completions.create(model="bytes", prompt="hello", temperature=0, max_tokens=8)
-    assert got.choices[0].text == expected["choices"][0]["text"]
-    assert got.choices[0].finish_reason == "length"
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (expected["choices"][0]["text"], "length")
     assert got.usage is not None
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (5, 8, 13)
 
 
 def test_chat_stream_by_sdk(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model="bytes", messages=[{"role": "user", "content": "hi"}], temperature=0, max_completion_tokens=12
-    )
-    chunks = list(
-        client.chat.completions.create(
-            model="bytes",
-            messages=[{"role": "user", "content": "hi"}],
-            temperature=0,
-            max_completion_tokens=12,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    *parts, usage = chunks
+    create = partial(client.chat.completions.create, **HELLO, model="bytes", temperature=0, max_completion_tokens=12)
+    whole = create()
+    *parts, usage = create(stream=True, stream_options={"include_usage": True})
     assert usage.choices == [] and usage.usage == whole.usage
     first = parts[0].choices[0]
     assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
@@ -118,7 +129,7 @@ def test_errors_by_sdk(client: openai.OpenAI) -> None:
 
 def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
     """The same request offline and over HTTP, in every form of prompt, streamed and not."""
-    settings = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
     ids = [[72, 73], [74, 75, 76]]
     body = {**settings, "prompt": ids, "return_token_ids": True}
     answer = live.post(COMPLETIONS, body)
@@ -127,13 +138,10 @@ def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
         for choice in event["choices"]:
             streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
     until(live.at_rest)
-    offline = llm.generate(ids, SamplingParams(temperature=0.8, seed=7, max_tokens=10, n=2, logprobs=2))
-    expected = [choice for result in offline for choice in result.choices]
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert [choice["token_ids"] for choice in answer["choices"]] == [choice.token_ids for choice in expected]
-    assert [choice["text"] for choice in answer["choices"]] == [choice.text for choice in expected]
-    assert [c["logprobs"]["token_logprobs"] for c in answer["choices"]] == [c.logprobs for c in expected]
-    assert [streamed[i] for i in range(4)] == [choice.token_ids for choice in expected]
+    expected = [choice for result in llm.generate(ids, SamplingParams(**settings)) for choice in result.choices]
+    for i, (choice, alone) in enumerate(zip(answer["choices"], expected, strict=True)):
+        assert (choice["index"], choice["token_ids"], choice["text"]) == (i, alone.token_ids, alone.text)
+        assert (choice["logprobs"]["token_logprobs"], streamed[i]) == (alone.logprobs, alone.token_ids)
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45}
 
 
@@ -152,10 +160,9 @@ def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
     answer = live.post(COMPLETIONS, {"model": "bytes", **body})
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
         scores = choice["logprobs"]
-        assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["top_logprobs"]) == len(prompt) + 1
-        assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
-        for value, top in zip(scores["token_logprobs"][1:], scores["top_logprobs"][1:], strict=True):
-            assert value in top.values() and value <= max(top.values())
+        (first, none), *pairs = zip(scores["token_logprobs"], scores["top_logprobs"], strict=True)
+        assert first is none is None and len(scores["tokens"]) == len(pairs) + 1 == len(prompt) + 1
+        assert all(value in top.values() for value, top in pairs)
         assert llm.tokenizer is not None
         assert choice["text"].startswith(llm.tokenizer.decode(prompt))
     scored = live.post(COMPLETIONS, {**body, "max_tokens": 0})
@@ -193,9 +200,11 @@ def test_conversations_go_through_the_template(live: Live) -> None:
     ]
     got = live.post("/tokenize", {"messages": messages})
     assert live.post("/detokenize", {"tokens": got["tokens"]}) == {"prompt": "<system>be brief<user>ab<assistant>"}
-    ab = live.post("/tokenize", {"prompt": "ab"})
-    assert (ab["count"], ab["max_model_len"]) == (2, CONTEXT)
-    assert live.post("/detokenize", {"tokens": ab["tokens"]}) == {"prompt": "ab"}
+    for special in ({}, {"add_special_tokens": False}):
+        ab = live.post("/tokenize", {"prompt": "ab", **special})
+        assert (ab["count"], ab["max_model_len"]) == (2, CONTEXT)
+        assert live.post("/detokenize", {"tokens": ab["tokens"]}) == {"prompt": "ab"}
+    assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
 
 
 def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
@@ -207,17 +216,21 @@ def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> None:
-    body = {"prompt": ["x", "y"], "max_tokens": 100, "stop": ["bab", "never"], **alternating(llm, b"ab")}
+    most = 101 if stream else 100  # which tells these requests from those of the tests before
+    body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating(llm, b"ab")}
     requests: set[Request] = set()
-    slow.service.engine.on_step.append(lambda step, seconds: requests.update(token.request for token in step.tokens))
+
+    def observe(step: Step, seconds: float) -> None:
+        requests.update(token.request for token in step.tokens if token.request.params.max_tokens == most)
+
+    slow.service.engine.on_step.append(observe)
     if stream:
         events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
         reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]]
     else:
         answer = slow.post(COMPLETIONS, body)
-        texts = [choice["text"] for choice in answer["choices"]]
-        reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        texts, reasons = ([choice[key] for choice in answer["choices"]] for key in ("text", "finish_reason"))
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
     slow.service.engine.on_step.pop()
@@ -262,6 +275,7 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer, not True"),
         (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "less than or equal to 2, not 2.1"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 1e-40}, None, "top_p=1e-40 must be a number from 1.17549e-38 to 1"),
         (COMPLETIONS, {"prompt": "a", "presence_penalty": -2.5}, "presence_penalty", "greater than or equal to -2"),
         (COMPLETIONS, {"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "must equal n"),
@@ -293,7 +307,7 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
 )
 def test_what_is_wrong_is_a_400(live: Live, path: str, body: Any, param: str | None, message: str) -> None:
     status, headers, data = live.request("POST", path, body)
-    error = json.loads(data)["error"]
+    error = error_of(data)
     assert status == 400 and headers["content-type"] == "application/json"
     assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param), error
     assert message in error["message"] and len(error["message"]) < 400
@@ -312,51 +326,37 @@ def test_what_is_wrong_is_a_400(live: Live, path: str, body: Any, param: str | N
 )
 def test_other_errors_have_the_same_shape(live: Live, method: str, path: str, status: int, kind: str) -> None:
     got, headers, data = live.request(method, path)
-    error = json.loads(data)["error"]
-    assert (got, error["code"], error["type"], error["param"]) == (
-        status,
-        status,
-        kind,
-        "model" if "gpt" in path else None,
-    )
+    error = error_of(data)
+    assert (got, error["code"], error["type"]) == (status, status, kind)
+    assert error["param"] == ("model" if "gpt" in path else None)
     assert ("allow" in headers) == (status == 405)
 
 
 def test_a_body_without_its_content_type_is_told(live: Live) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     status, _, data = live.request("POST", COMPLETIONS, b'{"prompt": "x"}', form)
-    assert status == 400 and "with the header Content-Type: application/json" in json.loads(data)["error"]["message"]
-
-
-def test_special_tokens_are_told(live: Live) -> None:
-    assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
-    assert live.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})["count"] == 2
+    assert status == 400 and "with the header Content-Type: application/json" in error_of(data)["message"]
 
 
 def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(text: str) -> list[int]:
-        raise ValueError("secret")
-
-    monkeypatch.setattr(live.service.llm, "encode", fail)
+    monkeypatch.setattr(live.service.llm, "encode", Mock(side_effect=ValueError("secret")))
     status, _, data = live.request("POST", COMPLETIONS, {"prompt": "x"})
-    assert status == 500 and json.loads(data)["error"]["type"] == "InternalServerError" and b"secret" not in data
+    assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
 
 
 # -- who may ask, and how much
 
 
 def test_keys_guard_v1_alone(llm: LLM, live: Live) -> None:
-    until(live.at_rest)
-    with serving(llm, keys=["sésame", "second"], names=["a", "b"]) as guarded:
-        for header in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": "Basic second"},
-            {"Authorization": "second"},
-        ):
+    with another(llm, live, keys=["sésame", "second"], names=["a", "b"]) as guarded:
+        for key in (None, "Bearer wrong", "Basic second", "second"):
+            header = {"Authorization": key} if key else {}
             status, headers, data = guarded.request("GET", "/v1/models", headers=header)
-            assert status == 401 and headers["www-authenticate"] == "Bearer"
-            assert json.loads(data)["error"]["type"] == "AuthenticationError"
+            assert (status, headers["www-authenticate"], error_of(data)["type"]) == (
+                401,
+                "Bearer",
+                "AuthenticationError",
+            )
         # The key is asked for before the body is read.
         assert guarded.request("POST", COMPLETIONS, b"{")[0] == 401
         assert guarded.request("GET", "/health")[0] == guarded.request("GET", "/metrics")[0] == 200
@@ -369,63 +369,59 @@ def test_keys_guard_v1_alone(llm: LLM, live: Live) -> None:
 
 
 def test_limits(llm: LLM, live: Live) -> None:
-    until(live.at_rest)
-    with serving(llm, max_body=1000, max_waiting=3) as small:
+    with another(llm, live, 0.01, max_body=1000, max_waiting=3) as small:
         for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks
             status, headers, data = small.request("POST", COMPLETIONS, body)
             assert (status, headers["connection"]) == (413, "close")
-            assert json.loads(data)["error"]["message"] == "the body is larger than 1000 bytes: send less"
+            assert error_of(data)["message"] == "the body is larger than 1000 bytes: send less"
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
         error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
         assert "1 prompts with n=4 are more than the 3 that may wait" in error["message"]
-        small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
+        engine = small.service.engine
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
-            until(lambda: small.service.engine.stats.running == 3)
+            until(lambda: engine.stats.running == 3)
             with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one of them runs too
-                until(lambda: small.service.engine.stats.running == 4)
+                until(lambda: engine.stats.running == 4)
                 with small.send(COMPLETIONS, LONG):
-                    until(lambda: small.service.engine.waiting == 3)
+                    until(lambda: engine.waiting == 3)
                     status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "3 sequences wait already, of at most 3" in json.loads(data)["error"]["message"]
+        assert "3 sequences wait already, of at most 3" in error_of(data)["message"]
         until(small.at_rest)
 
 
 def test_a_time_limit(llm: LLM, live: Live) -> None:
-    until(live.at_rest)
-    with serving(llm, request_timeout=0.3) as small:
-        small.service.engine.on_step.append(lambda step, seconds: time.sleep(0.01))
-        status, _, data = small.request("POST", COMPLETIONS, LONG)
-        assert status == 503 and "no complete answer within 0.3 s" in json.loads(data)["error"]["message"]
+    with another(llm, live, 0.01, request_timeout=0.3) as small:
+        assert "no complete answer within 0.3 s" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
         until(small.at_rest)
         # A stream that has begun may take its time.
         assert len(small.events(COMPLETIONS, {**LONG, "max_tokens": 60})) == 60
 
 
+def said(live: Live, sent: bytes) -> bytes:
+    """All that comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
+        sock.sendall(sent)
+        return sock.makefile("rb").read()
+
+
 def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_http, "BODY_SECONDS", 0.05)
-    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
-        assert sock.recv(10_000).startswith(b"HTTP/1.1 408 ")
+    sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+    assert said(live, sent).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.1)
     for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
-            sock.sendall(sent)
-            answer = b""
-            while part := sock.recv(10_000):
-                answer += part
-            assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
+        answer = said(live, sent)
+        assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
 
 
 @pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"])
 def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
-        sock.sendall(sent)
-        head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == 400
+    head, _, body = said(live, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and error_of(body)["code"] == 400
 
 
 # -- clients that leave or do not read
@@ -451,8 +447,8 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
-    body = {"prompt": [7] * 500 if phase == "prefill" else "x", "max_tokens": 12 if phase == "prefill" else 500}
-    sock = slow.send(COMPLETIONS, {**body, "ignore_eos": True, "stream": stream})
+    body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
+    sock = slow.send(COMPLETIONS, {**LONG, **body, "stream": stream})
     until(lambda: slow.service.engine.stats.running == 1)
     [request] = slow.service.engine._owners
     [choice] = request.choices
@@ -477,47 +473,35 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
 
 
 def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[Any] = []
-
-    def observe(step: Step, seconds: float) -> None:
-        calls.append(step)
-        raise ValueError("in the observer")
-
+    observe = Mock(side_effect=ValueError("in the observer"))
     live.service.engine.on_step.append(observe)
     assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
-    assert len(calls) == 1 and "in the observer" in caplog.text
+    assert observe.call_count == 1 and "in the observer" in caplog.text
 
 
 def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
-    def value(name: str) -> float:
+    def values(name: str) -> list[float]:
         lines = live.request("GET", "/metrics")[2].decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"vllm:{name}{{", f"vllm:{name} ")))
+        return [float(line.split()[-1]) for line in lines if line.startswith((f"vllm:{name}{{", f"vllm:{name} "))]
 
-    names = [
-        "prompt_tokens_total",
-        "generation_tokens_total",
-        "request_success_total",
-        "time_to_first_token_seconds_count",
-        "inter_token_latency_seconds_count",
-        "e2e_request_latency_seconds_count",
-        "request_generation_tokens_sum",
-        "num_preemptions_total",
-    ]
+    def value(name: str) -> float:
+        return sum(values(name))
+
+    names = ["prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total"]
+    names += [f"{what}_seconds_count" for what in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")]
+    names.append("request_generation_tokens_sum")
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 2, 8, 2, 10, 0]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 0, 2, 8, 2, 10]
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     assert value("cache_config_info") == 1
-    lines = live.request("GET", "/metrics")[2].decode().splitlines()
-    lengths = [float(x.split()[-1]) for x in lines if x.startswith("vllm:request_generation_tokens_bucket")]
+    lengths = values("request_generation_tokens_bucket")
     assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
 
 
 def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
-    until(live.at_rest)
     assert live.request("GET", "/health")[0::2] == (200, b"")
-    with serving(llm, stall_timeout=0.2) as server:
-        server.service.engine.on_step.append(lambda step, seconds: time.sleep(0.6))
+    with another(llm, live, 0.6, stall_timeout=0.2) as server:
         with server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 3}):
             until(lambda: server.request("GET", "/health")[0] == 503)
             assert b"no step has ended for" in server.request("GET", "/health")[2]
@@ -529,8 +513,7 @@ def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
 def test_an_engine_that_dies_says_so(
     llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until(live.at_rest)
-    with serving(llm) as server:
+    with another(llm, live) as server:
         steps = iter(range(5))
 
         def step(**options: Any) -> Step:
@@ -541,12 +524,11 @@ def test_an_engine_that_dies_says_so(
         monkeypatch.setattr(llm.engine, "step", step)
         status, _, data = server.request("POST", COMPLETIONS, {**LONG, "stream": stream})
         assert status == (200 if stream else 503)
-        events = data.decode().removesuffix("\n\ndata: [DONE]\n\n").split("data: ") if stream else [data.decode()]
-        error = json.loads(events[-1])["error"]
+        error = error_of(data.removesuffix(b"\n\ndata: [DONE]\n\n").rpartition(b"data: ")[2])
         assert error["code"] == 503 and "the engine stopped, restart the server" in error["message"]
         assert "secret" not in error["message"] and "secret" in caplog.text
         assert server.request("GET", "/health")[0] == 503
         assert server.request("POST", COMPLETIONS, {"prompt": "x"})[0] == 503
-    for request in list(llm.engine._batch.running) + list(llm.engine._batch.waiting):
+    for request in [*llm.engine._batch.running, *llm.engine._batch.waiting]:
         llm.engine.abort(request.request)
     assert llm.engine.idle

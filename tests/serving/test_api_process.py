@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 import pytest
 from api_support import Live
+from commands import command, fails
 from model_helpers import byte_model
 
-from megakernel.cli import main
 from megakernel.cli.serve import _TYPES
 from megakernel.settings import SETTINGS
 
@@ -32,29 +31,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A server on a free port, and what it says when it is ready."""
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
+    """A server on a free port, what it says when it is ready, and a way to talk to it."""
     with started("--json", *flags) as running:
         assert running.stdout is not None and running.stderr is not None
         line = running.stdout.readline()
         assert line, running.stderr.read()
-        yield running, json.loads(line)
+        facts = json.loads(line)
+        yield running, facts, Live(None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
 
 
 @contextmanager
 def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    code = "import sys; from megakernel.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, "serve", "--port", "0", "--threads", "1", *SMALL, *flags]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = command("serve", "--port", "0", "--threads", "1", *SMALL, *flags)
+    running = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield running
     finally:
         running.kill()
         running.communicate()
-
-
-def live(facts: dict[str, Any]) -> Live:
-    return Live(None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
 
 
 def begin_stream(server: Live, tokens: int) -> socket.socket:
@@ -66,18 +61,15 @@ def begin_stream(server: Live, tokens: int) -> socket.socket:
 
 
 def rest(sock: socket.socket) -> bytes:
-    data = b""
-    while part := sock.recv(1 << 20):
-        data += part
-    return data
+    return sock.makefile("rb").read()
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
-    with process("--model", model, "--served-model-name", "one", "two") as (server, facts):
+    with process("--model", model, "--served-model-name", "one", "two") as (server, facts, live):
         assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
         assert facts["kv_tokens"] >= 2048
-        with begin_stream(live(facts), 1000) as sock:
+        with begin_stream(live, 1000) as sock:
             server.send_signal(signum)
             assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
         _, err = server.communicate(timeout=30)
@@ -86,7 +78,7 @@ def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: in
 
 
 def test_a_second_signal_ends_at_once(model: str) -> None:
-    with process("--model", model) as (server, facts), begin_stream(live(facts), 2000) as sock:
+    with process("--model", model) as (server, _, live), begin_stream(live, 2000) as sock:
         server.send_signal(signal.SIGTERM)
         assert server.stderr is not None
         assert "SIGTERM" in server.stderr.readline()
@@ -97,7 +89,7 @@ def test_a_second_signal_ends_at_once(model: str) -> None:
 
 def test_what_does_not_finish_in_time_is_told(model: str) -> None:
     flags = ("--model", model, "--shutdown-timeout", "0.1")
-    with process(*flags) as (server, facts), begin_stream(live(facts), 2000) as sock:
+    with process(*flags) as (server, _, live), begin_stream(live, 2000) as sock:
         server.send_signal(signal.SIGTERM)
         events = rest(sock).decode()
         assert '"code":503' in events and "the server shuts down" in events
@@ -122,12 +114,12 @@ def test_flags_win_over_a_file_over_the_environment(
     config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
     monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")
     # A flag before the file, one after it, and one that the file alone has.
-    with process("--config", str(config), "--served-model-name", "c") as (_, facts):
+    with process("--config", str(config), "--served-model-name", "c") as (_, facts, live):
         assert (facts["model"], facts["max_model_len"]) == ("c", 2048)
         for key, status in (("file", 200), ("environment", 401)):
-            assert live(facts).request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == status
-    with process("--model", model) as (_, facts):
-        assert live(facts).request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
+            assert live.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == status
+    with process("--model", model) as (_, _, live):
+        assert live.request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -145,19 +137,15 @@ def test_a_wrong_file_is_one_line(
     config = tmp_path / "serve.yaml"
     if text is not None:
         config.write_text(text)
-    assert main(["serve", "--config", str(config)]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err and str(config) in err
+    err = fails(capsys, "serve", "--config", str(config))
+    assert message in err and str(config) in err
 
 
 def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        begin = time.monotonic()
-        assert main(["serve", "--port", str(port), "--model", "/nowhere"]) == 1
-        assert time.monotonic() - begin < 60
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"cannot listen on 127.0.0.1 port {port}: Address already in use; take" in err
+        err = fails(capsys, "serve", "--port", str(port), "--model", "/nowhere")
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; take" in err
 
 
 def test_every_flag_is_in_the_table_of_settings() -> None:
@@ -169,9 +157,8 @@ def test_mixed_traffic(model: str) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
-    done = subprocess.run(
-        [sys.executable, str(script), *flags, "--", *serve], capture_output=True, text=True, timeout=600
-    )
+    arguments = [sys.executable, str(script), *flags, "--", *serve]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["answers"]["200"] > 200 and result["wrong"] == []

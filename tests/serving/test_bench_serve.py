@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import fails, run, run_json
 from engine_support import CONFIG
 from fake_openai import FakeServer, running
 
 from megakernel import model as model_room
-from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import forward
 from megakernel.roofline import step_work
-from megakernel.serving.bench import Job, Outcome, Server, Workload, drive, least_work, report
+from megakernel.serving.bench import Job, Load, Outcome, Server, Workload, alternate, drive, least_work, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
 
@@ -29,14 +30,14 @@ def jobs(*pairs: tuple[int, int]) -> list[Job]:
 
 
 def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Outcome]:
-    async def run() -> list[Outcome]:
+    async def drove() -> list[Outcome]:
         server = Server(fake.url, api_key=how.pop("api_key", None))
         await server.discover()
         outcomes = await drive(server, Workload("test", jobs(*pairs)), **how)
         await server.close()
         return outcomes
 
-    return asyncio.run(run())
+    return asyncio.run(drove())
 
 
 # -- workloads
@@ -45,17 +46,14 @@ def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Out
 def test_sharegpt_lengths_are_the_published_ones() -> None:
     load = sharegpt_lengths(15_277, 1000, seed=1)
     prompts = [j.prompt_tokens for j in load.jobs]
-    outputs = [j.output_tokens for j in load.jobs]
-    assert round(np.mean(prompts)) == 246 and round(np.mean(outputs)) == 235
+    assert (round(np.mean(prompts)), round(np.mean([j.output_tokens for j in load.jobs]))) == (246, 235)
     assert all(len(j.prompt) == j.prompt_tokens for j in load.jobs)
     assert max(int(np.max(j.prompt)) for j in load.jobs) == 999
     more = sharegpt_lengths(15_278, 1000, seed=1).jobs
     assert more[-1].prompt_tokens == more[0].prompt_tokens and not np.array_equal(more[-1].prompt, more[0].prompt)
     assert [j.prompt_tokens for j in sharegpt_lengths(99, 1000, seed=2).jobs] != prompts[:99]
-    assert all(
-        np.array_equal(a.prompt, b.prompt)
-        for a, b in zip(sharegpt_lengths(9, 50, 3).jobs, sharegpt_lengths(9, 50, 3).jobs, strict=True)
-    )
+    one, two = (sharegpt_lengths(9, 50, 3).jobs for _ in range(2))
+    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(one, two, strict=True))
 
 
 def test_every_run_has_its_own_ids() -> None:
@@ -83,18 +81,9 @@ def test_sharegpt_file_takes_two_turns_and_filters(tmp_path: Path) -> None:
         return {"conversations": [{"from": "human", "value": t} for t in turns]}
 
     file = tmp_path / "a.json"
-    short, long = "x" * 3, "y" * 1025
-    file.write_text(
-        json.dumps(
-            [
-                talk("a" * 10, "b" * 20, "c"),
-                talk(short, "b" * 9),
-                talk(long, "b" * 9),
-                talk("z" * 1000, "b" * 1100),
-                talk("lonely"),
-            ]
-        )
-    )
+    short, long = talk("x" * 3, "b" * 9), talk("y" * 1025, "b" * 9)
+    both = talk("z" * 1000, "b" * 1100)
+    file.write_text(json.dumps([talk("a" * 10, "b" * 20, "c"), short, long, both, talk("lonely")]))
     load = sharegpt_file(file, list, 3, seed=0)
     assert [(j.prompt, j.prompt_tokens, j.output_tokens) for j in load.jobs] == [("a" * 10, 10, 20)] * 3
     for text in ("{", '{"a": 1}', "[1]", '[{"conversations": 3}]', "[]"):
@@ -121,16 +110,12 @@ def test_length_pairs_of_a_file(tmp_path: Path) -> None:
 def test_a_stream_is_measured() -> None:
     with running(FakeServer(delay_s=0.01)) as fake:
         [outcome] = send(fake, [(5, 6)])
-    assert outcome.error is None
-    assert (outcome.prompt_tokens, outcome.outputs, len(outcome.moments)) == (5, 6, 6)
+    assert (outcome.error, outcome.prompt_tokens, outcome.outputs, len(outcome.moments)) == (None, 5, 6, 6)
     assert outcome.ttft is not None and outcome.tpot is not None
     assert outcome.start + 0.01 <= outcome.moments[0] < outcome.moments[-1] <= outcome.end
     assert outcome.tpot == pytest.approx((outcome.moments[5] - outcome.moments[0]) / 5)
-    sent = fake.requests[0]
-    assert sent["prompt"] == [0, 1, 2, 3, 4] and sent["max_tokens"] == 6 and sent["ignore_eos"] is True
-    assert (
-        sent["temperature"] == 0 and sent["stream_options"] == {"include_usage": True} and sent["model"] == fake.model
-    )
+    asked = {"prompt": [0, 1, 2, 3, 4], "max_tokens": 6, "ignore_eos": True, "temperature": 0, "model": fake.model}
+    assert fake.requests[0].items() >= {**asked, "stream_options": {"include_usage": True}}.items()
 
 
 def test_whole_answers() -> None:
@@ -149,17 +134,15 @@ def test_failures_are_outcomes(fault: int | str, stream: bool) -> None:
     assert good.error is None and after.error is None
     assert bad.error and str(fault if isinstance(fault, int) else "") in bad.error
     figures = report([good, bad, after])
-    assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (2, 1, 8)
-    assert len(figures["errors"]) == 1
+    counts = [figures[name] for name in ("completed", "failed", "output_tokens")]
+    assert (counts, len(figures["errors"])) == ([2, 1, 8], 1)
 
 
 def test_connections_are_kept_and_replaced() -> None:
-    with running(FakeServer()) as fake:
-        assert all(o.error is None for o in send(fake, [(2, 2)] * 6, max_concurrency=1))
-        assert fake.connections == 1
-    with running(FakeServer(close_after=2)) as fake:
-        assert all(o.error is None for o in send(fake, [(2, 2)] * 6, max_concurrency=1))
-        assert fake.connections == 4  # seven questions, two on each
+    for answers, connections in ((10**9, 1), (2, 4)):  # seven questions, two on each
+        with running(FakeServer(close_after=answers)) as fake:
+            assert all(o.error is None for o in send(fake, [(2, 2)] * 6, max_concurrency=1))
+            assert fake.connections == connections
 
 
 def test_key_and_path() -> None:
@@ -181,8 +164,7 @@ def test_no_server_is_one_sentence(url: str) -> None:
 def test_requests_in_flight_are_limited() -> None:
     with running(FakeServer(delay_s=0.002)) as fake:
         outcomes = send(fake, [(2, 4)] * 20, max_concurrency=3)
-    assert fake.most_running == 3 and len(outcomes) == 20
-    assert report(outcomes)["max_in_flight"] == 3
+    assert (fake.most_running, len(outcomes), report(outcomes)["max_in_flight"]) == (3, 20, 3)
 
 
 def test_arrivals_are_poisson() -> None:
@@ -203,28 +185,25 @@ def outcome(start: float, moments: list[float], asked: int = 3) -> Outcome:
 
 def test_figures() -> None:
     figures = report([outcome(1.0, [2.0, 2.5, 3.5]), outcome(2.0, [2.5, 3.0, 3.5, 4.0])], {"ttft": 0.6, "tpot": 0.6})
-    assert figures["duration_s"] == 3.5 and figures["short"] == 1
-    assert figures["tokens_per_s"] == 7 / 3.5 and figures["input_tokens_per_s"] == 20 / 3.5
-    assert figures["total_tokens_per_s"] == 27 / 3.5 and figures["requests_per_s"] == 2 / 3.5
+    counts = {"tokens": 7, "input_tokens": 20, "total_tokens": 27, "requests": 2, "goodput": 1}
+    assert {name: figures[f"{name}_per_s"] for name in counts} == {name: n / 3.5 for name, n in counts.items()}
+    assert (figures["duration_s"], figures["short"], figures["max_in_flight"]) == (3.5, 1, 2)
     assert figures["ttft_s"] == {"mean": 0.75, "median": 0.75, "p99": pytest.approx(0.995)}
     assert figures["tpot_s"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
     assert figures["itl_s"]["median"] == 0.5 and figures["itl_s"]["mean"] == pytest.approx(3.0 / 5)
     assert figures["e2e_s"]["mean"] == pytest.approx((3.0 + 2.5) / 2)
-    assert figures["goodput_per_s"] == 1 / 3.5
-    assert figures["max_in_flight"] == 2
     assert report([outcome(1.0, [2.0])])["goodput_per_s"] is None
 
 
 def test_least_work_is_the_sum_of_its_steps() -> None:
     dims = weight_dims(CONFIG, Dtype.BF16)
-    load = jobs((5, 4), (9, 2))
-    steps = [step_work(dims, [5], [5], 1, tied=True), step_work(dims, [9], [9], 1, tied=True)]
-    steps += [step_work(dims, [1], [c], 1, tied=True) for c in (6, 7, 8, 10)]
-    one = least_work(dims, load, 1, tied=True)
-    assert one.flops == sum(s.flops for s in steps)
-    assert one.kv_bytes == sum(s.kv_bytes for s in steps)
+    model, load = (forward(CONFIG, dims), dims), jobs((5, 4), (9, 2))
+    steps = [step_work(*model, [n], [c], 1, tied=True) for n, c in ((5, 5), (9, 9), (1, 6), (1, 7), (1, 8), (1, 10))]
+    one = least_work(*model, load, 1, tied=True)
+    assert (one.flops, one.kv_bytes) == (sum(s.flops for s in steps), sum(s.kv_bytes for s in steps))
     assert one.weight_bytes == 6 * steps[-1].weight_bytes
-    assert least_work(dims, load, 2, tied=True).weight_bytes == 4 * steps[-1].weight_bytes  # the longest answer's steps
+    two = least_work(*model, load, 2, tied=True)  # the longest answer's steps
+    assert two.weight_bytes == 4 * steps[-1].weight_bytes
 
 
 # -- the verb
@@ -236,18 +215,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
     return "random:tiny"
 
 
-FLAGS = [
-    "bench",
-    "serve",
-    "--num-prompts",
-    "6",
-    "--dataset",
-    "random",
-    "--random-input-len",
-    "8",
-    "--random-output-len",
-    "4",
-]
+SIZES = ["--random-input-len", "8", "--random-output-len", "4"]
+FLAGS = ["bench", "serve", "--num-prompts", "6", "--dataset", "random", *SIZES]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -259,26 +228,20 @@ def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
         running(FakeServer(pages={"/roofline": record})) as b,
     ):
         flags = ["--base-url", a.url, "--vs", b.url, "--runs", "2", "--max-concurrency", "2", "--goodput", "ttft:5000"]
-        assert main([*FLAGS, *flags, "--json"]) == 0
-    out = capsys.readouterr().out
-    figures = json.loads(out)
+        figures = run_json(capsys, *FLAGS, *flags)
     for key in ("tokens_per_s", "roofline_fraction", "read_GBps", "gflops", "goodput_per_s", "requests_per_s"):
         assert figures[key] > 0
     assert figures["step_s"] is None and figures["completed"] == 6 and figures["failed"] == figures["short"] == 0
     assert set(figures["ttft_s"]) == {"mean", "median", "p99"}
-    assert len(figures["runs"]) == 2
     peer = figures["vs"][b.url]
-    assert peer["ratio"] > 0 and len(peer["runs"]) == 2 and peer["settings"]["model"] == "random:tiny"
-    assert figures["settings"]["version"] == "1"
-    assert a.most_running <= 2
+    assert peer["ratio"] > 0 and len(peer["runs"]) == len(figures["runs"]) == 2
+    assert (peer["settings"]["model"], figures["settings"]["version"]) == ("random:tiny", "1") and a.most_running <= 2
     assert [len(r["prompt"]) for r in a.requests] == [8] * (6 + 2 * 6)  # warm-up, then two runs
     assert len({tuple(r["prompt"]) for r in a.requests}) == 18
 
 
 @pytest.mark.usefixtures("tiny")
 def test_servers_take_turns() -> None:
-    from megakernel.serving.bench import Load, alternate
-
     turns: list[str] = []
 
     class Noting(FakeServer):
@@ -286,46 +249,34 @@ def test_servers_take_turns() -> None:
             turns.append(self.model)
             await super()._completion(writer, request)
 
-    async def run(*urls: str) -> list[list[dict[str, Any]]]:
+    async def taken(*urls: str) -> list[list[dict[str, Any]]]:
         servers = [Server(url, model="m") for url in urls]
         return await alternate(servers, Workload("w", jobs((2, 2))), Load(warm_up=0), 2)
 
     with running(Noting(model="a")) as a, running(Noting(model="b")) as b:
-        figures = asyncio.run(run(a.url, b.url))
+        figures = asyncio.run(taken(a.url, b.url))
     assert turns == ["a", "b", "a", "b"] and [len(each) for each in figures] == [2, 2]
 
 
 @pytest.mark.usefixtures("tiny")
 def test_bench_serve_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(faults={8: "short"})) as fake:
-        assert main([*FLAGS, "--base-url", fake.url, "--machine", "h100"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "6 answered" in out
-        and "tokens/s out" in out
-        and "6 of another length" in out
-        and "to first token" in out
-        and "GB/s" in out
-    )
+        status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url, "--machine", "h100")
+    assert status == 0
+    for wanted in ("6 answered", "tokens/s out", "6 of another length", "to first token", "GB/s"):
+        assert wanted in out
 
 
 def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
-    def error(*flags: str) -> str:
-        assert main([*FLAGS, *flags]) == 1
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-        return err
-
     file = tmp_path / "a.json"
     file.write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}]))
     with running(FakeServer(model="somebody/else")) as fake:
-        assert "'somebody/else', of unknown sizes" in error("--base-url", fake.url)
-        assert "unknown machine 'x'" in error("--base-url", fake.url, "--model", tiny, "--machine", "x")
-        assert "no tokenizer" in error("--base-url", fake.url, "--model", tiny, "--dataset", str(file))
+        known = [*FLAGS, "--base-url", fake.url, "--model", tiny]
+        assert "'somebody/else', of unknown sizes" in fails(capsys, *FLAGS, "--base-url", fake.url)
+        assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
+        assert "no tokenizer" in fails(capsys, *known, "--dataset", str(file))
     with running(FakeServer(faults={8: 500})) as fake:
-        assert main([*FLAGS, "--base-url", fake.url]) == 1
-        assert "6 failed" in capsys.readouterr().out
+        status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url)
+        assert status == 1 and "6 failed" in out
     for flags in (["--goodput", "x:1"], ["--goodput", "ttft:0"], ["--request-rate", "0"], ["--request-rate", "x"]):
-        with pytest.raises(SystemExit) as e:
-            main([*FLAGS, *flags])
-        assert e.value.code == 2
+        assert run(capsys, *FLAGS, *flags)[0] == 2

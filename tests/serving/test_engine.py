@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from engine_support import CONFIG, EOS, Letters, fake_engine, output_ids
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.model import ModelConfig, RandomCheckpoint
+from megakernel.model.families import forward
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.logprobs import top_logprobs
 from megakernel.serving.memory import kv_capacity, weight_bytes
@@ -88,55 +90,16 @@ def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
     assert max(len(step) for step in backend.steps()) == 2
 
 
-def test_a_request_that_never_fits_is_refused() -> None:
-    engine, _ = fake_engine(pages=3)
-    with pytest.raises(MegakernelError, match="need 4 KV pages and the pool has 3"):
-        engine.add([1] * 20, SamplingParams(max_tokens=40))
-    engine.add([1] * 20, SamplingParams(max_tokens=29))  # 48 tokens are fed, 3 pages
-
-
-def test_choices_have_their_own_number_and_the_same_seed() -> None:
-    engine, backend = fake_engine()
-    request = engine.add([1, 2, 3], SamplingParams(n=3, max_tokens=2))
-    finish(engine)
-    assert [output_ids(c) for c in request.choices] == [[2, 3]] * 3
-    table = backend.tables[-1]
-    assert table.choice[:3].tolist() == [0, 1, 2]
-    assert len(set(table.seed_low[:3].tolist())) == 1
-    assert len({int(s) for s in table.row_seq[:3]}) == 3
-
-
 def test_seeds_are_drawn_unless_given() -> None:
     engine, _ = fake_engine()
-    seeds = {engine.add([1], SamplingParams()).seed for _ in range(8)}
-    assert len(seeds) == 8
+    assert len({engine.add([1], SamplingParams()).seed for _ in range(8)}) == 8
     assert engine.add([1], SamplingParams(seed=2**64 - 1)).seed == 2**64 - 1
-
-
-def test_an_aborted_request_leaves_no_trace() -> None:
-    engine, _ = fake_engine(max_seqs=1, pages=4)
-    running, waiting = (engine.add([1] * 8, SamplingParams(max_tokens=50)) for _ in range(2))
-    engine.step()
-    engine.abort(waiting)
-    engine.abort(running)
-    assert engine.idle
-    assert running.choices[0].finish_reason == waiting.choices[0].finish_reason == "abort"
-    again = engine.add([1] * 8, SamplingParams(max_tokens=50))
-    finish(engine)
-    assert again.choices[0].outputs == 50
 
 
 def test_sampling_parameters_reach_the_step_table() -> None:
     engine, backend = fake_engine()
-    given: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "min_p": 0.125,
-        "top_k": 7,
-        "presence_penalty": 1.5,
-        "frequency_penalty": -0.5,
-        "repetition_penalty": 1.25,
-    }
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7}
+    given |= {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25}
     engine.add([1, 2], SamplingParams(**given, seed=5, logit_bias={9: -2.0}, max_tokens=1))
     finish(engine)
     table = backend.tables[0]
@@ -158,20 +121,14 @@ def test_buckets(count: int, most: int, expected: int) -> None:
 
 def test_after_warming_up_no_step_compiles() -> None:
     engine, backend = fake_engine(max_seqs=5, step_tokens=20)
-    compiled: list[tuple[int, int]] = []
-    real = engine.programs._compile
-
-    def count(*, tokens: int, logit_rows: int) -> Any:
-        compiled.append((tokens, logit_rows))
-        return real(tokens=tokens, logit_rows=logit_rows)
-
-    engine.programs._compile = count
+    compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
     number = engine.programs.warm()
+    compiled = [(call.kwargs["tokens"], call.kwargs["logit_rows"]) for call in compiling.mock_calls]
     assert len(set(compiled)) == len(compiled) == number - 1  # one was there
     for length in range(1, 60):
         engine.add([1] * length, SamplingParams(max_tokens=length % 7 + 1, prompt_logprobs=0 if length % 5 else None))
     finish(engine)
-    assert len(compiled) == number - 1
+    assert compiling.call_count == number - 1
     assert {table.dims.tokens for table in backend.tables} > {20, 5 + 1}
 
 
@@ -224,10 +181,9 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
 
 
 def test_the_context_ends_a_choice() -> None:
-    ids, reason, _ = ends(SamplingParams(max_tokens=None), [1] * 40, prompt=10, max_context=32)
-    assert (len(ids), reason) == (22, "length")
-    ids, reason, _ = ends(SamplingParams(max_tokens=30), [1] * 40, prompt=31, max_context=32)
-    assert (len(ids), reason) == (1, "length")
+    for most, prompt, made in ((None, 10, 22), (30, 31, 1)):
+        ids, reason, _ = ends(SamplingParams(max_tokens=most), [1] * 40, prompt=prompt, max_context=32)
+        assert (len(ids), reason) == (made, "length")
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
@@ -247,8 +203,7 @@ def test_top_logprobs_are_a_log_softmax_with_ties_by_id() -> None:
     logits = np.array([1.0, 3.0, 2.0, 3.0, -1.0], np.float32)
     expected = logits - np.log(np.exp(logits).sum())
     top = top_logprobs(logits, 3, 4, float(expected[4]))
-    assert list(top) == [1, 3, 2]
-    assert all(math.isclose(value, expected[token], rel_tol=1e-6) for token, value in top.items())
+    assert list(top.items()) == [(token, pytest.approx(expected[token])) for token in (1, 3, 2)]
     assert list(top_logprobs(logits, 20, 0, 0.0)) == [1, 3, 2, 0, 4]
     assert top_logprobs(logits, 0, 0, 0.0) == {}
 
@@ -298,48 +253,28 @@ def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], mess
     assert engine.idle
 
 
-def test_stop_strings_need_a_tokenizer() -> None:
-    with (
-        LLM(TINY, backend="null", max_context=64) as llm,
-        pytest.raises(MegakernelError, match="stop strings need a tokenizer"),
-    ):
-        llm.generate([1], SamplingParams(stop="x"))
+WRONG: dict[str, list[Any]] = {
+    "temperature": [math.nan, -0.1, math.inf, "hot", 10**400],
+    "top_p": [0.0, 5e-324, 1.1, math.nan],  # in float32 the second is the first
+    "min_p": [-0.5],
+    "top_k": [-2, 1.5],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [math.nan],
+    "repetition_penalty": [0.0, 1e39],
+    "n": [0, True],
+    "best_of": [2],
+    "max_tokens": [0],
+    "min_tokens": [-1, 17],
+    "seed": [-1, 2**64],
+    "logprobs": [21],
+    "prompt_logprobs": [-1],
+    "stop": ["", [""]],
+    "stop_token_ids": [[-1]],
+    "logit_bias": [{1: math.nan}, {-1: 0.0}, dict.fromkeys(range(301), 1.0)],
+}
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("temperature", math.nan),
-        ("temperature", -0.1),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("min_p", -0.5),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", math.nan),
-        ("repetition_penalty", 0.0),
-        ("n", 0),
-        ("n", True),
-        ("best_of", 2),
-        ("max_tokens", 0),
-        ("min_tokens", -1),
-        ("min_tokens", 17),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("logprobs", 21),
-        ("prompt_logprobs", -1),
-        ("stop", ""),
-        ("stop", [""]),
-        ("stop_token_ids", [-1]),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {-1: 0.0}),
-        ("logit_bias", dict.fromkeys(range(301), 1.0)),
-    ],
-)
+@pytest.mark.parametrize("field, value", [(field, value) for field, values in WRONG.items() for value in values])
 def test_sampling_parameters_are_checked(field: str, value: Any) -> None:
     with pytest.raises(MegakernelError, match=f"sampling parameter {field}="):
         SamplingParams(**{field: value})
@@ -352,71 +287,46 @@ def test_kv_capacity() -> None:
     from megakernel.isa import Dtype
 
     per_token = 2 * 8 * 4  # K and V, one layer, one head of 8, float32
-    assert kv_capacity(CONFIG, Dtype.F32, 1e9, None, 4) == (256, 1024)
-    assert kv_capacity(CONFIG, Dtype.F32, 4 * 300 * per_token, None, 4) == (256, 300)
-    assert kv_capacity(CONFIG, Dtype.F32, 4 * 100 * per_token, None, 4) == (100, 100)
-    assert kv_capacity(CONFIG, Dtype.F32, 4 * 100 * per_token, 200, 4) == (200, 200)
-    with pytest.raises(MegakernelError, match="more than the 256"):
-        kv_capacity(CONFIG, Dtype.F32, 1e9, 257, 4)
-    with pytest.raises(MegakernelError, match="more than memory"):
-        kv_capacity(CONFIG, Dtype.F32, 100 * per_token, 200, 4)
+    for free, context, found in (
+        *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
+        *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
+    ):
+        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4) == found
+    for free, context, message in ((1e9, 257, "more than the 256"), (100 * per_token, 200, "more than memory")):
+        with pytest.raises(MegakernelError, match=message):
+            kv_capacity(CONFIG, Dtype.F32, free, context, 4)
 
 
 def test_weight_bytes_counts_every_weight_once() -> None:
     engine, _ = fake_engine()
     embed, qkv, o, mlp = 64 * 16, 32 * 16, 16 * 16, 3 * 24 * 16
-    vectors = 4 + 2 * 16 + 32 + 16 + 2 * 24 + 16 + 16  # frequencies, norms, biases
+    vectors = 4 + 3 * 16  # frequencies, norms
     expected = 4 * (embed + qkv + o + mlp + vectors)
-    assert weight_bytes(engine.dims, tied=True) == expected
-    assert weight_bytes(engine.dims, tied=False) == expected + 4 * embed
+    biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
+    biases = 4 * (32 + 16 + 2 * 24 + 16)
+    for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
+        assert weight_bytes(forward(config, engine.dims), engine.dims, tied=tied) == expected + more
 
 
 # -- end to end on random weights
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 TINY = RandomCheckpoint(
-    "tiny", LlamaConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
 )
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
-def test_company_and_cuts_do_not_change_a_bit() -> None:
-    """On the CPU backend; the reference leaves the order of its sums to NumPy."""
-    rng = np.random.default_rng(1)
-    mine, *others = (rng.integers(0, 97, int(length)).tolist() for length in (45, *rng.integers(1, 60, 8)))
-    params = SamplingParams(
-        temperature=0.8, seed=3, top_k=30, presence_penalty=0.5, max_tokens=10, logprobs=3, prompt_logprobs=1
-    )
-    strangers = [SamplingParams(temperature=1.5, max_tokens=int(n)) for n in rng.integers(1, 12, 8)]
-    seen = []
-    for limits, company in [
-        ({}, 0),
-        ({}, 8),
-        ({"step_tokens": 7, "max_seqs": 7}, 0),
-        ({"step_tokens": 11, "max_seqs": 4}, 8),
-    ]:
-        with LLM(TINY, backend="cpu", max_context=128, threads=2, **limits) as llm:
-            prompts = [*others[: company // 2], mine, *others[company // 2 : company]]
-            given = [*strangers[: company // 2], params, *strangers[company // 2 : company]]
-            result = llm.generate(prompts, given)[company // 2]
-        assert result.prompt_ids == mine
-        seen.append((result.token_ids, result.logprobs, result.top_logprobs, result.prompt_logprobs))
-    assert all(other == seen[0] for other in seen[1:])
-
-
+@BACKENDS
 def test_choices_differ_and_the_first_is_the_one_alone(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64) as llm:
         several = llm.generate([1, 2, 3], SamplingParams(n=3, seed=1, max_tokens=8))[0]
         alone = llm.generate([1, 2, 3], SamplingParams(seed=1, max_tokens=8))[0]
     assert len({tuple(choice.token_ids) for choice in several.choices}) == 3
-    assert several.token_ids == alone.token_ids
-    assert several.text is None
+    assert several.token_ids == alone.token_ids and several.text is None
 
 
+@BACKENDS
 def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64) as llm:
         made = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2))[0]
@@ -427,35 +337,20 @@ def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
     assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
 
 
-def test_an_interrupt_frees_everything_and_the_next_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(TINY, backend="reference", max_context=64, max_seqs=2) as llm:
-        expected = llm.generate([1, 2, 3], SamplingParams(temperature=0.0))[0].token_ids
-
-        def interrupt(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.backend, "launch", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([[1, 2, 3]] * 5)
-        assert llm.engine.idle
-        assert [r.token_ids for r in llm.generate([[1, 2, 3]] * 2, SamplingParams(temperature=0.0))] == [expected] * 2
-
-
 def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
     with LLM(TINY, backend="reference", max_context=64) as llm:
-        with pytest.raises(MegakernelError, match="outside the vocabulary"):
-            llm.generate([[1], [97]])
-        with pytest.raises(MegakernelError, match="2 sampling parameters for 1 prompts"):
-            llm.generate([[1]], [SamplingParams()] * 2)
-        with pytest.raises(MegakernelError, match="no tokenizer"):
-            llm.generate("text")
+        for prompts, params, message in (
+            ([[1], [97]], None, "outside the vocabulary"),
+            ([[1]], [SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
+            ("text", None, "no tokenizer"),
+            ([1], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+            ([1, [2]], None, "mix token ids and prompts"),
+            ([[]], None, "prompt is empty"),
+        ):
+            with pytest.raises(MegakernelError, match=message):
+                llm.generate(prompts, params)  # type: ignore[arg-type]
         with pytest.raises(MegakernelError, match="no tokenizer"):
             llm.chat([{"role": "user", "content": "x"}])
-        with pytest.raises(MegakernelError, match="mix token ids and prompts"):
-            llm.generate([1, [2]])  # type: ignore[list-item]
-        with pytest.raises(MegakernelError, match="prompt is empty"):
-            llm.generate([[]])
         assert llm.engine.idle
 
 
@@ -475,11 +370,11 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         LLM(TINY, **options)
 
 
+@BACKENDS
 def test_traced_steps(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64, step_tokens=8, max_seqs=1) as llm:
         prefill, decode = llm.trace_steps(list(range(12)), decode_steps=2)
     assert [step.rows for step in prefill + decode] == [[8], [4], [1], [1]]
     assert [step.contexts for step in prefill + decode] == [[8], [12], [13], [14]]
     for step in prefill + decode:
-        assert step.output.trace is not None
-        assert step.output.trace.header.program == step.program.hash
+        assert step.output.trace is not None and step.output.trace.header.program == step.program.hash

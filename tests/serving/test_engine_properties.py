@@ -11,7 +11,7 @@ from engine_support import CONFIG, EOS, FakeBackend, continuation, digest, fake_
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.model import LlamaConfig, RandomCheckpoint
+from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.runtime import build_step
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.serving import engine as engine_module
@@ -40,11 +40,12 @@ def alone(request: Request, choice: int) -> tuple[list[int], str]:
             return made, "length"
 
 
-def assert_generated_alone(request: Request) -> None:
-    for choice in request.choices:
-        assert (output_ids(choice), choice.finish_reason) == alone(request, choice.choice)
-    if request.params.prompt_logprobs is not None:
-        assert request.prompt_logprobs == [-float(p) for p in range(1, len(request.prompt_ids))]
+def assert_generated_alone(*requests: Request) -> None:
+    for request in requests:
+        for choice in request.choices:
+            assert (output_ids(choice), choice.finish_reason) == alone(request, choice.choice)
+        if request.params.prompt_logprobs is not None:
+            assert request.prompt_logprobs == [-float(p) for p in range(1, len(request.prompt_ids))]
 
 
 def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
@@ -54,9 +55,10 @@ def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
     assert sorted(engine._batch._slots) == list(range(engine.dims.max_seqs))
 
 
-def read(engine: Engine, found: dict[tuple[Request, int], list[Token]]) -> None:
-    for token in engine.step().tokens:
-        found.setdefault((token.request, token.choice), []).append(token)
+def finish(engine: Engine, backend: FakeBackend) -> None:
+    for _ in engine.run():
+        pass
+    assert_at_rest(engine, backend)
 
 
 def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int], SamplingParams]:
@@ -77,13 +79,9 @@ def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[
 @pytest.mark.parametrize("seed", range(8))
 def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int) -> None:
     rng = random.Random(seed)
-    engine, backend = fake_engine(
-        None,
-        max_seqs=rng.choice([2, 5, 9]),
-        pages=rng.choice([12, 16, 40]),
-        step_tokens=rng.choice([9, 16, 50]),
-        prefix_cache=rng.random() < 0.8,
-    )
+    limits: dict[str, Any] = {"max_seqs": [2, 5, 9], "pages": [12, 16, 40], "step_tokens": [9, 16, 50]}
+    limits["prefix_cache"] = [True] * 4 + [False]
+    engine, backend = fake_engine(None, **{name: rng.choice(values) for name, values in limits.items()})
     prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
     left = [random_request(rng, prefixes) for _ in range(20)]
     done: list[Request] = []
@@ -96,7 +94,8 @@ def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int
         if aborted and rng.random() < 0.1:
             engine.abort(rng.choice(aborted))
         if not engine.idle:
-            read(engine, found)
+            for token in engine.step().tokens:
+                found.setdefault((token.request, token.choice), []).append(token)
     for request in done:
         assert_generated_alone(request)
         for choice in request.choices:
@@ -111,12 +110,11 @@ def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int
 def test_the_random_runs_meet_every_phase() -> None:
     """What the test above is about does happen in it."""
     rng = random.Random(0)
-    engine, _ = fake_engine(None, max_seqs=9, pages=12, step_tokens=16)
+    engine, backend = fake_engine(None, max_seqs=9, pages=12, step_tokens=16)
     prefixes = [[rng.randrange(60) for _ in range(100)]]
     for _ in range(15):
         engine.add(*random_request(rng, prefixes))
-    for _ in engine.run():
-        pass
+    finish(engine, backend)
     assert engine.stats.preemptions > 3
     assert 0 < engine.stats.prefix_hits < engine.stats.prefix_queries
 
@@ -136,8 +134,7 @@ def test_a_failed_launch_changes_nothing(seed: int) -> None:
             assert engine.stats.pages_used == engine.stats.running == 0
             backend.kv.clear()
         backend.interrupt = False
-    for request in requests:
-        assert_generated_alone(request)
+    assert_generated_alone(*requests)
     assert_at_rest(engine, backend)
 
 
@@ -197,19 +194,15 @@ def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share
     request = engine.add([i % 50 for i in range(40)], SamplingParams(n=3, max_tokens=4, seed=1, ignore_eos=True))
     engine.step()
     engine.stop(request, 0)
-    for _ in engine.run():
-        pass
+    finish(engine, backend)
     assert [c.finish_reason for c in request.choices] == ["stop", "length", "length"]
-    assert_at_rest(engine, backend)
 
 
 def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first() -> None:
     engine, backend = fake_engine(None, pages=8, step_tokens=32)
     twins = [engine.add([7] * 33, SamplingParams(seed=s, max_tokens=5)) for s in (1, 1, 2)]
-    for _ in engine.run():
-        pass
-    for twin in twins:
-        assert_generated_alone(twin)
+    finish(engine, backend)
+    assert_generated_alone(*twins)
     first, second, third = (output_ids(twin.choices[0]) for twin in twins)
     assert first == second != third
     one(engine, [8] * 33)
@@ -246,27 +239,20 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     engine, backend = fake_engine(None, pages=9, step_tokens=64)
     params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
     old, young = engine.add([1] * 20, params), engine.add([2] * 20, params)
-    for _ in engine.run():
-        pass
+    finish(engine, backend)
     assert engine.stats.preemptions >= 1
-    assert_generated_alone(old)
-    assert_generated_alone(young)
+    assert_generated_alone(old, young)
     again = [count for step in backend.steps() for _, count in step if count > 1][2:]
     assert again and max(again) <= PAGE + 1  # its full pages were still known
-    assert_at_rest(engine, backend)
 
 
 def test_the_oldest_is_never_preempted() -> None:
     engine, backend = fake_engine(None, max_seqs=8, pages=8, step_tokens=64)
     params = SamplingParams(seed=5, max_tokens=100, min_tokens=100)
     requests = [engine.add([i] * 16, params) for i in range(6)]
-    order: list[int] = []
-    for step in engine.run():
-        order += [token.request.id for token in step.tokens if token.finish_reason]
-    assert order[0] == 0
-    assert engine.stats.preemptions > 2
-    for request in requests:
-        assert_generated_alone(request)
+    order = [token.request.id for step in engine.run() for token in step.tokens if token.finish_reason]
+    assert order[0] == 0 and engine.stats.preemptions > 2
+    assert_generated_alone(*requests)
     assert_at_rest(engine, backend)
 
 
@@ -292,11 +278,9 @@ def test_cancel_in_every_phase(phase: str) -> None:
     assert mine.done and all(c.slot < 0 for c in mine.choices)
     assert {c.finish_reason for c in mine.choices} == {"length" if phase == "done" else "abort"}
     outputs = [list(output_ids(c)) for c in mine.choices]
-    for _ in engine.run():
-        pass
+    finish(engine, backend)
     assert outputs == [output_ids(c) for c in mine.choices]
     assert_generated_alone(other)
-    assert_at_rest(engine, backend)
 
 
 def test_a_step_after_everybody_left_is_not_needed() -> None:
@@ -336,25 +320,9 @@ def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() ->
     engine.step()
     engine.step()
     third = engine.add([3] * 20, SamplingParams(max_tokens=2))
-    for _ in engine.run():
-        pass
+    finish(engine, backend)
     assert [len(step) for step in backend.steps()][:3] == [2, 2, 2]
     assert output_ids(third.choices[0]) == [1, 1]
-    assert_at_rest(engine, backend)
-
-
-@pytest.mark.parametrize("length, fits", [(30, True), (31, True), (32, False), (33, False)])
-def test_prompts_around_the_limit(length: int, fits: bool) -> None:
-    engine, backend = fake_engine(None, max_context=32)
-    if fits:
-        request = engine.add([1] * length, SamplingParams(max_tokens=None, seed=1, ignore_eos=True))
-        for _ in engine.run():
-            pass
-        assert request.choices[0].outputs == 32 - length
-    else:
-        with pytest.raises(MegakernelError, match="shorten the prompt"):
-            engine.add([1] * length, SamplingParams())
-    assert_at_rest(engine, backend)
 
 
 def test_what_never_fits_is_refused_while_others_run() -> None:
@@ -364,18 +332,15 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
     with pytest.raises(MegakernelError, match="need 4 KV pages and the pool has 3: lower max_tokens"):
         engine.add([1] * 49, SamplingParams(max_tokens=1))
     exact = engine.add([1] * 48, SamplingParams(max_tokens=1, seed=2))
-    for _ in engine.run():
-        pass
-    assert_generated_alone(running)
-    assert_generated_alone(exact)
-    assert_at_rest(engine, backend)
+    finish(engine, backend)
+    assert_generated_alone(running, exact)
 
 
 # -- on a real model
 
 
 TINY = RandomCheckpoint(
-    "tiny", LlamaConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
 )
 
 
@@ -384,23 +349,21 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
     rng = random.Random(4)
     common = [rng.randrange(97) for _ in range(70)]
     prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
-    params = [
-        SamplingParams(
-            temperature=0.9 * (i % 2), seed=i, max_tokens=40, frequency_penalty=0.3 * (i % 3), logprobs=2, top_k=40
-        )
-        for i in range(10)
-    ]
-    with LLM(TINY, backend="cpu", max_context=160, threads=1, prefix_cache=False) as llm:
+    fixed: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "top_k": 40}
+    params = []
+    for i in range(10):
+        varied = {"temperature": 0.9 * (i % 2), "frequency_penalty": 0.3 * (i % 3), "seed": i}
+        params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
+    with LLM(TINY, backend="cpu", max_context=160, threads=2, prefix_cache=False) as llm:
         expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
     for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
-        with LLM(TINY, backend="cpu", max_context=160, threads=1, **limits) as llm:
+        with LLM(TINY, backend="cpu", max_context=160, threads=2, **limits) as llm:
             for _ in range(2):
                 results = llm.generate(prompts, params)
                 for result, one_alone in zip(results, expected, strict=True):
-                    assert result.token_ids == one_alone.token_ids
-                    assert result.logprobs == one_alone.logprobs
-                    assert result.top_logprobs == one_alone.top_logprobs
+                    for what in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
+                        assert getattr(result, what) == getattr(one_alone, what)
             stats = llm.engine.stats
             assert stats.preemptions and stats.prefix_hits and not stats.pages_used
 
@@ -408,7 +371,7 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
 def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
     prompts = [[i] * 40 for i in range(1, 5)]
-    with LLM(TINY, backend="cpu", max_context=160, threads=1) as llm:
+    with LLM(TINY, backend="cpu", max_context=160, max_seqs=3, threads=1) as llm:
         expected = [result.token_ids for result in llm.generate(prompts, greedy)]
         llm.engine.reset_prefix_cache()
         backend, calls = llm.engine.backend, count()

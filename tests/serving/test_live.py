@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,19 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from browser import Browser, browser, missing
+from api_support import Live as Served
+from api_support import serving, until
+from browser import browser, missing
 from engine_support import CONFIG, fake_engine
-from fastapi import FastAPI
 
-from megakernel import LLM, SamplingParams, serving
+from megakernel import LLM, SamplingParams
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
 from megakernel.serving import live_routes
 from megakernel.serving.batch import Stats
 from megakernel.serving.engine import Engine
 from megakernel.serving.live import Live
-from megakernel.serving.live_routes import live_router
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(running=2, waiting=3, pages=64, pages_used=7, preemptions=0, prefix_queries=0, prefix_hits=0)
@@ -39,10 +34,9 @@ def record() -> Live:
 
 
 def run(engine: Engine, live: Live, steps: int, wall_s: float = 0.5) -> list[Any]:
-    made = []
-    for _ in range(steps):
-        made.append(engine.step(trace=live.tracing))
-        live.add(made[-1], wall_s, STATS)
+    made = [engine.step(trace=live.tracing) for _ in range(steps)]
+    for step in made:
+        live.add(step, wall_s, STATS)
     return made
 
 
@@ -54,12 +48,11 @@ def test_an_empty_record_is_json() -> None:
 
 
 def test_a_snapshot_sums_the_steps() -> None:
-    engine, _ = fake_engine()
-    live = record()
+    engine, live = fake_engine()[0], record()
     engine.add([1] * 20, SamplingParams(max_tokens=6))
     engine.add([2] * 3, SamplingParams(max_tokens=9))
     steps = run(engine, live, 5)
-    works = [step_work(s.program.dims, s.rows, s.contexts, s.logit_rows) for s in steps]
+    works = [step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows) for s in steps]
     bounds = [bound(work, CEILINGS) for work in works]
     snapshot = live.snapshot()
     total = snapshot["total"]
@@ -77,8 +70,7 @@ def test_a_snapshot_sums_the_steps() -> None:
 
 
 def test_what_cannot_be_is_an_error() -> None:
-    engine, _ = fake_engine()
-    live = record()
+    engine, live = fake_engine()[0], record()
     engine.add([1] * 3, SamplingParams(max_tokens=40))
     run(engine, live, 1)
     assert live.snapshot()["error"] is None
@@ -90,8 +82,7 @@ def test_what_cannot_be_is_an_error() -> None:
 
 
 def test_the_window_is_of_recent_work() -> None:
-    engine, _ = fake_engine()
-    live = record()
+    engine, live = fake_engine()[0], record()
     engine.add([1] * 3, SamplingParams(max_tokens=40))
     run(engine, live, 3, wall_s=100.0)
     run(engine, live, 30, wall_s=0.5)
@@ -100,8 +91,7 @@ def test_the_window_is_of_recent_work() -> None:
 
 
 def test_latencies_are_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = fake_engine()
-    live, clock = record(), 100.0
+    engine, live, clock = fake_engine()[0], record(), 100.0
     monkeypatch.setattr("megakernel.serving.live.perf_counter", lambda: clock)
     engine.add([1, 2], SamplingParams(max_tokens=3)).added_at = 99.0
     engine.add([1, 2], SamplingParams(max_tokens=1)).added_at = 97.0
@@ -113,8 +103,7 @@ def test_latencies_are_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ended_sequences_are_forgotten() -> None:
-    engine, _ = fake_engine()
-    live = record()
+    engine, live = fake_engine()[0], record()
     engine.add([1, 2], SamplingParams(max_tokens=2))
     run(engine, live, 1)
     assert len(live._last_token) == 1
@@ -128,91 +117,50 @@ def test_ended_sequences_are_forgotten() -> None:
 
 
 @contextmanager
-def served(live: Live) -> Iterator[str]:
-    """Only the record's routes, on a free port."""
-    app = FastAPI()
-    app.include_router(live_router(live))
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield "http://{}:{}".format(*sock.getsockname())
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
+def tiny(backend: str) -> Iterator[Served]:
+    """A server of a model that has a name with a tag in it, with steps of at least 5 ms."""
+    checkpoint = RandomCheckpoint("<b>tiny</b>", replace(CONFIG, max_context=4096))
+    with LLM(checkpoint, backend=backend, max_seqs=4) as llm, serving(llm) as server:
+        server.service.engine.on_step.append(lambda step, seconds: time.sleep(0.005))
+        yield server
 
 
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=60) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as e:
-        return e.code, e.read().decode()
-
-
-@contextmanager
-def working() -> Iterator[tuple[Live, str]]:
-    """A record of an engine that never runs out of work, and where it is served."""
-    llm = LLM(RandomCheckpoint("tiny", CONFIG), backend="cpu", max_seqs=4)
-    live, stop = record(), threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            if llm.engine.idle:
-                llm.engine.add([1] * 9, SamplingParams(max_tokens=200, ignore_eos=True))
-            began = time.perf_counter()
-            step = llm.engine.step(trace=live.tracing)
-            live.add(step, time.perf_counter() - began, llm.engine.stats)
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        with served(live) as url:
-            yield live, url
-    finally:
-        stop.set()
-        thread.join()
-        llm.close()
+needs_browser = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
 def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_routes, "TRACE_WAIT_S", 0.05)
-    with served(record()) as url:
-        assert json.loads(get(f"{url}/roofline")[1])["total"]["steps"] == 0
-        status, text = get(f"{url}/timeline")
-        assert status == 404 and "Send a request" in text
+    with tiny("null") as server:
+        assert json.loads(server.request("GET", "/roofline")[2])["total"]["steps"] == 0
+        assert server.request("GET", "/")[2] == (Path(live_routes.__file__).parent / "live.html").read_bytes()
+        status, _, text = server.request("GET", "/timeline")
+        assert status == 404 and b"Send a request" in text
 
 
+@needs_browser
 def test_page_without_work() -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    with served(record()) as url, browser() as page:
-        page.visit(url, "document.getElementById('about').textContent")
+    with tiny("null") as server, browser() as page:
+        page.visit(server.url, "document.getElementById('about').textContent")
         assert "Nothing has run yet" in page.run("return document.body.innerText")
         assert "<b>tiny</b>" in page.run("return document.getElementById('about').textContent")
         assert page.log() == []
 
 
-def test_page_under_load_and_timeline(tmp_path: Path) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    with working() as (live, url), browser() as page:
-        page.visit(url, "document.getElementById('fraction').textContent.includes('%')")
+@needs_browser
+def test_page_under_load_and_timeline() -> None:
+    endless = {"prompt": [1] * 9, "max_tokens": 4000, "ignore_eos": True}
+    with tiny("cpu") as server, server.send("/v1/completions", endless), browser() as page:
+        page.visit(server.url, "document.getElementById('fraction').textContent.includes('%')")
         first = page.run("return document.getElementById('allSteps').textContent")
         shown = page.run("return document.body.innerText")
         for text in ("GB/s", "GFLOP/s", "1 of 4, 0 waiting", " pages"):
             assert text in shown
         assert page.run(_CANVAS_COLOURS) >= 3  # host, memory or math, and the scale
-        _until(page, f"document.getElementById('allSteps').textContent !== '{first}'")
+        until(lambda: page.run("return document.getElementById('allSteps').textContent") != first)
         assert page.log() == []
-        page.visit(f"{url}/timeline", "window.timeline")
+        page.visit(f"{server.url}/timeline", "window.timeline")
         assert page.run("return timeline.intervalCount") > 0 and page.log() == []
-        assert not live.tracing
+        assert not server.service.live.tracing
 
 
 _CANVAS_COLOURS = """
@@ -221,15 +169,3 @@ const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
 for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) s.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
 return s.size;
 """
-
-
-def _until(page: Browser, ready: str) -> None:
-    for _ in range(200):
-        if page.run(f"return !!({ready})"):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never: {ready}")
-
-
-def test_page_is_installed() -> None:
-    assert (Path(serving.__file__).parent / "live.html").is_file()

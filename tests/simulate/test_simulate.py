@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import small_programs
-from simulated import FREE, Task, ended, hand_run, hand_work, unmet_waits
+from handmade import handmade, small_dims
+from handmade import llama as hand_llama
+from simulated import FREE, Task, ended, hand_run, hand_work, ordered, step_of, unmet_waits
 
 from megakernel import machine as machines
 from megakernel.cli import main
@@ -17,14 +19,15 @@ from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.model import load_config
+from megakernel.model.families import Norm
 from megakernel.program import Program
-from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options, compile_program
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.scheduler.simulate.work import make_work
 from megakernel.timeline import summarise
 from megakernel.timeline.overlap import compute_bound
-from megakernel.trace import IntervalKind
+from megakernel.trace import IntervalKind, Intervals
 
 # -- shared rates
 
@@ -36,14 +39,32 @@ def test_two_loads_share_memory() -> None:
     assert result.step_s == pytest.approx(4) and result.memory_bytes == 400
 
 
-def test_a_load_alone_is_as_fast_as_its_worker() -> None:
-    result, _ = hand_run(hand_work([[Task(weights=100)]]), memory_bytes_per_s=100, worker_bytes_per_s=25)
-    assert result.step_s == pytest.approx(4)
-
-
-def test_ranks_have_memories_of_their_own() -> None:
-    result, _ = hand_run(hand_work([[Task(weights=100)], [Task(weights=100)]], ranks=2), memory_bytes_per_s=100)
-    assert result.step_s == pytest.approx(1)
+@pytest.mark.parametrize(
+    ("streams", "ranks", "costs", "seconds"),
+    [
+        ([[Task(weights=100)]], 1, {"memory_bytes_per_s": 100, "worker_bytes_per_s": 25}, 4),
+        ([[Task(weights=100)], [Task(weights=100)]], 2, {"memory_bytes_per_s": 100}, 1),
+        ([[Task(weights=100, compute=1)] * 2], 1, {"memory_bytes_per_s": 10}, 20),
+        ([[Task(stores={1: 100})], [Task(stores={0: 100})]], 2, {"egress_bytes_per_s": 100}, 1),
+        (
+            [[Task(stores={1: 100})], [Task(stores={0: 100})]],
+            2,
+            {"egress_bytes_per_s": 100, "switch_bytes_per_s": 100},
+            2,
+        ),
+    ],
+    ids=[
+        "a load alone is as fast as its worker",
+        "ranks have memories of their own",
+        "arithmetic is no faster than its loads",
+        "both links at once",
+        "the switch bounds all links together",
+    ],
+)
+def test_the_slowest_rate_bounds(
+    streams: list[list[Task]], ranks: int, costs: dict[str, float], seconds: float
+) -> None:
+    assert hand_run(hand_work(streams, ranks=ranks), **costs)[0].step_s == pytest.approx(seconds)
 
 
 def test_what_the_cache_holds_is_not_read_again() -> None:
@@ -56,42 +77,31 @@ def test_what_the_cache_holds_is_not_read_again() -> None:
         assert result.step_s == pytest.approx(from_memory / 100 + (0.1 if capacity == 200 else 0))
 
 
-def test_two_stores_share_a_senders_port() -> None:
-    both = hand_work([[Task(stores={1: 100})], [Task(stores={1: 300})], [], []], ranks=2)
-    _, rows = hand_run(both, egress_bytes_per_s=100)
-    assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
-
-
-def test_two_senders_share_a_receivers_port() -> None:
-    work = hand_work([[Task(stores={2: 100})], [Task(stores={2: 100})], [Task()]], ranks=3)
-    _, rows = hand_run(work, egress_bytes_per_s=100)
-    assert ended(rows, 0) == ended(rows, 1) == pytest.approx(2)
-
-
-def test_links_are_max_min_fair() -> None:
-    """Rank 0 sends to 1 and 2, rank 3 sends twice to 2: into 2 each gets a third of 90, so 0 to 1 gets the other 60."""
-    streams = [
-        [Task(stores={1: 60})],
-        [Task(stores={2: 60})],
-        [],
-        [],
-        [],
-        [],
-        [Task(stores={2: 60})],
-        [Task(stores={2: 60})],
-    ]
-    _, rows = hand_run(hand_work(streams, ranks=4), egress_bytes_per_s=90)
-    assert ended(rows, 0) == pytest.approx(1)
-    assert ended(rows, 1) == ended(rows, 2) == ended(rows, 3) == pytest.approx(2)
-
-
-def test_the_switch_bounds_all_links_together() -> None:
-    work = hand_work([[Task(stores={1: 100})], [Task(stores={0: 100})]], ranks=2)
-    assert hand_run(work, egress_bytes_per_s=100)[0].step_s == pytest.approx(1)
-    assert hand_run(work, egress_bytes_per_s=100, switch_bytes_per_s=100)[0].step_s == pytest.approx(2)
+@pytest.mark.parametrize(
+    ("stores", "rate", "ends"),
+    [
+        ([[{1: 100}, {1: 300}], [None, None]], 100, [2, 4]),
+        ([[{2: 100}], [{2: 100}], [None]], 100, [2, 2]),
+        ([[{1: 60}, {2: 60}], [None, None], [None, None], [{2: 60}, {2: 60}]], 90, [1, 2, 2, 2]),
+    ],
+    ids=["a sender's port", "a receiver's port", "max-min fair"],
+)
+def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: float, ends: list[float]) -> None:
+    """By rank and worker. Max-min: ranks 0 and 3 send to 2, a third of 90 each, so that 0 to 1 gets the other 60."""
+    streams = [[Task(stores=sent)] if sent else [] for rank in stores for sent in rank]
+    _, rows = hand_run(hand_work(streams, ranks=len(stores)), egress_bytes_per_s=rate)
+    assert [ended(rows, number) for number in range(len(ends))] == pytest.approx(ends)
 
 
 # -- one worker
+
+
+def times(rows: Intervals, kind: IntervalKind, edge: str, instruction: int | None = None) -> list[float]:
+    """When intervals begin or end, in seconds."""
+    wanted = rows["kind"] == kind
+    if instruction is not None:
+        wanted &= rows["instruction"] == instruction
+    return (rows[edge][wanted] / 1e9).tolist()
 
 
 def test_pipelining_hides_loads_stores_and_set_up() -> None:
@@ -104,17 +114,11 @@ def test_pipelining_hides_loads_stores_and_set_up() -> None:
     assert alone.step_s == pytest.approx(4 * (2 + 0.5 + 10 + 3))
 
 
-def test_arithmetic_is_no_faster_than_its_loads() -> None:
-    work = hand_work([[Task(weights=100, compute=1), Task(weights=100, compute=1)]])
-    assert hand_run(work, memory_bytes_per_s=10)[0].step_s == pytest.approx(20)
-
-
 def test_the_next_weights_wait_for_pages() -> None:
     """Of the first task's 100 bytes, 20 fit the ring: pages come free 2 s before its 10 s of arithmetic end."""
     work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
     _, rows = hand_run(work, ring_bytes=20)
-    waits = rows[rows["kind"] == IntervalKind.PAGE_WAIT]
-    assert len(waits) == 1 and waits["end"][0] == pytest.approx(8e9)
+    assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
 
 
 def test_an_output_holds_pages_until_it_is_stored() -> None:
@@ -122,8 +126,7 @@ def test_an_output_holds_pages_until_it_is_stored() -> None:
     10.2, while the output is stored."""
     tasks = [Task(weights=50, compute=10, output=60, stores={0: 1}), Task(weights=50, compute=1), Task(weights=50)]
     _, rows = hand_run(hand_work([tasks]), ring_bytes=100, store_s=3, in_flight=3)
-    waits = rows[rows["kind"] == IntervalKind.PAGE_WAIT]
-    assert waits["end"].tolist() == pytest.approx([2e9, 10.2e9])
+    assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([2, 10.2])
 
 
 def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
@@ -131,8 +134,8 @@ def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
     worker = [Task(weights=20, reads=10, compute=1, waits=[0]), Task(weights=50, compute=1)]
     work = hand_work([[Task(compute=10, signals=[(0, 0)])], worker])
     result, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=100)
-    loads = rows[(rows["kind"] == IntervalKind.LOAD) & (rows["instruction"] == 2)]
-    assert (loads["begin"][0], loads["end"][0]) == (2e9, 7e9) and result.step_s == pytest.approx(12)
+    loads = (times(rows, IntervalKind.LOAD, edge, 2)[0] for edge in ("begin", "end"))
+    assert [*loads, result.step_s] == pytest.approx([2, 7, 12])
 
 
 def test_weights_load_before_a_wait_and_activations_after_it() -> None:
@@ -141,10 +144,8 @@ def test_weights_load_before_a_wait_and_activations_after_it() -> None:
     consumer = Task(weights=50, reads=30, compute=1, waits=[0])
     result, rows = hand_run(hand_work([[producer], [consumer]]), memory_bytes_per_s=10, signal_s=1)
     assert result.step_s == pytest.approx(10 + 1 + 3)
-    loads = rows[rows["kind"] == IntervalKind.LOAD]
-    assert loads["end"].tolist() == pytest.approx([5e9, 14e9])
-    wait = rows[rows["kind"] == IntervalKind.COUNTER_WAIT]
-    assert (wait["begin"][0], wait["end"][0]) == (0, 11e9)
+    assert times(rows, IntervalKind.LOAD, "end") == pytest.approx([5, 14])
+    assert [times(rows, IntervalKind.COUNTER_WAIT, edge)[0] for edge in ("begin", "end")] == pytest.approx([0, 11])
 
 
 def test_a_signal_to_another_rank_takes_longer_and_counts_as_communication() -> None:
@@ -180,8 +181,7 @@ def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
     jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
     work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
     _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
-    fetches = rows[rows["kind"] == IntervalKind.FETCH]
-    assert [fetches["begin"][fetches["instruction"] == n].tolist() for n in (4, 5)] == [[8.5e9], [16.5e9]]
+    assert [times(rows, IntervalKind.FETCH, "begin", n) for n in (4, 5)] == [[8.5], [16.5]]
 
 
 def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
@@ -190,8 +190,7 @@ def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> Non
     for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
         work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
         _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
-        fetches = rows[(rows["kind"] == IntervalKind.FETCH) & (rows["instruction"] == 2)]
-        assert fetches["begin"].tolist() == pytest.approx([claimed * 1e9])
+        assert times(rows, IntervalKind.FETCH, "begin", 2) == pytest.approx([claimed])
 
 
 # -- programs
@@ -201,16 +200,6 @@ def costs_everywhere() -> Costs:
     """Costs under which everything takes some time and nothing is shared."""
     unshared = {"memory_bytes_per_s": 1e15, "cache_bytes_per_s": 1e15, "egress_bytes_per_s": 1e15, "cache_bytes": 1e30}
     return replace(costs_of(machines.MACHINES["h100"]), switch_bytes_per_s=1e15, worker_bytes_per_s=1e9, **unshared)
-
-
-def step_of(program: Program) -> StepTable:
-    d = program.dims
-    n = min(d.tokens, d.max_seqs)
-    rows = [d.tokens // n + (i < d.tokens % n) for i in range(n)]
-    start = d.max_context - max(rows) - 1
-    pages = range(d.pages_per_seq)
-    sample = [[SampleRow(0)] if i < d.logit_rows else [] for i in range(n)]
-    return build_step(d, [Chunk(i, start, [0] * rows[i], pages, sample[i]) for i in range(n)])
 
 
 def machine_of(program: Program) -> machines.Machine:
@@ -227,22 +216,28 @@ def test_no_consumer_begins_before_its_producers_have_stored(kind: str) -> None:
             assert unmet_waits(program, table, done.trace) == [], name
 
 
-def llama(queue: str = "none", tp: int = 1, workers: int = 4, tokens: int = 96, layers: int = 2) -> Program:
-    config = replace(
-        load_config("random:llama-3.2-1b"),
-        layers=layers,
-        hidden=256,
-        ffn=512,
-        heads=8,
-        kv_heads=4,
-        head_dim=32,
-        vocab=512,
-    )
+def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longer() -> None:
+    dims = replace(small_dims(), dtype=int(Dtype.BF16))
+    costs = costs_of(machines.host(2))
+    found = []
+    for norm in (Norm.OWN, Norm.INSIDE):
+        program = handmade(dims, forward=hand_llama(dims, norm))
+        work = make_work(program, step_of(program), costs, ())
+        number = program.forward.by_name["gate_up_silu"].number
+        found.append(work.tasks[work.records["first_task"][work.records["phase"] == number][0]])
+    rows = dims.row_block
+    assert (found[0]["read_bytes"], found[1]["read_bytes"]) == (rows * dims.hidden * 2, rows * dims.hidden * 4)
+    more = 4.0 * rows * dims.hidden / costs.vector_flops
+    assert found[1]["compute_s"] - found[0]["compute_s"] == pytest.approx(more)
+    assert found[0]["weight_bytes"] == found[1]["weight_bytes"]
+
+
+def llama(queue: str = "none", tp: int = 1, workers: int = 4) -> Program:
+    small = {"layers": 2, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
+    config = replace(load_config("random:llama-3.2-1b"), **small)
     machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
-    return compile_program(
-        config, machine, dtype=Dtype.BF16, tokens=tokens, logit_rows=2, max_seqs=2, max_context=256, tp=tp,
-        options=Options(queue=queue),
-    )  # fmt: skip
+    limits = {"tokens": 96, "logit_rows": 2, "max_seqs": 2, "max_context": 256}
+    return compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue), **limits)
 
 
 def test_a_split_signals_when_its_last_part_has_ended() -> None:
@@ -279,12 +274,9 @@ def moved_instructions(before: np.ndarray, after: np.ndarray) -> set[tuple[int, 
     """(layer, number) of what computes at another time."""
 
     def ends(rows: np.ndarray) -> dict[tuple[int, int], list[int]]:
-        rows = rows[rows["kind"] == IntervalKind.COMPUTE]
         out: dict[tuple[int, int], list[int]] = {}
-        for layer, number, end in zip(
-            rows["layer"].tolist(), rows["instruction"].tolist(), rows["end"].tolist(), strict=True
-        ):
-            out.setdefault((layer, number), []).append(end)
+        for row in rows[rows["kind"] == IntervalKind.COMPUTE]:
+            out.setdefault((int(row["layer"]), int(row["instruction"])), []).append(int(row["end"]))
         return out
 
     old, new = ends(before), ends(after)
@@ -294,25 +286,14 @@ def moved_instructions(before: np.ndarray, after: np.ndarray) -> set[tuple[int, 
 
 def descendants(program: Program, table: StepTable, layer: int, number: int) -> set[tuple[int, int]]:
     """Of an instruction: itself, what waits for it, what follows either on its worker, and so on."""
-    from simulated import _runs, _tasks
-
     after: dict[object, set[object]] = {}
-    streams = program.ranks * program.workers
-    last: list[object] = [None] * streams
-    for trace_layer, block, index in _runs(program):
-        segment = getattr(program, ("prologue", "body", "epilogue")[index])
-        for stream in range(streams):
-            for n in range(segment.offsets[stream], segment.offsets[stream + 1]):
-                key = (trace_layer, n)
-                if last[stream] is not None:
-                    after.setdefault(last[stream], set()).add(key)
-                last[stream] = key
-                rank = stream // program.workers
-                for waits, signals in _tasks(program, table, segment.records[n].tolist(), rank):
-                    for counter in waits:
-                        after.setdefault(("counter", block, rank, counter), set()).add(key)
-                    for to, ahead, counter, _ in signals:
-                        after.setdefault(key, set()).add(("counter", block + ahead, to, counter))
+    last: dict[int, object] = {}
+    for task in ordered(program, table):
+        after.setdefault(last.get(task.stream), set()).add(task.key)
+        last[task.stream] = task.key
+        for counter in task.waits:
+            after.setdefault(counter, set()).add(task.key)
+        after.setdefault(task.key, set()).update(counter for counter, _ in task.adds)
     seen: set[object] = set()
     ahead: list[object] = [(layer, number)]
     while ahead:
@@ -320,17 +301,15 @@ def descendants(program: Program, table: StepTable, layer: int, number: int) -> 
         if node not in seen:
             seen.add(node)
             ahead += after.get(node, ())
-    return {node for node in seen if len(node) == 2}  # type: ignore[arg-type, misc]
+    return {node for node in seen if isinstance(node, tuple)}
 
 
 @pytest.mark.parametrize(("tp", "queue"), [(1, "none"), (2, "attention"), (2, "none")])
 def test_its_own_overlaps_are_those_of_its_trace(tp: int, queue: str) -> None:
     program = llama(queue, tp=tp)
     machine = machine_of(program)
-    done = simulate(
-        program, machine, step_of(program), costs=costs_of(machines.MACHINES["h100"]), trace=True,
-        compute_bound=compute_bound(program, machine),
-    )  # fmt: skip
+    bound, costs = compute_bound(program, machine), costs_of(machines.MACHINES["h100"])
+    done = simulate(program, machine, step_of(program), costs=costs, trace=True, compute_bound=bound)
     assert done.trace is not None
     summary = summarise(program, done.trace, machine)
     for name in ("across_workers", "across_ranks", "phases"):

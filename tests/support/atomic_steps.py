@@ -2,20 +2,37 @@
 
 A step is an instruction, or one attention item, with the counters it waits for, the counters it adds to and the boxes
 it touches, for one valid step table. It shares no code with the verifier or the scheduler: it knows the records and
-the instruction table.
+the program's phases.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megakernel.isa import BUFFERS, BY_OPCODE, EVERY, OWN, Buffer, Dims, Index, Instruction, Kind, item_columns
+from megakernel.isa import (
+    BUFFERS,
+    CONTROL,
+    DRAIN,
+    EVERY,
+    OWN,
+    Access,
+    Buffer,
+    Dims,
+    Forward,
+    Index,
+    Kind,
+    Operation,
+    Rows,
+    accesses,
+    item_columns,
+)
 from megakernel.isa import record as rec
+from megakernel.isa.record import Records
 from megakernel.program import Program
 
 LAUNCHES = 2
@@ -90,7 +107,6 @@ class Step:
     adds: list[tuple[int, int]]
     reads: list[Box] = field(default_factory=list)
     writes: list[Box] = field(default_factory=list)
-    updates: bool = False
     split: tuple[int, ...] | None = None  # attention: (rank, layer, split), part, parts
     queue: tuple[int, int] | None = None  # drain: queue, end
 
@@ -98,8 +114,8 @@ class Step:
 class Model:
     """Streams of steps, [rank * workers + worker], and queues by (rank, layer, queue), of one launch."""
 
-    def __init__(self, program: Program, table: Table, instructions: Mapping[int, Instruction] = BY_OPCODE) -> None:
-        self.program, self.table, self.dims, self.instructions = program, table, program.dims, instructions
+    def __init__(self, program: Program, table: Table) -> None:
+        self.program, self.table, self.dims = program, table, program.dims
         self.rank_dims = [replace(program.dims, rank=r) for r in range(program.ranks)]
         self.block = program.ranks * program.counters
         self.totals = program.totals().reshape(-1).astype(np.int64)
@@ -108,12 +124,17 @@ class Model:
         layers = self.dims.layers
         runs = [(program.prologue, 0, 0), *((program.body, n, n) for n in range(layers)), (program.epilogue, layers, 0)]
         self.streams = [
-            [step for segment, block, layer in runs for step in self._steps(segment.stream(s), s, block, layer)]
+            [
+                step
+                for segment, block, layer in runs
+                for record in segment.stream(s)
+                for step in self.steps(record, s // program.workers, block, layer)
+            ]
             for s in range(program.ranks * program.workers)
         ]
         self.queues = {
             (rank, layer, q): [
-                list(self._steps(record[None], rank * program.workers, layer, layer))
+                list(self.steps(record, rank, layer, layer))
                 for record in program.queues.stream(rank * program.rank_queues + q)
             ]
             for rank in range(program.ranks)
@@ -125,50 +146,53 @@ class Model:
 
     # -- from records to steps
 
-    def _steps(self, records, stream: int, block: int, layer: int) -> Iterator[Step]:
-        for record in records:
-            rank = stream // self.program.workers
-            opcode = int(record[0]) & 0xFF
-            if opcode not in self.instructions or int(record[0]) != opcode:
-                raise Wild(f"opcode {record[0]}")
-            yield from self._instruction(record, self.instructions[opcode], rank, block, layer)
-
-    def _instruction(self, record, instruction, rank: int, block: int, layer: int) -> Iterator[Step]:
+    def steps(self, record: Records, rank: int, block: int, layer: int) -> Iterator[Step]:
+        """The steps of a record of a rank; of attention its items, and then what it does for all of them."""
+        phase = self.program.forward.by_number.get(int(record[0]))
+        if phase is None:
+            raise Wild(f"phase {record[0]}")
         dims = self.rank_dims[rank]
-        operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(instruction.operands)].tolist()
+        attention = phase.operation is Operation.ATTENTION
+        logit_norm = phase.operation is Operation.NORM and phase.rows is Rows.LOGIT
+        operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(phase.operands)].tolist()
         waits, signals = rec.waits(record), rec.signals(record)
         plain = [self._counter(w, rank, block) for w in waits if w and not w & rec.INDEXED]
         adds = [(c, 1) for w in signals if w and not w & rec.INDEXED for c in self._targets(w, rank, block)]
-        if any(w & rec.INDEXED for w in waits) and instruction.name not in ("attention", "final_norm"):
+        if any(w & rec.INDEXED for w in waits) and not (attention or logit_norm):
             raise Wild("an indexed wait without an index")
-        if any(w & rec.INDEXED for w in signals) and instruction.name != "attention":
+        if any(w & rec.INDEXED for w in signals) and not attention:
             raise Wild("an indexed signal without an index")
-        tag = (instruction.opcode, block, rank, *operands)
-        columns = instruction.columns(record[None])
-        accesses = instruction.accesses(columns, dims)
-        if instruction.name == "attention":
-            yield from self._attention(record, accesses, tag, plain, rank, block, layer)
-            yield Step("attention", tag, tuple(plain), adds)
-            return
-        step = Step(instruction.name, tag, tuple(plain), adds)
-        if instruction.name == "drain":
+        tag = (phase.number, block, rank, *operands)
+        try:
+            boxes_of = accesses(phase, phase.columns(record[None]), dims)
+        except (AssertionError, IndexError, KeyError) as e:
+            raise Wild(f"{phase.name} touches nothing that can be") from e
+        if attention:
+            yield from self._items(record, boxes_of, tag, plain, rank, block, layer)
+        step = Step(phase.name, tag, tuple(plain), adds)
+        if attention:
+            boxes_of = []
+        if phase is DRAIN:
             queue, end = operands
             if not (0 <= queue < self.program.rank_queues):
                 raise Wild("a drain of no queue")
             if not 0 <= end <= len(self.program.queues.stream(rank * self.program.rank_queues + queue)):
                 raise Wild("a drain beyond its queue")
+            if block == dims.layers:
+                raise Wild("a drain outside the body")
             step.queue = (queue, end)
         picked: list[int] = []
-        if instruction.name == "final_norm":
+        if logit_norm:
             row, rows = operands
             if row < 0 or rows < 1 or row + rows > dims.logit_rows:
                 raise Wild("logit rows")
-            picked = [i for i in range(row, row + rows) if self._mine(dims, self.table.logit_rows[i])]
+            # Padding is rank 0's, as the first row is.
+            picked = [i for i in range(row, row + rows) if rank in dims.owners(max(self.table.logit_rows[i], 0))]
             members = [self.table.logit_rows[i] // dims.row_block for i in picked if self.table.logit_rows[i] >= 0]
             grid = [self._counter(w, rank, block, m) for w in waits if w & rec.INDEXED for m in members]
             step.waits += tuple(grid)
             step.tag += tuple(picked)
-        for a in accesses:
+        for a in boxes_of:
             box = (int(a.row[0]), int(a.row_end[0]), int(a.col[0]), int(a.col_end[0]))
             if a.index is Index.LOGIT_ROW:
                 tokens = [self.table.logit_rows[i] for i in picked if self.table.logit_rows[i] >= 0]
@@ -187,7 +211,9 @@ class Model:
                         raise Wild("a box turned inside out")
         yield step
 
-    def _attention(self, record, accesses, tag, plain, rank: int, block: int, layer: int) -> Iterator[Step]:
+    def _items(
+        self, record: Records, boxes_of: list[Access], tag, plain, rank: int, block: int, layer: int
+    ) -> Iterator[Step]:
         dims = self.rank_dims[rank]
         slot, group_heads, groups = record[rec.OPERAND_WORD : rec.OPERAND_WORD + 3].tolist()
         if not 0 <= slot < dims.attention_slots or group_heads < 1:
@@ -214,22 +240,16 @@ class Model:
             # The instruction's operands say what to wait for; what is computed is the item's.
             step = Step("item", (*tag[:3], it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
             step.split = (rank, layer, it.split, it.part, it.parts)
-            for a in accesses:
+            for a in boxes_of:
                 cols = item_columns(a.buffer, dims, it.head, it.head + it.heads)
                 if a.kind is Kind.READ:
                     if it.start >= 0:
                         low = it.row if a.buffer is Buffer.Q else it.start
                         step.reads.append(self._box(a.buffer, layer, rank, (low, it.row + it.rows, *cols)))
                 else:
-                    owner = member % dims.tp
-                    for target in (owner,) if a.rank is None else self._ranks(a.rank, rank):
+                    for target in [dims.owner(it.row)] if a.rank is None else self._ranks(a.rank, rank):
                         step.writes.append(self._box(a.buffer, layer, target, (it.row, it.row + it.rows, *cols)))
             yield step
-
-    def _mine(self, dims: Dims, token: int) -> bool:
-        if dims.one_hop or dims.tp == 1:
-            return True
-        return dims.rank == (token // dims.row_block % dims.tp if token >= 0 else 0)
 
     def _ranks(self, rank, own: int) -> list[int]:
         if rank is None or isinstance(rank, np.ndarray):
@@ -285,8 +305,10 @@ class Data:
 
     def __init__(self, model: Model) -> None:
         self.arrays = [np.zeros(shape, np.int64) for shape in model.shapes]
+        self.written = [np.full(shape, -1, np.int8) for shape in model.shapes]  # in which launch
         self.parts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
         self.seen: dict[tuple[object, ...], int] = {}
+        self.undefined = ""  # something that was read, or left for the host, and that nothing before it wrote
 
     def execute(self, step: Step, launch: int) -> bool:
         """Do a step's work; False where its arrivals are left to a later part of the split."""
@@ -301,36 +323,61 @@ class Data:
             seen = hash(tuple(done[n] for n in range(parts))) % _PRIME
         for copy, r0, r1, c0, c1 in step.writes:
             self.arrays[copy][r0:r1, c0:c1] = seen
+            self.written[copy][r0:r1, c0:c1] = launch
         return True
 
     def _digest(self, box: Box) -> int:
         copy, r0, r1, c0, c1 = box
         return hash(self.arrays[copy][r0:r1, c0:c1].tobytes())
 
+    def has(self, box: Box, launch: int) -> bool:
+        """Whether all of it was written in a launch."""
+        copy, r0, r1, c0, c1 = box
+        return bool((self.written[copy][r0:r1, c0:c1] == launch).all())
+
     def outputs(self, model: Model) -> list[bytes]:
         """What outlives a launch: sampled tokens, and K and V."""
-        kept = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.K_CACHE, Buffer.V_CACHE)
+        kept = (*_SAMPLED, Buffer.K_CACHE, Buffer.V_CACHE)
         keys = sorted((int(b), layer, rank) for b, layer, rank in model.copies if b in kept)
         return [self.arrays[model.copies[Buffer(b), layer, rank]].tobytes() for b, layer, rank in keys]
 
 
+_SAMPLED = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
+
+
 def in_order(model: Model) -> Data:
-    """What a right program does: phase after phase in the table's order, heedless of counters."""
+    """What a right program does: phase after phase, heedless of counters."""
     steps: list[tuple[int, int, int, Step]] = []
     for s, stream in enumerate(model.streams):
         steps += [(step.tag[1], step.tag[0], s, step) for step in stream]
     for queue in model.queues.values():
         steps += [(step.tag[1], step.tag[0], 0, step) for record in queue for step in record]
-    prologue = min(i.opcode for i in BY_OPCODE.values() if i.layered)
-    steps.sort(key=lambda s: (s[0] + (s[1] >= prologue), s[1], s[2]))
+    before = {phase.number for phase in (*CONTROL, *model.program.forward.prologue)}
+    steps.sort(key=lambda s: (s[0] + (s[1] not in before), s[1], s[2]))
     data = Data(model)
     for launch in range(LAUNCHES):
         for _, _, _, step in steps:
+            if not all(data.has(box, launch) for box in step.reads):
+                data.undefined = f"{step.name} {step.tag} reads what nothing wrote"
             data.execute(step, launch)
+        for copy in [model.copies.get((buffer, 0, 0)) for buffer in _SAMPLED]:
+            if copy is None or not data.has((copy, 0, model.dims.logit_rows, 0, 1), launch):
+                data.undefined = "not every row is sampled"
     return data
 
 
-def expected(program: Program, table: Table) -> list[bytes]:
-    """Outputs of a right program."""
+@dataclass(frozen=True)
+class Right:
+    """Outputs of a right program, and the phases that it has."""
+
+    forward: Forward
+    outputs: list[bytes]
+
+
+def expected(program: Program, table: Table) -> Right:
+    """What a program's own phases make of a step, whatever its counters say. Wild where they make no sense."""
     model = Model(program, table)
-    return in_order(model).outputs(model)
+    data = in_order(model)
+    if data.undefined:
+        raise Wild(data.undefined)
+    return Right(program.forward, data.outputs(model))

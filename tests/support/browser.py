@@ -17,17 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-)
+_OFF = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
+_FLAGS = ("--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in _OFF))
 
 _SHIFT = "\ue008"
 

@@ -1,13 +1,19 @@
-"""Verbs of the command line, run in this process."""
+"""Verbs of the command line, run in this process or as one of their own."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from megakernel.cli import main
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a process."""
+    return [sys.executable, "-P", "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

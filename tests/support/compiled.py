@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from ground_truth import check
+import numpy as np
 
 from megakernel import machine
 from megakernel.isa import Dtype
-from megakernel.model.config import LlamaConfig
+from megakernel.isa.record import Records, phase_number
+from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.options import Options
 
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_any_interleaving_gives_the_results_of_program_order(layers: int, workers: int, tokens: int) -> None:
-    program = compiled(replace(SMALL, layers=layers), small_machine(workers), tokens, logit_rows=3)
-    check(program, seed=layers * 100 + workers * 10 + tokens)
-
-
-LLAMA_70B = LlamaConfig(
+LLAMA_70B = ModelConfig(
     vocab=128256, hidden=8192, ffn=28672, layers=80, heads=64, kv_heads=8, head_dim=128, max_context=131072
 )
-SMOLLM2 = LlamaConfig(vocab=49152, hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, head_dim=64, max_context=8192)
-TINY = LlamaConfig(vocab=97, hidden=8, ffn=40, layers=1, heads=1, kv_heads=1, head_dim=8, max_context=64)
-SMALL = LlamaConfig(vocab=37, hidden=24, ffn=20, layers=3, heads=6, kv_heads=3, head_dim=4, max_context=64)
+SMOLLM2 = ModelConfig(vocab=49152, hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, head_dim=64, max_context=8192)
+TINY = ModelConfig(vocab=97, hidden=8, ffn=40, layers=1, heads=1, kv_heads=1, head_dim=8, max_context=64)
+SMALL = ModelConfig(vocab=37, hidden=24, ffn=20, layers=3, heads=6, kv_heads=3, head_dim=4, max_context=64)
 
 
 def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
@@ -38,8 +29,16 @@ def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
     )
 
 
+def random_model(rng: np.random.Generator, most: int) -> ModelConfig:
+    """Up to so many FFN columns and tokens."""
+    kv_heads, group, head_dim = (int(rng.integers(1, n)) for n in (5, 4, 3))
+    vocab, ffn = (int(rng.integers(2, most)) for _ in range(2))
+    hidden, layers = int(rng.integers(1, 30)), int(rng.integers(1, 4))
+    return ModelConfig(vocab, hidden, ffn, layers, kv_heads * group, kv_heads, 2 * head_dim, max_context=64)
+
+
 def compiled(
-    config: LlamaConfig,
+    config: ModelConfig,
     target: machine.Machine,
     tokens: int,
     logit_rows: int = 1,
@@ -57,3 +56,9 @@ def compiled(
         tp=tp,
         options=options,
     )
+
+
+def of(program: Program, phase: str) -> Records:
+    """The records of a phase of the body, on all streams."""
+    records = program.body.records
+    return records[phase_number(records) == program.forward.by_name[phase].number]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
-from megakernel.model.config import LlamaConfig
-from megakernel.program import Program, Segment
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
+from megakernel.model import families
+from megakernel.model.config import ModelConfig
 
 Array = NDArray[Any]
 
@@ -24,12 +24,10 @@ DIMS = Dims(
     heads=6,
     kv_heads=2,
     head_dim=24,
-    attention_bias=1,
-    mlp_bias=1,
     rms_eps=1e-5,
     dtype=int(Dtype.F32),
     kv_block=KV_BLOCK,
-    page=16,
+    kv_page=16,
     row_block=32,
     tokens=40,
     logit_rows=5,
@@ -49,24 +47,16 @@ class RandomCheckpoint:
 
     dims: Dims
     tied: bool = False
+    biased: bool = True
     name: str = "random"
+    storage: Mapping[Buffer, Dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         d = self.dims
         self.dtype = Dtype(d.dtype)
-        self.config = LlamaConfig(
-            d.vocab,
-            d.hidden,
-            d.ffn,
-            d.layers,
-            d.heads,
-            d.kv_heads,
-            d.head_dim,
-            d.max_context,
-            tied=self.tied,
-            attention_bias=bool(d.attention_bias),
-            mlp_bias=bool(d.mlp_bias),
-        )
+        sizes = d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context
+        biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
+        self.config = ModelConfig(*sizes, tied=self.tied, **biases)
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
         spec = BUFFERS[buffer]
@@ -82,6 +72,9 @@ class RandomCheckpoint:
 
     def f32(self, buffer: Buffer, layer: int = 0) -> Array:
         return to_f32(self.load(buffer, layer, self.dtype))
+
+
+FORWARD = families.forward(RandomCheckpoint(DIMS).config, DIMS)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
@@ -121,7 +114,7 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
     d = table.dims
     for i, item in enumerate(items):
         last = int(table.positions[item.row + item.rows - 1])
-        span = last // d.kv_block + 1
+        span = last // d.kv_block + 1 if table.row_seq[item.row] >= 0 else 0
         first, end = item.blocks or (0, span)
         table.item_row[i], table.item_rows[i] = item.row, item.rows
         table.item_kv_head[i], table.item_kv_heads[i] = item.head, item.heads
@@ -134,9 +127,18 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
     table.slot_items[:] = np.searchsorted(slots, np.arange(d.attention_slots + 1))
 
 
-def program(
-    dims: Dims, workers: int, counters: int, segments: Sequence[Segment], totals: Sequence[Mapping[int, int]]
-) -> Program:
-    """`totals`: arrivals by counter, for the first, the middle and the last block."""
-    arrays = [np.array([[t.get(c, 0) for c in range(counters)]], np.int32) for t in totals]
-    return Program(dims, "test", 1, workers, counters, *segments, *arrays)
+def fill(*backends: Any) -> None:
+    """The same noise in every float buffer of every rank of all, KV far beyond any sequence included."""
+    rng = np.random.default_rng(4)
+    dims = backends[-1].dims
+    for buffer, spec in BUFFERS.items():
+        kind = spec.resolve_dtype(dims)
+        if spec.space is Space.WEIGHT or kind is Dtype.I32:
+            continue
+        for layer in range(dims.layers if spec.layered else 1):
+            for rank in range(dims.tp):
+                there = backends[-1].buffer(buffer, layer, rank)
+                if rank == 0 or spec.space is not Space.OUTPUT:  # outputs of all ranks lie in one memory
+                    noise = from_f32(rng.standard_normal(there.shape, dtype=np.float32), kind)
+                for backend in backends:
+                    backend.buffer(buffer, layer, rank)[: len(noise)] = noise

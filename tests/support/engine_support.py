@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megakernel.isa import Dtype, StepTable
 from megakernel.machine import host
-from megakernel.model.config import LlamaConfig
+from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step import check_step
@@ -22,7 +22,7 @@ from megakernel.serving.batch import SCORED_ROWS
 from megakernel.serving.engine import Engine
 from megakernel.serving.programs import Programs
 
-CONFIG = LlamaConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
+CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
 
 
@@ -85,8 +85,8 @@ class FakeBackend:
             token = self.history[slot][position] if token < 0 else token
             assert token == self.history[slot][position]
             pages = table.block_tables[slot]
-            before = self.kv[int(pages[(position - 1) // d.page]), (position - 1) % d.page] if position else 0
-            self.kv[int(pages[position // d.page]), position % d.page] = digest([token], before)
+            before = self.kv[int(pages[(position - 1) // d.kv_page]), (position - 1) % d.kv_page] if position else 0
+            self.kv[int(pages[position // d.kv_page]), position % d.kv_page] = digest([token], before)
         logits = np.zeros((d.logit_rows, d.vocab), np.float32)
         tokens = np.zeros(d.logit_rows, np.int32)
         logprobs = np.zeros(d.logit_rows, np.float32)
@@ -102,9 +102,9 @@ class FakeBackend:
                 if self.reply:
                     token = self.reply(position - 1)
                 else:
-                    page = int(table.block_tables[table.row_seq[row], (position - 1) // d.page])
+                    page = int(table.block_tables[table.row_seq[row], (position - 1) // d.kv_page])
                     seed = int(table.seed_low[i]) & 0xFFFFFFFF
-                    token = continuation(self.kv[page, (position - 1) % d.page], seed, int(table.choice[i]))
+                    token = continuation(self.kv[page, (position - 1) % d.kv_page], seed, int(table.choice[i]))
                 while bias.get(token) == -np.inf:
                     token = (token + 1) % d.vocab
             logits[i] = np.arange(d.vocab) == token

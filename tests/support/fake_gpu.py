@@ -14,15 +14,32 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from protocol import build_fibres
 
-from megakernel.isa import BUFFERS, DIM_FIELDS, Buffer, Dims, Dtype, StepTable
+from megakernel.isa import (
+    BUFFERS,
+    DIM_FIELDS,
+    MAX_PHASES,
+    PHASE_FIELDS,
+    Buffer,
+    Dims,
+    Dtype,
+    Forward,
+    Operation,
+    Phase,
+    Result,
+    Rows,
+    StepTable,
+)
 from megakernel.isa.launch import STRUCTURES
-from megakernel.isa.record import WORDS
+from megakernel.isa.record import WORDS, phase_number
+from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +63,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], 
     folder = _driver(str(tmp_path_factory.getbasetemp()))
     home = Path(function.__code__.co_filename)
     paths = [str(home.parent), str(ROOT / "tests" / "support")]
-    code = f"import sys; sys.path[:0] = {paths!r}; import {home.stem}; {home.stem}.{function.__name__}()"
+    name = f"there.{function.__name__}"
+    code = f"import sys; sys.path[:0] = {paths!r}; import {home.stem} as there; getattr({name}, 'body', {name})()"
     settings = {key: str(value) for key, value in env.items()}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
@@ -57,6 +75,19 @@ def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """A test whose body runs in such a process; with `fibres`, FIBRES names the library that FibreKernel takes."""
+
+    def test_of(body: Callable[[], None]) -> Callable[..., None]:
+        def test(tmp_path_factory: pytest.TempPathFactory) -> None:
+            run(tmp_path_factory, body, **env | ({"FIBRES": build_fibres()._name} if fibres else {}))
+
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return test_of
 
 
 # -- inside that process
@@ -70,7 +101,7 @@ def no_compiler() -> None:
     """The pretended driver takes any code."""
     from megakernel.runtime.cuda import compile
 
-    compile.cubin = lambda *, trace, dots: b"code"  # type: ignore[assignment]
+    compile.cubin = lambda *, trace, units: b"code"
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 
@@ -107,7 +138,11 @@ class Arguments:
             ends = view(offsets, (length,), np.int32)
             segments.append(Segment(view(records, (int(ends[-1]), WORDS), np.int32), ends))
         totals = [view(address, (tp, params.counters), np.int32) for address in params.totals]
-        self.program = Program(d, "pretended", tp, params.workers, params.counters, *segments[:3], *totals, segments[3])
+        self.phases = view(params.phases, (tp, MAX_PHASES + 1, len(PHASE_FIELDS)), np.int32)
+        forward = self._forward(*segments)
+        self.program = Program(
+            d, forward, "pretended", tp, params.workers, params.counters, *segments[:3], *totals, segments[3]
+        )
         self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
         self.counters = [
             view(int(address), (d.layers + 1, params.counters), np.int32)
@@ -116,10 +151,37 @@ class Arguments:
         self.addresses = view(params.buffers, (tp, len(Buffer)), np.uint64)
         self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
 
+    def _forward(self, prologue: Segment, body: Segment, epilogue: Segment, queues: Segment) -> Forward:
+        """The phases that records name, those of operations without a name for control."""
+        lists = [[prologue.records], [body.records, queues.records], [epilogue.records]]
+        numbers = [np.unique(phase_number(np.concatenate(records))).tolist() for records in lists]
+        found = [[_phase(n, self.phases[0, n]) for n in segment] for segment in numbers]
+        return Forward(*(tuple(phase for phase in segment if not phase.control) for segment in found))
+
+    def config(self) -> ModelConfig:
+        """Of the model; the biases are those that have an address."""
+        d = self.dims
+        sizes = d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context
+        qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
+        return ModelConfig(*sizes, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
+
     def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
         spec = BUFFERS[buffer]
         address = int(self.addresses[rank, buffer]) + layer * int(self.strides[rank, buffer])
         return view(address, spec.shape(self.ranks[rank], pages), spec.resolve_dtype(self.dims).numpy)
+
+
+def _phase(number: int, words: NDArray[np.int32]) -> Phase:
+    """What the C++ struct says, without a name."""
+    kinds = {"Operation": Operation, "Rows": Rows, "Result": Result, "Dtype": Dtype}
+    values = {field.name: int(word) for field, word in zip(PHASE_FIELDS, words, strict=True)}
+    made: dict[str, Any] = {"name": f"phase {number}", "number": number, "ahead": values["ahead"]}
+    for field in PHASE_FIELDS:
+        if field.kind == "Buffer":
+            made[field.name] = None if values[field.name] < 0 else Buffer(values[field.name])
+        elif field.kind in kinds and field.name != "storage":
+            made[field.name] = kinds[field.kind](values[field.name])
+    return Phase(**made)
 
 
 class PretendedKernel:
@@ -200,8 +262,8 @@ def _reference_on(a: Arguments, pages: int) -> Any:
                 parts = [a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.layers if layered else 1)]
                 arrays[buffer] = parts if layered else parts[0]
 
-    nothing: Any = None
-    return OnDevice(nothing, a.dims, pages, dtype=Dtype.BF16)
+    checkpoint: Any = SimpleNamespace(config=a.config(), storage={})
+    return OnDevice(checkpoint, a.dims, pages, dtype=Dtype.BF16)
 
 
 def poll(address: int, seconds: float = 10.0) -> bool:

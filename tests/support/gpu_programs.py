@@ -12,7 +12,7 @@ from protocol import LaunchImage, build_fibres, dims_words
 from tiny_llama import make_llama
 
 from megakernel import machine as machines
-from megakernel.isa import Buffer, Dims, Dtype, StepTable
+from megakernel.isa import Buffer, Dims, Dtype, Forward, StepTable
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
@@ -20,7 +20,7 @@ from megakernel.scheduler import Options, compile_program
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 48, "ffn": 72},
-    "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 64, "ffn": 136, "attention_bias": True},
+    "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 64, "ffn": 136, "qkv_bias": True, "o_bias": True},
     "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
 }
 LIMITS = {"max_seqs": 4, "max_context": 512}
@@ -60,16 +60,10 @@ def make(
                 cache = backend.buffer(buffer, layer, rank)
                 cache[:] = (rng.standard_normal(cache.shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     order = rng.permutation(PAGES).tolist()
-    step = [
-        Chunk(
-            slot,
-            start,
-            rng.integers(0, 100, count).tolist(),
-            order[4 * slot : 4 * slot + 4],
-            [SampleRow(index=count - 1)],
-        )
-        for slot, (start, count) in enumerate(chunks)
-    ]
+    step = []
+    for slot, (start, count) in enumerate(chunks):
+        tokens = rng.integers(0, 100, count).tolist()
+        step.append(Chunk(slot, start, tokens, order[4 * slot : 4 * slot + 4], [SampleRow(count - 1)]))
     table = build_step(program.dims, step)
     check_step(table)
     return backend, program, table
@@ -97,12 +91,12 @@ COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", 
 CAPACITY = 4096
 
 
-def plan(dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
     """Columns of the boxes of a record in layer 1."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
     n = build_fibres().mk_protocol_plan(
-        *(ctypes.c_void_p(a.ctypes.data) for a in (words, table.words, record)),
+        *(ctypes.c_void_p(a.ctypes.data) for a in (words, forward.words(dims), table.words, record)),
         1,
         ctypes.c_void_p(rows.ctypes.data),
         CAPACITY,

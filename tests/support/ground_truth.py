@@ -1,7 +1,7 @@
 """What a program really does: every interleaving of a small one, adversarial ones of a larger.
 
 The judge of the verifier, sharing no code with it or with the scheduler: it knows the records, the counters' rule
-and the instruction table. A program becomes streams of atomic steps (an instruction, or one attention item), each with
+and the program's phases. A program becomes streams of atomic steps (an instruction, or one attention item), each with
 the counters it waits for, the counters it adds to and the boxes it touches. What counters allow depends on how far
 each stream is and on nothing else, so every reachable state can be visited. If no reachable state lets two steps run
 whose boxes conflict, all interleavings give the same data, and one of them tells whether it is the right data. Two
@@ -15,13 +15,12 @@ steps of one stream may conflict too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from atomic_steps import LAUNCHES, Box, Data, Model, Step, Table, Wild, in_order, make_table
+from atomic_steps import LAUNCHES, Box, Data, Model, Right, Step, Table, Wild, expected, in_order, make_table
 
-from megakernel.isa import BY_OPCODE, Instruction
 from megakernel.program import Program
 
 
@@ -45,8 +44,8 @@ class Verdict:
 
 
 class Explorer:
-    def __init__(self, program: Program, table: Table, instructions: Mapping[int, Instruction] = BY_OPCODE) -> None:
-        self.model = Model(program, table, instructions)
+    def __init__(self, program: Program, table: Table) -> None:
+        self.model = Model(program, table)
         self.program = program
         self.lengths = [len(s) for s in self.model.streams]
         self.queue_keys = list(self.model.queues)
@@ -191,10 +190,16 @@ class _Progress:
             self.counters[counter] += n
 
 
-def explore(program: Program, table: Table, want: list[bytes], limit: int) -> Verdict:
-    """Visit every state that the counters allow, at most `limit`; `want` are the right outputs."""
+def _begin(program: Program, table: Table, right: Right) -> tuple[Explorer, list[bytes]]:
+    """The right outputs are those of the good program, or, where `program` has other phases, what these make."""
+    right = right if right.forward == program.forward else expected(program, table)
+    return Explorer(program, table), right.outputs
+
+
+def explore(program: Program, table: Table, right: Right, limit: int) -> Verdict:
+    """Visit every state that the counters allow, at most `limit`."""
     try:
-        explorer = Explorer(program, table)
+        explorer, want = _begin(program, table, right)
     except Wild as e:
         return Verdict(False, str(e), 0)
     seen = {explorer.start}
@@ -327,10 +332,10 @@ def _within(state: State, goal: State) -> bool:
     )
 
 
-def adversarial(program: Program, table: Table, want: list[bytes], seed: int, runs: int) -> Verdict:
+def adversarial(program: Program, table: Table, right: Right, seed: int, runs: int) -> Verdict:
     """Random interleavings with overlap, and such that always favour some workers."""
     try:
-        explorer = Explorer(program, table)
+        explorer, want = _begin(program, table, right)
     except Wild as e:
         return Verdict(False, str(e), 0)
     rng = np.random.default_rng(seed)
@@ -349,14 +354,15 @@ class Failure(AssertionError):
     """A deadlock, a wrong total, or something read that depends on the order."""
 
 
-def check(program: Program, seed: int, rounds: int = 4, instructions: Mapping[int, Instruction] = BY_OPCODE) -> None:
+def check(program: Program, seed: int, rounds: int = 4) -> None:
     """Raise Failure unless steps read the same in adversarial runs as phase after phase, for a random table each."""
     rng = np.random.default_rng(seed)
     for number in range(rounds):
-        explorer = Explorer(program, make_table(program.dims, int(rng.integers(1 << 31))), instructions)
+        explorer = Explorer(program, make_table(program.dims, int(rng.integers(1 << 31))))
         want, data = in_order(explorer.model).seen, run(explorer, rng, **_manner(explorer, rng, number))
         if data is None:
             raise Failure("a deadlock, or a counter that does not end at its total")
         wrong = next((key for key, seen in want.items() if data.seen.get(key) != seen), None)
         if wrong is not None:
-            raise Failure(f"{BY_OPCODE[wrong[1][0]].name} (launch, tag, part: {wrong}) read something else")
+            name = program.forward.by_number[wrong[1][0]].name
+            raise Failure(f"{name} (launch, tag, part: {wrong}) read something else")

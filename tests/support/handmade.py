@@ -1,94 +1,120 @@
-"""Small, plain programs made by hand: known-good inputs for the verifier that owe nothing to the scheduler.
+"""Plain programs made by hand from any forward pass: they owe nothing to the scheduler.
 
-Tiles go round robin over a rank's workers, or into a queue. Every phase waits for its whole row block of the phase
-before, through one counter per phase and row block (and head group before attention), which has the same number on
-all ranks.
+The tiles of a phase go round robin over a rank's workers, or into a queue, row block by row block. A tile waits for all
+that any rank did to its row block in the phase before, through one counter per phase and row block (and head group
+before attention), which has the same number on all ranks: on the own rank where both phases are of every rank's part,
+on the rank that owns the row block where the later one runs there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import program_parts
 
-from megakernel.isa import BY_NAME, Dims, Dtype, record
-from megakernel.program import Program
+from megakernel.isa import BUFFERS, DRAIN, JOIN, Dims, Dtype, Forward, Operation, Phase, Result, Rows, ceil_div
+from megakernel.isa.record import ALL_RANKS, OWNER, Records, counter_word
+from megakernel.model import families
+from megakernel.model.config import ModelConfig
+from megakernel.program import SEGMENTS, Program
 
 
-def small_dims(**changes: int) -> Dims:
-    fields = {
-        "vocab": 20,
-        "hidden": 16,
-        "ffn": 24,
-        "layers": 3,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 4,
-        "attention_bias": 0,
-        "mlp_bias": 0,
-        "rms_eps": 1e-5,
-        "dtype": int(Dtype.F32),
-        "kv_block": 128,
-        "page": 16,
-        "row_block": 4,
-        "tokens": 7,
-        "logit_rows": 3,
-        "max_seqs": 2,
-        "max_context": 128,
-        "items": 8,
-        "attention_slots": 2,
-        "partials": 8,
-        "bias_entries": 1,
-        **changes,
-    }
-    return Dims(**fields)  # type: ignore[arg-type]
+def small_dims(**changes: float) -> Dims:
+    sizes = {"vocab": 20, "hidden": 16, "ffn": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4}
+    sizes |= {"dtype": int(Dtype.F32), "kv_block": 128, "kv_page": 16, "row_block": 4, "tokens": 7, "logit_rows": 3}
+    sizes |= {"max_seqs": 2, "max_context": 128, "items": 8, "attention_slots": 2, "partials": 8, "bias_entries": 1}
+    return Dims(**{"rms_eps": 1e-5} | sizes | changes)  # type: ignore[arg-type]
 
 
 def rank_dims(tp: int, **changes: int) -> Dims:
     """Sizes of which most ranks get a part, of uneven length."""
-    return small_dims(
-        **{"tp": tp, "vocab": 150, "ffn": 70, "row_block": 2, "hidden": 8, "layers": 2, "heads": 3, "kv_heads": 3}
-        | changes
-    )
+    sizes = {"vocab": 150, "ffn": 70, "row_block": 2, "hidden": 8, "layers": 2, "heads": 3, "kv_heads": 3}
+    return small_dims(tp=tp, **sizes | changes)
+
+
+def llama(d: Dims, norm: families.Norm = families.Norm.OWN) -> Forward:
+    """The forward pass of a Llama of these sizes, without biases."""
+    config = ModelConfig(d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context)
+    return families.forward(config, d, norm)
+
+
+def handmade(
+    dims: Dims | None = None, workers: int = 2, tile: int = 8, queue: str = "none", forward: Forward | None = None
+) -> Program:
+    """`tile` columns per matmul tile; one head group per KV head. `queue`: none, attention (a queue of each rank has
+    its slots), or body (a queue has all of the rank's body, claimed in two tranches)."""
+    dims = dims or small_dims()
+    return _Builder(dims, forward or llama(dims), workers, tile, queue).program()
 
 
 class _Builder:
     """Streams and queues of all ranks, and what arrives at each counter."""
 
-    def __init__(self, dims: Dims, workers: int) -> None:
-        self.dims, self.workers = dims, workers
-        self.streams: list[list[list[np.ndarray]]] = [[[] for _ in range(dims.tp * workers)] for _ in range(3)]
-        self.queues: list[list[np.ndarray]] = [[] for _ in range(dims.tp)]
-        self.arrivals = np.zeros((3, 2, dims.tp, 1000), dtype=np.int32)  # [segment, next block, rank, counter]
-        self.counters = 0
-        self.turn = 0
+    def __init__(self, dims: Dims, forward: Forward, workers: int, tile: int, queue: str) -> None:
+        self.dims, self.forward, self.workers, self.tile, self.queue = dims, forward, workers, tile, queue
+        self.ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+        self.blocks = [(row, min(dims.row_block, dims.tokens - row)) for row in range(0, dims.tokens, dims.row_block)]
+        self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.tp * workers)] for _ in SEGMENTS]
+        self.queues: list[list[Records]] = [[] for _ in range(dims.tp)]
+        self.arrivals: Counter[tuple[int, int, int, int]] = Counter()  # segment, next block, rank, counter
+        self.everyone = ALL_RANKS if dims.tp > 1 else 0
+        self.dealt = dims.tp > 1 and not dims.replicated_residual
+        self.segment, self.counters = 0, 0
+        self.turns = [0] * dims.tp
 
     def grid(self, size: int) -> int:
         first, self.counters = self.counters, self.counters + size
         return first
 
-    def words(
-        self, segment: int, name: str, operands: dict[str, int], waits: list[int], signals: list[int]
-    ) -> np.ndarray:
-        """A record; counts its arrivals, but for those that attention items bring."""
-        values = [operands[operand] for operand in BY_NAME[name].operands]
-        for word in signals:
-            if not word & record.INDEXED:
-                rank = word >> record.RANK_SHIFT & record.RANK_MASK
-                ranks: slice | int = slice(None) if rank == record.ALL_RANKS else rank
-                self.arrivals[segment, int(bool(word & record.NEXT)), ranks, (word & record.COUNTER_MASK) - 1] += 1
-        return program_parts.record(name, *values, waits=waits, signals=signals)
+    def arrive(self, counter: int, to: int, count: int, ahead: bool = False) -> None:
+        for rank in range(self.dims.tp) if to == ALL_RANKS else [to]:
+            self.arrivals[self.segment, int(ahead), rank, counter] += count
 
-    def put(self, segment: int, rank: int, worker: int, words: np.ndarray) -> None:
-        self.streams[segment][rank * self.workers + worker].append(words)
+    def signal(self, counter: int, to: int, ahead: bool = False) -> int:
+        """A signal word for one arrival."""
+        self.arrive(counter, to, 1, ahead)
+        return counter_word(counter, rank=to, next_layer=ahead)
+
+    def add(self, rank: int, record: Records) -> None:
+        """To the rank's next worker, or to its queue."""
+        attention = self.forward.by_number[int(record[0])].operation is Operation.ATTENTION
+        if self.segment == 1 and (self.queue == "body" or (self.queue == "attention" and attention)):
+            self.queues[rank].append(record)
+        else:
+            self.streams[self.segment][rank * self.workers + self.turns[rank] % self.workers].append(record)
+        self.turns[rank] += 1
+
+    def add_to_each_worker(self, rank: int, *records: Records) -> None:
+        for worker in range(self.workers):
+            self.streams[self.segment][rank * self.workers + worker] += records
 
     def program(self) -> Program:
-        prologue, body, epilogue = (a[:, :, : self.counters] for a in self.arrivals)
-        queues = {"queues": program_parts.segment(*self.queues)} if any(self.queues) else {}
+        entry = self.grid(len(self.blocks))  # what a layer begins with, and the epilogue
+        for segment, phases in enumerate(self.forward.segments):
+            self.segment, before = segment, entry if segment else None
+            for phase, following in pairwise((*phases, self.forward.body[0])):
+                ends = segment < 2 and phase is phases[-1]
+                into = entry if ends else self.grid(len(self.blocks) * self._groups(phase))
+                self._phase(phase, following, before, into, ahead=ends and segment == 1)
+                before = into
+            if self.queue == "body" and segment == 1:
+                for rank, records in enumerate(self.queues):
+                    ends_at = (len(records) // 3, len(records))
+                    self.add_to_each_worker(rank, *(program_parts.record(DRAIN, 0, end) for end in ends_at))
+        if self.dims.tp > 1:
+            self._exit_barrier()
+        totals = np.zeros((3, 2, self.dims.tp, self.counters), dtype=np.int32)
+        for where, count in self.arrivals.items():
+            totals[where] = count
+        prologue, body, epilogue = totals
         return Program(
             self.dims,
-            "test",
+            self.forward,
+            "hand",
             self.dims.tp,
             self.workers,
             self.counters,
@@ -96,151 +122,82 @@ class _Builder:
             prologue[0] + body[0],
             body[0] + body[1],
             body[1] + epilogue[0],
-            **queues,
+            *([program_parts.segment(*self.queues)] if any(self.queues) else []),
         )
 
+    def _groups(self, phase: Phase) -> int:
+        """Counters of a row block in front of attention: of each KV head."""
+        return max(d.rank_kv_heads for d in self.ranks) if phase.result is Result.HEADS else 1
 
-def handmade(dims: Dims | None = None, workers: int = 2, tile: int = 8, queue: str = "none") -> Program:
-    """`tile` columns per matmul tile; one head group per KV head. `queue`: none, attention (a queue of each rank has
-    its slots), or body (a queue has all of the rank's body, claimed in two tranches)."""
-    d = dims or small_dims()
-    b = _Builder(d, workers)
-    ranks = [replace(d, rank=rank) for rank in range(d.tp)]
-    dealt = d.tp > 1 and not d.one_hop
-    blocks = [(r, min(d.row_block, d.tokens - r)) for r in range(0, d.tokens, d.row_block)]
-    n = len(blocks)
-    groups = max(r.rank_kv_heads for r in ranks)
-    x, h, qkv, attn, reduced = b.grid(n), b.grid(n), b.grid(n * groups), b.grid(n), b.grid(n)
-    o, h2, act, reduced2, y, logits = b.grid(n), b.grid(n), b.grid(n), b.grid(n), b.grid(1), b.grid(1)
+    def _to(self, phase: Phase, following: Phase, d: Dims, row: int) -> int:
+        """Where to say that a tile is done."""
+        if following.rows is Rows.OWN:
+            return d.owner(row) if self.dealt else self.everyone
+        return d.rank if phase.rows is following.rows is Rows.EVERY else self.everyone
 
-    def signal(counter: int, rank: int, **bits: bool) -> int:
-        return record.counter_word(counter, rank=rank, **bits)
+    def _phase(self, phase: Phase, following: Phase, before: int | None, into: int, ahead: bool) -> None:
+        if phase.operation is Operation.ATTENTION:
+            assert before is not None
+            self._attention(phase, following, before, into)
+            return
+        for d in self.ranks:
+            for block, operands in self._tiles(phase, d):
+                waits, to = [], self._to(phase, following, d, operands[0])
+                if before is not None:
+                    logit_norm = phase.operation is Operation.NORM and phase.rows is Rows.LOGIT
+                    waits = [counter_word(before, indexed=True) if logit_norm else counter_word(before + block)]
+                counter = into + block
+                if phase.result is Result.HEADS:
+                    counter, to = into + block * d.rank_kv_heads + self._head_group(d, operands[2]), d.rank
+                signals = [self.signal(counter, to, ahead)]
+                self.add(d.rank, program_parts.record(phase, *operands, waits=waits, signals=signals))
 
-    def to_peers(rank: int) -> int:
-        """Where to say that rows are complete which every rank has or gets."""
-        return rank if d.tp == 1 else record.ALL_RANKS
+    def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(row block, operands) of a rank's instructions of a phase; rows that get logits are one block."""
+        own, logit_rows = d.rank * d.own_logit_rows, d.logit_rows if phase.is_matmul else ceil_div(d.logit_rows, 2)
+        runs = [(i, row, rows) for i, (row, rows) in enumerate(self.blocks)]
+        if phase.rows is Rows.OWN:
+            runs = [run for run in runs if d.rank in d.owners(run[1])]
+        elif phase.rows is Rows.LOGIT:
+            runs = [(0, row, min(logit_rows, d.logit_rows - row)) for row in range(0, d.logit_rows, logit_rows)]
+        elif phase.rows is Rows.SAMPLED:
+            runs = [(0, own, min(d.own_logit_rows, d.logit_rows - own))] if own < d.logit_rows else []
+        if "col" not in phase.operands:
+            yield from ((block, (row, rows)) for block, row, rows in runs)
+            return
+        reduces = phase.operation is Operation.REDUCE and phase.output is not None
+        width = BUFFERS[phase.output].shape(d, 0)[1] if reduces else phase.width(d)
+        tile = d.head_dim if phase.result is Result.HEADS else self.tile
+        for block, row, rows in runs:
+            for col in range(0, width, tile):
+                yield block, (row, rows, col, min(tile, width - col))
 
-    def to_normed(rank: int) -> int:
-        return record.ALL_RANKS if dealt else rank
+    @staticmethod
+    def _head_group(d: Dims, col: int) -> int:
+        head = col // d.head_dim
+        if head < d.rank_heads:
+            return (d.first_head + head) // d.group_size - d.first_kv_head
+        return (head - d.rank_heads) % d.rank_kv_heads
 
-    def to_owner(block: int) -> int:
-        return block % d.tp if dealt or d.tp == 1 else record.ALL_RANKS
+    def _attention(self, phase: Phase, following: Phase, before: int, into: int) -> None:
+        owned = self.dealt and following.rows is Rows.OWN
+        for d in self.ranks[: self.dims.head_ranks]:
+            to = OWNER if owned else self.everyone if following.rows is Rows.OWN else d.rank
+            waits, signals = [counter_word(before, indexed=True)], [counter_word(into, rank=to, indexed=True)]
+            for slot in range(d.attention_slots):
+                operands = slot, 1, d.rank_kv_heads
+                self.add(d.rank, program_parts.record(phase, *operands, waits=waits, signals=signals))
+            for i, (row, rows) in enumerate(self.blocks):
+                self.arrive(into + i, d.owner(row) if owned else to, rows * d.rank_kv_heads)
+            if self.queue == "attention":
+                self.add_to_each_worker(d.rank, program_parts.record(DRAIN, 0, d.attention_slots))
 
-    def having(i: int) -> list[Dims]:
-        return [r for r in ranks if not dealt or i % d.tp == r.rank]
-
-    def after_own(normed: int) -> list[int]:
-        """Where every rank has all rows, one without heads or FFN columns updates X after its own norm has read it."""
-        return [normed] if d.one_hop and d.tp > 1 else []
-
-    def add(
-        segment: int, rank: Dims, name: str, operands: dict[str, int], waits: list[int], signals: list[int]
-    ) -> None:
-        words = b.words(segment, name, operands, waits, signals)
-        if segment == 1 and (queue == "body" or (queue == "attention" and name == "attention")):
-            b.queues[rank.rank].append(words)
-        else:
-            b.put(segment, rank.rank, b.turn % workers, words)
-        b.turn += 1
-
-    def tiles(width: int, step: int = tile) -> list[tuple[int, int]]:
-        return [(c, min(step, width - c)) for c in range(0, width, step)]
-
-    def matmul(name: str, i: int, rank: Dims, width: int, counters: list[int], signals: list[int]) -> None:
-        for col, cols in tiles(width):
-            box = {"row": blocks[i][0], "rows": blocks[i][1], "col": col, "cols": cols}
-            add(1, rank, name, box, [record.counter_word(c + i) for c in counters], signals)
-
-    for i, (row, rows) in enumerate(blocks):
-        for r in ranks:
-            add(0, r, "rope", {"row": row, "rows": rows}, [], [signal(x + i, i % d.tp if dealt else r.rank)])
-        for r in having(i):
-            add(0, r, "embed", {"row": row, "rows": rows}, [], [signal(x + i, r.rank)])
-    for i, (row, rows) in enumerate(blocks):
-        for r in having(i):
-            rows_of = {"row": row, "rows": rows}
-            add(1, r, "attn_norm", rows_of, [record.counter_word(x + i)], [signal(h + i, to_normed(r.rank))])
-    for i, (row, rows) in enumerate(blocks):
-        for r in ranks:
-            for col in range(0, r.qkv_cols, d.head_dim):
-                head = col // d.head_dim
-                if col < r.q_cols:
-                    group = (r.first_head + head) // d.group_size - r.first_kv_head
-                else:
-                    group = (head - r.rank_heads) % r.rank_kv_heads
-                box = {"row": row, "rows": rows, "col": col, "cols": d.head_dim}
-                done = signal(qkv + i * r.rank_kv_heads + group, r.rank)
-                add(1, r, "qkv_rope", box, [record.counter_word(h + i)], [done])
-    for r in ranks[: d.head_ranks]:
-        to = r.rank
-        if d.replicated_o and d.tp > 1:
-            to = record.ALL_RANKS if d.one_hop else record.OWNER
-        for slot in range(d.attention_slots):
-            operands = {"slot": slot, "group_heads": 1, "groups": r.rank_kv_heads}
-            wait = record.counter_word(qkv, indexed=True)
-            add(1, r, "attention", operands, [wait], [signal(attn, to, indexed=True)])
-        for i, (_, rows) in enumerate(blocks):
-            at = {record.OWNER: i % d.tp, record.ALL_RANKS: slice(None)}.get(to, to)
-            b.arrivals[1, 0, at, attn + i] += rows * r.rank_kv_heads
-        if queue == "attention":
-            for worker in range(workers):
-                claim = {"queue": 0, "end": d.attention_slots}
-                b.put(1, r.rank, worker, b.words(1, "drain", claim, [], []))
-    sharded = d.tp > 1 and not d.replicated_o
-    for i in range(n):
-        if sharded:
-            for r in ranks[: d.head_ranks]:
-                matmul("o_partial", i, r, d.hidden, [attn], [signal(reduced + i, to_owner(i))])
-        for r in having(i):
-            name, wait = ("o_reduce", reduced) if sharded else ("o_proj", attn)
-            matmul(name, i, r, d.hidden, [wait, *after_own(h)], [signal(o + i, r.rank if dealt else to_peers(r.rank))])
-    for i, (row, rows) in enumerate(blocks):
-        for r in having(i):
-            rows_of = {"row": row, "rows": rows}
-            add(1, r, "mlp_norm", rows_of, [record.counter_word(o + i)], [signal(h2 + i, to_normed(r.rank))])
-    for i in range(n):
-        for r in ranks:
-            matmul("gate_up_silu", i, r, r.rank_ffn, [h2], [signal(act + i, r.rank)])
-    for i in range(n):
-        if d.tp > 1:
-            for r in ranks[: d.ffn_ranks]:
-                matmul("down_partial", i, r, d.hidden, [act], [signal(reduced2 + i, to_owner(i))])
-        for r in having(i):
-            name, wait = ("down_reduce", reduced2) if d.tp > 1 else ("down_proj", act)
-            onward = signal(x + i, r.rank if dealt else to_peers(r.rank), next_layer=True)
-            matmul(name, i, r, d.hidden, [wait, *after_own(h2)], [onward])
-    if queue == "body":
-        for stream in range(d.tp * workers):
-            length = len(b.queues[stream // workers])
-            for end in (length // 3, length):
-                b.streams[1][stream].append(b.words(1, "drain", {"queue": 0, "end": end}, [], []))
-
-    rows_of = {"row": 0, "rows": d.logit_rows}
-    for r in ranks:
-        wait = record.counter_word(x, indexed=True)
-        add(2, r, "final_norm", rows_of, [wait], [signal(y, to_normed(r.rank))])
-    for r in ranks:
-        for col, cols in tiles(r.rank_vocab, tile if d.tp == 1 else 32):
-            box = rows_of | {"col": col, "cols": cols}
-            add(2, r, "lm_head", box, [record.counter_word(y)], [signal(logits, to_peers(0))])
-    for r in ranks:
-        row = r.rank * d.own_logit_rows
-        if row < d.logit_rows:
-            box = {"row": row, "rows": min(d.own_logit_rows, d.logit_rows - row)}
-            add(2, r, "sample", box, [record.counter_word(logits)], [])
-    if d.tp > 1:
-        _exit_barrier(b, d, workers)
-    return b.program()
-
-
-def _exit_barrier(b: _Builder, d: Dims, workers: int) -> None:
-    gather, leave = b.grid(1), b.grid(1)
-    for rank in range(d.tp):
-        for worker in range(workers):
-            b.put(2, rank, worker, b.words(2, "join", {}, [], [record.counter_word(gather, rank=rank)]))
-        meet = b.words(
-            2, "join", {}, [record.counter_word(gather)], [record.counter_word(leave, rank=record.ALL_RANKS)]
-        )
-        b.put(2, rank, 0, meet)
-        for worker in range(workers):
-            b.put(2, rank, worker, b.words(2, "join", {}, [record.counter_word(leave)], []))
+    def _exit_barrier(self) -> None:
+        gather, leave = self.grid(1), self.grid(1)
+        for rank in range(self.dims.tp):
+            self.arrive(gather, rank, self.workers)
+            self.add_to_each_worker(rank, program_parts.record(JOIN, signals=[counter_word(gather, rank=rank)]))
+            done = [self.signal(leave, ALL_RANKS)]
+            meet = program_parts.record(JOIN, waits=[counter_word(gather)], signals=done)
+            self.streams[self.segment][rank * self.workers].append(meet)
+            self.add_to_each_worker(rank, program_parts.record(JOIN, waits=[counter_word(leave)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,15 @@ from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig as HfConfig
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "vocab_size": 70,
-    "max_position_embeddings": 128,
-}
+from megakernel.isa import BUFFERS, Buffer, Dtype
+from megakernel.model import ModelConfig
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import weights
+
+SHAPE: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "vocab_size": 70}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 128}
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
@@ -55,15 +53,64 @@ def byte_model(folder: Path, gain: float = 1.0) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
+def weight_count(config: ModelConfig) -> int:
+    """How many numbers a model's files hold; one matrix that serves as embedding and LM head counts once."""
+    dims = weight_dims(config, Dtype.F32)
+    absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
+    held = [BUFFERS[buffer] for buffer in weights(config, dims) if buffer not in absent]
+    return sum(math.prod(spec.shape(dims, 0)) * (config.layers if spec.layered else 1) for spec in held)
+
+
+def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permuted: bool) -> None:
+    """What llama.cpp's converter makes of a transformers model, in float32.
+
+    `permuted`: it puts the two rows of a RoPE pair of q and k side by side, as it does for Llama and Mistral alone.
+    """
+    c = model.config
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
+    sizes = (c.num_hidden_layers, c.max_position_embeddings, c.hidden_size, c.intermediate_size)
+    writer = _gguf_writer(path, architecture, *sizes, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    for name, tensor in model.state_dict().items():
+        value = tensor.detach().float().numpy()
+        if permuted and ("q_proj" in name or "k_proj" in name):
+            pairs = value.reshape(-1, 2, c.head_dim // 2, *value.shape[1:])
+            value = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+        if name != "lm_head.weight" or not c.tie_word_embeddings:
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), value)
+    _finish(writer)
+
+
+def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWriter:
+    """`sizes`: layers, context, hidden, ffn, heads, KV heads, and the epsilon of norms."""
+    writer = gguf.GGUFWriter(path, architecture)
+    lengths = "block_count context_length embedding_length feed_forward_length"
+    for name, size in zip(f"{lengths} head_count head_count_kv layer_norm_rms_eps".split(), sizes, strict=True):
+        getattr(writer, f"add_{name}")(size)
+    return writer
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def tiny_gguf(
     path: Path,
+    architecture: str = "llama",
     *,
     tensors: dict[str, NDArray[Any]] | None = None,
     quantise: gguf.GGMLQuantizationType | None = None,
     raw: dict[str, tuple[NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
     **metadata: Any,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write a one-layer llama GGUF; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`.
+    """Write a one-layer GGUF file; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`.
 
     `raw` replaces a tensor by the bytes of its rows, in a quantised type.
     """
@@ -85,14 +132,7 @@ def tiny_gguf(
     }
     values = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     values.update(tensors or {})
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer = _gguf_writer(path, architecture, 1, 128, hidden, ffn, heads, kv_heads, 1e-5)
     for key, value in metadata.items():
         writer.add_key_value(key.replace("__", "."), value, _gguf_type(value))
     for name, value in values.items():
@@ -103,10 +143,7 @@ def tiny_gguf(
             writer.add_tensor(name, gguf.quants.quantize(value, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer)
     return values
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import program_parts
 
-from megakernel.isa import BY_OPCODE, record
+from megakernel.isa import CONTROL, DRAIN, JOIN, Forward, Phase, record
 from megakernel.program import SEGMENTS, Program, Segment
 
 PARTS = (*SEGMENTS, "queues")
@@ -35,13 +35,22 @@ def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -
     return replace(program, **{name: Segment(records, segment.offsets)})
 
 
-def edit(program: Program, name: str, row: int, word: int, value: int) -> Program:
-    """One word of a record changed."""
+def edit(program: Program, name: str, row: int | list[int], word: int | slice, value: int = 0) -> Program:
+    """One word of a record changed, or some words of some records."""
 
     def change(records: np.ndarray) -> None:
         records[row, word] = np.array(value & 0xFFFFFFFF, np.uint32).astype(np.int32)
 
     return _edited(program, name, change)
+
+
+def rows_of(program: Program, name: str, phase: str, rank: int | None = None) -> list[int]:
+    """Records of a phase in a segment, of one rank."""
+    segment: Segment = getattr(program, name)
+    per_rank = program.rank_queues if name == "queues" else program.workers
+    stream = np.searchsorted(segment.offsets, np.arange(len(segment.records)), side="right") - 1
+    here = record.phase_number(segment.records) == program.forward.by_name[phase].number
+    return np.nonzero(here & ((stream // per_rank == rank) if rank is not None else True))[0].tolist()
 
 
 def _words(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -160,7 +169,7 @@ def shift_region(program: Program, rng: Rng) -> Program | None:
     def operands(records: np.ndarray) -> np.ndarray:
         mask = np.zeros(records.shape, dtype=bool)
         for row, words in enumerate(records):
-            count = len(BY_OPCODE[int(words[0]) & 0xFF].operands)
+            count = len(program.forward.by_number[int(words[0])].operands)
             mask[row, record.OPERAND_WORD : record.OPERAND_WORD + count] = True
         return mask
 
@@ -226,10 +235,6 @@ def reorder_segment(program: Program, rng: Rng) -> Program | None:
     return _reordered(program, name, first, order)
 
 
-def _rebuilt(program: Program, name: str, streams: list[np.ndarray]) -> Program:
-    return replace(program, **{name: program_parts.segment(*streams)})
-
-
 def _moved(copies: int, elsewhere: bool) -> Mutation:
     """An instruction is lost (0 copies), doubled (2), or runs on another stream."""
 
@@ -244,29 +249,25 @@ def _moved(copies: int, elsewhere: bool) -> Mutation:
         at = int(np.searchsorted(segment.offsets, first, side="right")) - 1
         row = int(rng.integers(end - first))
         one = streams[at][row : row + 1]
-        if elsewhere:
-            if count < 2:
-                return None
-            to = (at + int(rng.integers(1, count))) % count
+        if elsewhere and count < 2:
+            return None
+        to = (at + int(rng.integers(1, count))) % count if elsewhere else at
+        if elsewhere or not copies:
             streams[at] = np.delete(streams[at], row, axis=0)
-            place = int(rng.integers(len(streams[to]) + 1))
+        place = int(rng.integers(len(streams[to]) + 1)) if elsewhere else row
+        if copies:
             streams[to] = np.insert(streams[to], place, one, axis=0)
-        elif copies:
-            streams[at] = np.insert(streams[at], row, one, axis=0)
-        else:
-            streams[at] = np.delete(streams[at], row, axis=0)
-        return _rebuilt(program, name, streams)
+        return replace(program, **{name: program_parts.segment(*streams)})
 
     return mutate
 
 
 def change_drain(program: Program, rng: Rng) -> Program | None:
     """A drain ends too early or too late, or drains another queue."""
-    drain = next(i for i in BY_OPCODE.values() if i.name == "drain")
 
     def wanted(records: np.ndarray) -> np.ndarray:
         mask = np.zeros(records.shape, dtype=bool)
-        mask[:, record.OPERAND_WORD : record.OPERAND_WORD + 2] = (records[:, 0] & 0xFF == drain.opcode)[:, None]
+        mask[:, record.OPERAND_WORD : record.OPERAND_WORD + 2] = (records[:, 0] == DRAIN.number)[:, None]
         return mask
 
     found = _pick(program, rng, wanted)
@@ -275,6 +276,62 @@ def change_drain(program: Program, rng: Rng) -> Program | None:
     name, (row, word) = found
     old = int(getattr(program, name).records[row, word])
     return edit(program, name, int(row), int(word), old + int(rng.choice([-2, -1, 1, 2])))
+
+
+def change_phase(program: Program, rng: Rng) -> Program | None:
+    """An instruction does the work of another phase."""
+    found = _pick(program, rng, lambda records: np.ones((len(records), 1), dtype=bool))
+    if found is None:
+        return None
+    name, (row, _) = found
+    others = [n for n in program.forward.by_number if n != getattr(program, name).records[row, 0]]
+    return edit(program, name, int(row), 0, int(rng.choice(others)))
+
+
+def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
+    """Other phases, which have the numbers of those in `program` that they were; instructions of the rest become
+    joins."""
+    forward = Forward.of(*map(tuple, segments))
+    number = np.full(256, JOIN.number, dtype=np.int32)
+    number[[p.number for p in CONTROL]] = [p.number for p in CONTROL]
+    number[[p.number for segment in segments for p in segment]] = [p.number for p in forward.phases]
+    parts = {}
+    for name in PARTS:
+        segment: Segment = getattr(program, name)
+        records = segment.records.copy()
+        records[:, 0] = number[records[:, 0]]
+        lost = (records[:, 0] == JOIN.number) & (segment.records[:, 0] != JOIN.number)
+        records[lost, record.OPERAND_WORD : record.WAIT_WORD] = 0
+        words = records[lost, record.WAIT_WORD :]
+        records[lost, record.WAIT_WORD :] = np.where(words & record.INDEXED, 0, words)
+        parts[name] = Segment(records, segment.offsets)
+    return replace(program, forward=forward, **parts)
+
+
+def change_buffer(program: Program, rng: Rng) -> Program | None:
+    """A phase names a buffer that another phase names there, or none."""
+    field = str(rng.choice(["weights", "inputs", "output", "bias", "norm"]))
+    phases = program.forward.phases
+    changed = phases[int(rng.integers(len(phases)))]
+    others = [getattr(p, field) for p in phases if getattr(p, field) is not getattr(changed, field)]
+    if not others:
+        return None
+    new = replace(changed, **{field: others[int(rng.integers(len(others)))]})
+    return with_phases(program, [[new if p is changed else p for p in s] for s in program.forward.segments])
+
+
+def lose_phase(program: Program, rng: Rng) -> Program:
+    lost = program.forward.phases[int(rng.integers(len(program.forward.phases)))]
+    return with_phases(program, [[p for p in s if p is not lost] for s in program.forward.segments])
+
+
+def swap_phases(program: Program, rng: Rng) -> Program:
+    """Two phases of a segment change places."""
+    segments = [list(segment) for segment in program.forward.segments]
+    segment = segments[int(rng.integers(len(segments)))]
+    a, b = rng.choice(len(segment), 2, replace=False)
+    segment[a], segment[b] = segment[b], segment[a]
+    return with_phases(program, segments)
 
 
 KINDS: dict[str, Mutation] = {
@@ -298,4 +355,8 @@ KINDS: dict[str, Mutation] = {
     "double an instruction": _moved(2, False),
     "move an instruction": _moved(1, True),
     "change a drain": change_drain,
+    "change an instruction's phase": change_phase,
+    "change a phase's buffer": change_buffer,
+    "lose a phase": lose_phase,
+    "swap two phases": swap_phases,
 }

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megakernel.isa import BY_NAME
+from megakernel.isa import Phase
 from megakernel.isa.record import WORDS, Records, encode
 from megakernel.program import Segment
 
 
-def record(name: str, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
-    """One record; waits and signals are words."""
-    kind = BY_NAME[name]
-    if len(operands) != len(kind.operands):
-        raise ValueError(f"{name} takes {kind.operands}")
-    return encode(kind.opcode, operands, waits, signals)
+def record(phase: Phase, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
+    """One record of a phase; waits and signals are words."""
+    if len(operands) != len(phase.operands):
+        raise ValueError(f"{phase.name} takes {phase.operands}")
+    return encode(phase.number, operands, waits, signals)
 
 
 def segment(*streams: Sequence[Records]) -> Segment:

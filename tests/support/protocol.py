@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, BY_NAME, DIM_FIELDS, Buffer, Dims, Space, StepTable
-from megakernel.isa.launch import MAP_BYTES, STRUCTURES, WARPS
-from megakernel.isa.record import opcode
+from megakernel.isa import BUFFERS, CONTROL, DIM_FIELDS, Buffer, Dims, Forward, Space, StepTable
+from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
+from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cuda import stall
+from megakernel.runtime.cuda.heap import tiled
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
@@ -41,20 +42,12 @@ BUGS = (
     "hanging",
 )
 TIMEOUT_NS = 20_000_000_000
-_FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
 _MESSAGE = 16384
 _MAP = np.dtype(
-    [
-        ("base", "<i8"),
-        ("row_bytes", "<i8"),
-        ("matrix_bytes", "<i8"),
-        ("inner", "<i4"),
-        ("rows", "<i4"),
-        ("matrices", "<i4"),
-        ("item", "<i4"),
-        ("shared", "<i4"),
-    ]
+    [(name, "<i8") for name in ("base", "row_bytes", "matrix_bytes")]
+    + [(name, "<i4") for name in ("inner", "rows", "matrices", "item", "shared")]
 )
 Array = NDArray[Any]
 
@@ -71,16 +64,10 @@ def build_fibres() -> ctypes.CDLL:
     """The library that runs launches on fibres."""
     out = _folder() / "protocol.so"
     sources = [ROOT / "csrc" / "host" / name for name in ("protocol.cpp", "fibre.cpp")]
-    subprocess.run(["g++", *_FLAGS, "-shared", "-fPIC", *map(str, sources), "-o", str(out)], check=True)
+    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", *map(str, sources), "-o", str(out)], check=True)
     library = ctypes.CDLL(str(out))
-    library.mk_protocol_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_int32,
-        ctypes.c_int32,
-        ctypes.c_char_p,
-        ctypes.c_int32,
-    ]
+    numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
+    library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
 
 
@@ -89,9 +76,8 @@ def build_threads() -> Path:
     """The command that runs a launch on threads under ThreadSanitizer."""
     out = _folder() / "threads"
     source = ROOT / "csrc" / "host" / "threads.cpp"
-    subprocess.run(
-        ["g++", *_FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread", str(source), "-o", str(out)], check=True
-    )
+    flags = [*FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(out)], check=True)
     return out
 
 
@@ -138,18 +124,22 @@ class Image:
 
 
 class LaunchImage:
-    """A program, a step table and the buffers of `backend`, ready to launch again and again; activations are poison."""
+    """A program, a step table and the buffers of `backend`, ready to launch again and again.
 
-    def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable) -> None:
-        self.program, self.dims = program, program.dims
+    `poison`: activations are no numbers.
+    """
+
+    def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable, *, poison: bool = True) -> None:
+        self.program, self.dims, self._pages = program, program.dims, backend.pages
         self.image = Image()
         self._buffers: dict[tuple[int, Buffer], int] = {}
         self._shapes: dict[tuple[int, Buffer], tuple[tuple[int, ...], np.dtype[Any]]] = {}
         for rank in range(program.ranks):
-            for buffer, spec in BUFFERS.items():
+            for buffer in buffers_of(program.forward):
+                spec = BUFFERS[buffer]
                 layers = self.dims.layers if spec.layered else 1
                 array = np.stack([backend.buffer(buffer, layer, rank) for layer in range(layers)])
-                if spec.space in (Space.ACTIVATION, Space.OUTPUT) and buffer is not Buffer.SPLITS:
+                if poison and spec.space in (Space.ACTIVATION, Space.OUTPUT) and buffer is not Buffer.SPLITS:
                     array.view(np.uint8).fill(0xFF)
                 self._buffers[rank, buffer] = self.image.add(array)
                 self._shapes[rank, buffer] = (array.shape, array.dtype)
@@ -225,31 +215,32 @@ class LaunchImage:
         return done
 
     def run_in_sequence(self) -> None:
-        """One launch, instruction by instruction in the order of their meaning: by layer, then by opcode."""
-        params = self.params
-        saved = STRUCTURES["Params"].from_buffer_copy(params)
-        body = self.program.body.records
-        lists = [self.program.prologue.records, body, self.program.epilogue.records]
-        skipped = [BY_NAME[name].opcode for name in ("join", "drain")]
-        offsets = np.zeros(self.program.ranks + 1, np.int32)
-        params.synchronise, params.ranks, params.workers = 0, 1, 1
-        params.offsets[:] = [offsets.ctypes.data] * 4
+        """One launch, instruction by instruction in the order of their meaning: by layer, then by phase."""
+        control = [phase.number for phase in CONTROL]
         for segment in range(3):
             records, ranks = self.program.numbered(segment)
-            order = [i for i in np.argsort(opcode(records), kind="stable") if opcode(records)[i] not in skipped]
-            for layer in range(self.dims.layers if segment == 1 else 1):
+            numbers = phase_number(records)
+            order = [i for i in np.argsort(numbers, kind="stable") if numbers[i] not in control]
+            for layer in range(self.dims.layers if segment == BODY else 1):
                 for i in order:
-                    queued = i >= len(lists[segment])
-                    params.records[segment] = saved.records[3 if queued else segment]
-                    rank = int(ranks[i])
-                    offsets[rank : rank + 2] = i - (len(body) if queued else 0) + np.arange(2)
-                    params.segments, params.first_rank = 1 << segment, rank
-                    params.layer_begin, params.layer_end = layer, layer + 1
-                    message = ctypes.create_string_buffer(_MESSAGE)
-                    build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
-                    if message.value:
-                        raise AssertionError(message.value.decode())
-        ctypes.memmove(ctypes.addressof(params), ctypes.addressof(saved), ctypes.sizeof(saved))
+                    self.execute(records[i], layer, int(ranks[i]), segment)
+
+    def execute(
+        self, words: Records, layer: int, rank: int, segment: int = BODY, table: StepTable | None = None
+    ) -> None:
+        """One record alone, as if it were in a segment. It signals where it has a table of its own, and waits never."""
+        params = STRUCTURES["Params"].from_buffer_copy(self.params)
+        words, offsets = np.ascontiguousarray(words), (np.arange(self.program.ranks + 1) > rank).astype(np.int32)
+        params.records[segment], params.offsets[segment] = words.ctypes.data, offsets.ctypes.data
+        params.synchronise = table is not None
+        if table is not None:
+            params.step_words = table.words.ctypes.data
+        params.segments, params.first_rank, params.ranks, params.workers = 1 << segment, rank, 1, 1
+        params.layer_begin, params.layer_end = layer, layer + 1
+        message = ctypes.create_string_buffer(_MESSAGE)
+        build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
+        if message.value:
+            raise AssertionError(message.value.decode())
 
     def _add_params(self, table: StepTable) -> int:
         program, image, tp = self.program, self.image, self.program.ranks
@@ -262,11 +253,13 @@ class LaunchImage:
         for (rank, buffer), (shape, dtype) in self._shapes.items():
             if BUFFERS[buffer].layered:
                 strides[rank, buffer] = int(np.prod(shape[1:])) * dtype.itemsize
+        ranks = [program.rank_dims(rank) for rank in range(tp)]
         pointers = {
-            "dims": image.add(np.stack([dims_words(program.rank_dims(rank)) for rank in range(tp)])),
+            "dims": image.add(np.stack([dims_words(d) for d in ranks])),
+            "phases": image.add(np.stack([program.forward.words(d) for d in ranks])),
             "counter_values": image.table(self._counters),
             "claims": image.table(claims),
-            "buffers": image.table([self._buffers[rank, buffer] for rank in range(tp) for buffer in BUFFERS]),
+            "buffers": image.table([self._buffers.get((rank, buffer), -1) for rank in range(tp) for buffer in BUFFERS]),
             "layer_stride": image.add(strides),
             "maps": self._add_maps(),
             "step_words": image.add(table.words),
@@ -294,18 +287,21 @@ class LaunchImage:
     def _add_maps(self) -> int:
         maps = np.zeros((self.program.ranks, len(BUFFERS), MAP_BYTES), np.uint8)
         at = self.image.add(maps)
-        for (rank, buffer), (shape, dtype) in self._shapes.items():
+        for rank in range(self.program.ranks):
             d = self.program.rank_dims(rank)
-            matrices = {Buffer.W_GATE_UP: 2 * d.layers, Buffer.REDUCE: d.tp}.get(buffer, shape[0])
-            inner, total = shape[-1], int(np.prod(shape[:-1]))
-            row = inner * dtype.itemsize
-            rows = total // matrices
-            map_at = at + (rank * len(BUFFERS) + buffer) * MAP_BYTES
-            shared = buffer in (Buffer.K_CACHE, Buffer.V_CACHE)
-            fields = np.array((0, row, rows * row, inner, rows, matrices, dtype.itemsize, shared), _MAP)
-            maps[rank, buffer, : _MAP.itemsize] = np.frombuffer(fields.tobytes(), np.uint8)
-            self.image.point(map_at, self._buffers[rank, buffer])
+            for buffer, (matrices, rows, inner) in tiled(self.program.forward, d, self._pages).items():
+                item = self._shapes[rank, buffer][1].itemsize
+                shared = buffer in (Buffer.K_CACHE, Buffer.V_CACHE)
+                fields = np.array((0, inner * item, rows * inner * item, inner, rows, matrices, item, shared), _MAP)
+                maps[rank, buffer, : _MAP.itemsize] = np.frombuffer(fields.tobytes(), np.uint8)
+                self.image.point(at + (rank * len(BUFFERS) + buffer) * MAP_BYTES, self._buffers[rank, buffer])
         return at
+
+
+def buffers_of(forward: Forward) -> list[Buffer]:
+    """Those that the phases name, and all that are not weights."""
+    named = {buffer for phase in forward for buffer in (phase.weights, phase.bias, phase.norm)}
+    return [buffer for buffer, spec in BUFFERS.items() if spec.space is not Space.WEIGHT or buffer in named]
 
 
 def dims_words(dims: Dims) -> NDArray[np.int32]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel import machine as machines
-from megakernel.isa import Dtype
+from megakernel.isa import Dtype, StepTable
+from megakernel.machine import Machine, host
+from megakernel.model.checkpoint import Checkpoint
 from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step import Chunk, SampleRow
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import Options, compile_program
 
 
 @dataclass(frozen=True)
@@ -31,43 +33,44 @@ class Runner:
     """A backend with `max_seqs` slots whose pages are dealt out in a shuffled order."""
 
     def __init__(
-        self, checkpoint, backend="cpu", dtype=Dtype.F32, *, workers=2, threads=2, max_seqs=8, max_context=256
-    ):
+        self,
+        checkpoint: Checkpoint,
+        backend: str = "cpu",
+        dtype: Dtype = Dtype.F32,
+        *,
+        machine: Machine | None = None,
+        workers: int = 2,
+        max_seqs: int = 8,
+        max_context: int = 256,
+        tp: int = 1,
+        **options: Any,
+    ) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
-        self.machine = machines.host(workers)
-        self.limits = {"max_seqs": max_seqs, "max_context": max_context}
+        self.machine = machine or host(workers)
+        self.limits = {"max_seqs": max_seqs, "max_context": max_context, "tp": tp, "options": Options(**options)}
         dims = self.program(1, 1).dims
         pages = max_seqs * dims.pages_per_seq
         order = np.random.default_rng(0).permutation(pages).tolist()
         self.pages = [order[s * dims.pages_per_seq : (s + 1) * dims.pages_per_seq] for s in range(max_seqs)]
-        self.backend = create(backend, checkpoint, dims, pages, dtype=dtype, threads=threads)
+        self.backend = create(backend, checkpoint, dims, pages, dtype=dtype, threads=2)
 
     def program(self, tokens: int, logit_rows: int, *, workers: int | None = None) -> Program:
         machine = replace(self.machine, workers=workers or self.machine.workers)
-        return compile_program(
-            self.checkpoint.config, machine, dtype=self.dtype, tokens=tokens, logit_rows=logit_rows, **self.limits
-        )
+        sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
+        return compile_program(self.checkpoint.config, machine, dtype=self.dtype, **sizes)
 
-    def table(self, program: Program, pieces: Sequence[Piece], targets: dict[int, Sequence[int]] | None = None):
-        chunks = [
-            Chunk(
-                p.slot,
-                p.start,
-                p.tokens,
-                self.pages[p.slot],
-                [SampleRow(index=i, target=t, store=False) for i, t in enumerate(self._targets(p, targets))],
-            )
-            for p in pieces
-        ]
+    def table(self, program: Program, pieces: Sequence[Piece]) -> StepTable:
+        chunks = []
+        for p in pieces:
+            samples = [SampleRow(i, store=False) for i in range(len(p.tokens))]
+            chunks.append(Chunk(p.slot, p.start, p.tokens, self.pages[p.slot], samples))
         table = build_step(program.dims, chunks)
         check_step(table)
         return table
 
-    @staticmethod
-    def _targets(piece: Piece, targets: dict[int, Sequence[int]] | None) -> Sequence[int]:
-        return (targets or {}).get(piece.slot) or [-1] * len(piece.tokens)
-
-    def step(self, pieces: Sequence[Piece], *, trace=False, workers: int | None = None, padding=0) -> Output:
+    def step(
+        self, pieces: Sequence[Piece], *, trace: bool = False, workers: int | None = None, padding: int = 0
+    ) -> Output:
         """One launch in a bucket `padding` rows larger than needed; logit rows are the pieces' tokens in order."""
         rows = sum(len(p.tokens) for p in pieces)
         program = self.program(rows + padding, rows + padding, workers=workers)

@@ -5,37 +5,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 
 import numpy as np
+from atomic_steps import Item, Model, Table
 
-from megakernel.isa import BY_NAME, StepTable
-from megakernel.isa import record as rec
-from megakernel.program import Program
+from megakernel.isa import CONTROL, MAX_PHASES, Operation, StepTable
+from megakernel.isa.record import Records
+from megakernel.program import SEGMENTS, Program
+from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.simulate.costs import Costs
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Result, Work, run
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 # Everything free, and as fast as can be.
+_RATES = "vector_flops memory_bytes_per_s cache_bytes_per_s cache_bytes worker_bytes_per_s egress_bytes_per_s"
+_RATES += " switch_bytes_per_s ring_bytes"
+_SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s"
 FREE = Costs(
     matmul_flops=((1.0, 1e30),),
     attention_flops=((1.0, 1e30),),
-    row_quantum=1,
-    vector_flops=1e30,
-    memory_bytes_per_s=1e30,
-    cache_bytes_per_s=1e30,
-    cache_bytes=1e30,
-    worker_bytes_per_s=1e30,
-    egress_bytes_per_s=1e30,
-    switch_bytes_per_s=1e30,
-    latency_s=0.0,
-    store_s=0.0,
-    dispatch_s=0.0,
-    claim_s=0.0,
-    signal_s=0.0,
-    remote_signal_s=0.0,
-    launch_s=0.0,
-    ring_bytes=1e30,
+    **dict.fromkeys(_RATES.split(), 1e30) | dict.fromkeys(_SECONDS.split(), 0.0),  # type: ignore[arg-type]
     stage_bytes=0.0,
+    row_quantum=1,
     in_flight=2,
     claim_in_flight=2,
     roles=True,
@@ -88,7 +80,7 @@ def hand_work(
         ends = np.cumsum([len(getattr(t, f"{name}s")) for t in tasks])
         table[f"end_{name}"], table[f"first_{name}"] = ends, np.append(0, ends[:-1])
     records = np.zeros(len(tasks), RECORD)
-    records["opcode"] = BY_NAME["qkv_rope"].opcode
+    records["phase"] = len(CONTROL) + 1  # any that computes
     records["number"] = records["first_task"] = np.arange(len(tasks))
     records["end_task"] = records["first_task"] + 1
     records["queue"] = [0 if t.drain else -1 for t in tasks]
@@ -116,7 +108,7 @@ def hand_work(
         waits=waits,
         signals=signals,
         key_bytes=np.tile(np.array(keys or [0.0], np.float64), (ranks, 1)),
-        compute_bound=np.ones(64, np.uint8),
+        compute_bound=np.ones(MAX_PHASES + 1, np.uint8),
     )
 
 
@@ -128,6 +120,78 @@ def hand_run(work: Work, **changes: float) -> tuple[Result, Intervals]:
 def ended(intervals: Intervals, number: int) -> float:
     """When a record's last interval ended, in seconds."""
     return float(intervals["end"][intervals["instruction"] == number].max()) * 1e-9
+
+
+@dataclass
+class Ordered:
+    """A task: the counters that it waits for, and the arrivals that it brings."""
+
+    key: tuple[int, int]  # layer as in a trace, record
+    stream: int  # -1: of a queue
+    waits: tuple[int, ...]
+    adds: list[tuple[int, int]]
+
+
+def ordered(program: Program, table: StepTable) -> list[Ordered]:
+    """The tasks of a step, record by record. Shares nothing with the simulator."""
+    views = [table.rank(rank) for rank in range(program.ranks)]
+    model = Model(program, Table([_items(view) for view in views], table.logit_rows.tolist()))
+    out: list[Ordered] = []
+    layers = program.dims.layers
+    for layer, block, segment in [(PROLOGUE, 0, 0), *[(n, n, 1) for n in range(layers)], (EPILOGUE, layers, 2)]:
+        records, ranks = program.numbered(segment)
+        offsets = getattr(program, SEGMENTS[segment]).offsets
+        streams = np.searchsorted(offsets, np.arange(len(records)), side="right") - 1
+        streams[offsets[-1] :] = -1
+        for number, (record, rank, stream) in enumerate(zip(records, ranks.tolist(), streams.tolist(), strict=True)):
+            *items, last = model.steps(record, rank, block, block % layers)
+            alike = None
+            first = len(out)
+            for item, step in zip(_of_slot(program, views[rank], record), items, strict=True):
+                # A split's arrivals count once; here with its first part.
+                adds = [(c, 0 if item.part else n) for c, n in step.adds]
+                single = item.rows == 1 and item.parts == 1 and item.start >= 0
+                same = (item.row // program.dims.row_block, item.head, item.heads, item.start) if single else None
+                if same and same == alike:
+                    out[-1].adds = [(c, n + m) for (c, n), (_, m) in zip(out[-1].adds, adds, strict=True)]
+                else:
+                    out.append(Ordered((layer, number), stream, step.waits, adds))
+                alike = same
+            if len(out) > first:
+                out[-1].adds += last.adds
+            else:
+                out.append(Ordered((layer, number), stream, last.waits, last.adds))
+    return out
+
+
+def _of_slot(program: Program, view: StepTable, record: Records) -> list[Item]:
+    phase = program.forward.by_number[int(record[0])]
+    if phase.operation is not Operation.ATTENTION:
+        return []
+    return _items(view).get(int(phase.columns(record[None])["slot"][0]), [])
+
+
+def _items(view: StepTable) -> dict[int, list[Item]]:
+    """Attention items by slot."""
+    names = ("row", "rows", "kv_head", "kv_heads", "seq", "wait_block", "split", "block", "splits")
+    columns = [getattr(view, f"item_{name}").tolist() for name in names]
+    items = []
+    for row, rows, head, heads, seq, wait, split, block, splits in zip(*columns, strict=True):
+        start = wait * view.dims.row_block if seq >= 0 else -1
+        items.append(Item(row, rows, head, heads, start, split, int(block > 0), max(splits, 1)))
+    ends = view.slot_items.tolist()
+    return {slot: items[a:b] for slot, (a, b) in enumerate(pairwise(ends))}
+
+
+def step_of(program: Program) -> StepTable:
+    """A step that fills the program's rows."""
+    d = program.dims
+    n = min(d.tokens, d.max_seqs)
+    rows = [d.tokens // n + (i < d.tokens % n) for i in range(n)]
+    start = d.max_context - max(rows) - 1
+    pages = range(d.pages_per_seq)
+    sample = [[SampleRow(0)] if i < d.logit_rows else [] for i in range(n)]
+    return build_step(d, [Chunk(i, start, [0] * rows[i], pages, sample[i]) for i in range(n)])
 
 
 def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
@@ -142,93 +206,19 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
             end[key].append(int(row["end"]))
         elif row["kind"] == IntervalKind.STORE:
             stored[key].append(int(row["end"]))
-    arrived: dict[tuple[int, int, int], int] = defaultdict(int)
-    latest: dict[tuple[int, int, int], int] = defaultdict(int)
-    waits: list[tuple[tuple[int, int, int], int, str]] = []
-    for layer, block, segment in _runs(program):
-        records, ranks = program.numbered(segment)
-        for number, (words, rank) in enumerate(zip(records.tolist(), ranks.tolist(), strict=True)):
-            key = (layer, number)
-            tasks = _tasks(program, table, words, rank)
-            # Items are computed and stored in order; what stores nothing ends with its arithmetic.
-            begins, ends = begin[key], stored[key] or end[key]
-            if len(begins) != len(tasks) or len(ends) != len(tasks):
-                return [f"record {number} of layer {layer} ran {len(begins)} of {len(tasks)} tasks"]
-            for task, (items, arrivals) in enumerate(tasks):
-                for counter in items:
-                    waits.append(((block, rank, counter), begins[task], f"layer {layer} record {number}"))
-                for to, ahead, counter, count in arrivals:
-                    at = (block + ahead, to, counter)
-                    arrived[at] += count
-                    latest[at] = max(latest[at], ends[task])
-    wrong = [name for at, begins_at, name in waits if latest[at] > begins_at]
-    totals = program.totals()
-    got = np.zeros_like(totals)
-    for (block, rank, counter), count in arrived.items():
-        got[block, rank, counter] += count
-    return wrong + [f"counter {c} of block {b}, rank {r}" for b, r, c in np.argwhere(got != totals)]
-
-
-def _runs(program: Program) -> list[tuple[int, int, int]]:
-    layers = program.dims.layers
-    return [(PROLOGUE, 0, 0), *[(layer, layer, 1) for layer in range(layers)], (EPILOGUE, layers, 2)]
-
-
-Arrivals = list[tuple[int, int, int, int]]
-
-
-def _tasks(program: Program, table: StepTable, words: list[int], rank: int) -> list[tuple[list[int], Arrivals]]:
-    """Of each task of a record: the counters it waits for, and (rank, next block, counter, arrivals)."""
-    view, name = table.rank(rank), rec.opcode(np.array(words))
-    d = view.dims
-    wait_words = [w for w in words[rec.WAIT_WORD : rec.WAIT_WORD + rec.WAITS] if w]
-    plain = [(w & rec.COUNTER_MASK) - 1 for w in wait_words if not w & rec.INDEXED]
-    signals: Arrivals = []
-    for w in words[rec.SIGNAL_WORD : rec.SIGNAL_WORD + rec.SIGNALS]:
-        if w and not w & rec.INDEXED:
-            to = w >> rec.RANK_SHIFT & rec.RANK_MASK
-            for r in range(program.ranks) if to == rec.ALL_RANKS else [to]:
-                signals.append((r, int(w & rec.NEXT != 0), (w & rec.COUNTER_MASK) - 1, 1))
-    if name == BY_NAME["final_norm"].opcode:
-        row, rows = words[rec.OPERAND_WORD : rec.OPERAND_WORD + 2]
-        blocks = {int(r) // d.row_block for r in view.logit_rows[row : row + rows] if r >= 0}
-        mine = [b for b in blocks if d.one_hop or b % d.tp == rank]
-        return [
-            (plain + [(w & rec.COUNTER_MASK) - 1 + b for w in wait_words if w & rec.INDEXED for b in mine], signals)
-        ]
-    if name != BY_NAME["attention"].opcode:
-        return [(plain, signals)]
-    slot, group_heads, groups = words[rec.OPERAND_WORD : rec.OPERAND_WORD + 3]
-    out: list[tuple[list[int], Arrivals]] = []
-    before = None
-    grid = (words[rec.WAIT_WORD] & rec.COUNTER_MASK) - 1
-    word = words[rec.SIGNAL_WORD]
-    for i in range(int(view.slot_items[slot]), int(view.slot_items[slot + 1])):
-        block, heads = int(view.item_wait_block[i]), int(view.item_kv_heads[i])
-        first = int(view.item_kv_head[i])
-        members = {
-            grid + b * groups + h // group_heads
-            for b in range(block, block + int(view.item_wait_blocks[i]))
-            for h in range(first, first + heads)
-        }
-        single = view.item_rows[i] == 1 and view.item_split[i] < 0 and view.item_seq[i] >= 0
-        own, to = int(view.item_row[i]) // d.row_block, word >> rec.RANK_SHIFT & rec.RANK_MASK
-        ranks = (
-            range(d.tp)
-            if to == rec.ALL_RANKS or (to == rec.OWNER and d.one_hop)
-            else [own % d.tp if to == rec.OWNER else to]
-        )
-        # A split's arrivals count once; here with its first part.
-        whole = view.item_split[i] < 0 or view.item_block[i] == 0
-        count = int(view.item_rows[i]) * heads if whole else 0
-        counter = (word & rec.COUNTER_MASK) - 1 + own
-        alike = (own, first, heads, block, int(view.item_wait_blocks[i])) if single else None
-        if alike and alike == before:
-            out[-1][1][:] = [(r, ahead, c, n + count) for r, ahead, c, n in out[-1][1]]
-            continue
-        before = alike
-        out.append((plain + sorted(members), [(r, int(word & rec.NEXT != 0), counter, count) for r in ranks]))
-    if not out:
-        return [(plain, signals)]
-    out[-1][1].extend(signals)
-    return out
+    arrived = np.zeros(program.total_counters * program.ranks, np.int64)
+    latest: dict[int, int] = defaultdict(int)
+    waits: list[tuple[int, int, str]] = []
+    for key, group in groupby(ordered(program, table), key=lambda task: task.key):
+        tasks = list(group)
+        # Items are computed and stored in order; what stores nothing ends with its arithmetic.
+        begins, ends = begin[key], stored[key] or end[key]
+        if len(begins) != len(tasks) or len(ends) != len(tasks):
+            return [f"record {key[1]} of layer {key[0]} ran {len(begins)} of {len(tasks)} tasks"]
+        for task, begins_at, ends_at in zip(tasks, begins, ends, strict=True):
+            waits += [(counter, begins_at, f"layer {key[0]} record {key[1]}") for counter in task.waits]
+            for counter, count in task.adds:
+                arrived[counter] += count
+                latest[counter] = max(latest[counter], ends_at)
+    wrong = [name for counter, begins_at, name in waits if latest[counter] > begins_at]
+    return wrong + [f"counter {c}" for c in np.flatnonzero(arrived != program.totals().reshape(-1))]

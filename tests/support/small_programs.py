@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from megakernel import machine as machines
 from megakernel.isa import Dtype
@@ -19,45 +20,22 @@ LOWERINGS = list(itertools.product(("sharded", "replicated"), ("dealt", "replica
 QUEUES = ("none", "attention", "body")
 
 
-def make(
-    *,
-    tp: int = 1,
-    workers: int = 1,
-    tokens: int = 2,
-    rows: int = 2,
-    layers: int = 1,
-    logit_rows: int = 1,
-    heads: int = 2,
-    kv_heads: int = 1,
-    cols: int = 32,
-    o: str = "sharded",
-    residual: str = "dealt",
-    norm: str = "auto",
-    queue: str = "none",
-    interleave: bool = True,
-    overlap_ranks: bool = True,
-) -> Program:
-    """A compiled program; `rows` and `cols` are the tile's."""
-    config = replace(_CONFIG, layers=layers, heads=heads, kv_heads=kv_heads)
-    machine = replace(machines.host(workers), tile_rows=rows, tile_cols=cols)
-    options = Options(
-        o=o, residual=residual, norm=norm, queue=queue, interleave=interleave, overlap_ranks=overlap_ranks
-    )
+def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> Program:
+    """A compiled program; `rows` and `cols` are the tile's, `changes` the bucket's, the model's or options."""
+    bucket = {"tp": 1, "tokens": 2, "logit_rows": 1, "max_seqs": 2, "max_context": 16}
+    bucket |= {name: changes.pop(name) for name in bucket if name in changes}
+    shape = {name: changes.pop(name) for name in ("layers", "heads", "kv_heads") if name in changes}
     return compile_program(
-        config,
-        machine,
+        replace(_CONFIG, **shape),
+        replace(machines.host(workers), tile_rows=rows, tile_cols=cols),
         dtype=Dtype.F32,
-        tokens=tokens,
-        logit_rows=logit_rows,
-        max_seqs=2,
-        max_context=16,
-        tp=tp,
-        options=options,
+        options=Options(**{"o": "sharded", "residual": "dealt", "norm": "own"} | changes),
+        **bucket,
     )
 
 
 def small() -> Iterator[tuple[str, Program]]:
-    """(what it is, program): 67 programs whose reachable states can all be visited."""
+    """(what it is, program): 71 programs whose reachable states can all be visited."""
     for workers, tokens, queue in itertools.product((1, 2), (1, 3, 4), QUEUES):
         yield _named(workers=workers, tokens=tokens, queue=queue)
     for layers, heads, kv_heads in ((2, 2, 2), (3, 2, 1), (1, 4, 2)):
@@ -69,6 +47,8 @@ def small() -> Iterator[tuple[str, Program]]:
     yield _named(tp=2, tokens=4, rows=1, layers=2, norm="next", overlap_ranks=False, cols=64)
     for tp, queue in itertools.product((1, 2), QUEUES):
         yield _named(tp=tp, tokens=4, rows=1, layers=2, norm="next", queue=queue, cols=64)
+    for tp, queue in itertools.product((1, 2), ("none", "body")):
+        yield _named(tp=tp, tokens=4, rows=1, layers=2, norm="inside", residual="replicated", queue=queue, cols=64)
 
 
 def large() -> Iterator[tuple[str, Program]]:
@@ -82,7 +62,8 @@ def large() -> Iterator[tuple[str, Program]]:
         yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)
         for o, residual in LOWERINGS:
             yield _named(tp=2, workers=3, tokens=17, rows=2, layers=3, norm="next", o=o, residual=residual, queue=queue)
+    yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, norm="inside", residual="replicated", logit_rows=3)
 
 
-def _named(**shape: int | str | bool) -> tuple[str, Program]:
-    return " ".join(f"{name}={value}" for name, value in shape.items()), make(**shape)  # type: ignore[arg-type]
+def _named(**shape: Any) -> tuple[str, Program]:
+    return " ".join(f"{name}={value}" for name, value in shape.items()), make(**shape)

@@ -1,185 +1,109 @@
-"""Small programs made by hand, and traces of them: by hand where a test knows the answer, in virtual time otherwise."""
+"""Traces whose answers are known: by hand where a test says what happened, in virtual time otherwise."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 
+import handmade
 import numpy as np
-from program_parts import segment
+import program_parts
+from mutate import with_phases
+from simulated import ordered, step_of
 
-from megakernel.isa import BY_NAME, BY_OPCODE, Dims
+from megakernel.isa import Dims, Dtype, Operation
 from megakernel.isa import record as rec
+from megakernel.isa.record import Records
 from megakernel.program import Program, Segment
 from megakernel.trace import DTYPE, EPILOGUE, PROLOGUE, IntervalKind, Role, Trace, TraceHeader
 
-Words = list[int]
-
 
 def dims(layers: int = 2, tokens: int = 64, row_block: int = 32, slots: int = 4, **changes: float) -> Dims:
-    base = {
-        "vocab": 1024,
-        "hidden": 128,
-        "ffn": 512,
-        "layers": layers,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "attention_bias": 0,
-        "mlp_bias": 0,
-        "rms_eps": 1e-5,
-        "dtype": 1,
-        "kv_block": 128,
-        "page": 16,
-        "row_block": row_block,
-        "tokens": tokens,
-        "logit_rows": 4,
-        "max_seqs": 4,
-        "max_context": 256,
-        "items": slots,
-        "attention_slots": slots,
-        "partials": 0,
-        "bias_entries": 1,
-    }
-    return Dims(**(base | changes))  # type: ignore[arg-type]
+    sizes = {"vocab": 1024, "hidden": 128, "ffn": 512, "head_dim": 32, "logit_rows": 4, "max_seqs": 4}
+    sizes |= {"dtype": int(Dtype.BF16), "max_context": 256, "items": slots, "attention_slots": slots, "partials": 0}
+    return handmade.small_dims(**sizes | {"layers": layers, "tokens": tokens, "row_block": row_block} | changes)
 
 
-def record(name: str, operands: Sequence[int] = (), waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Words:
-    """One record; waits and signals are words."""
-    return rec.encode(BY_NAME[name].opcode, operands, waits, signals).tolist()
+def record(
+    name: str, operands: Sequence[int] = (), waits: Sequence[int] = (), signals: Sequence[int] = (), tp: int = 1
+) -> Records:
+    """One record of a Llama's phase for so many ranks; waits and signals are words."""
+    phase = handmade.llama(dims(tp=tp)).by_name[name]
+    return program_parts.record(phase, *operands, waits=waits, signals=signals)
 
 
 def program(
     d: Dims,
-    prologue: Sequence[Sequence[Words]],
-    body: Sequence[Sequence[Words]],
-    epilogue: Sequence[Sequence[Words]],
+    prologue: Sequence[Sequence[Records]],
+    body: Sequence[Sequence[Records]],
+    epilogue: Sequence[Sequence[Records]],
     *,
     counters: int,
     ranks: int = 1,
 ) -> Program:
     """Streams are given per (rank, worker). Totals are left at zero: no view reads them."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
-    workers = len(body) // ranks
-    return Program(
-        dims=d,
-        machine="host",
-        ranks=ranks,
-        workers=workers,
-        counters=counters,
-        prologue=segment(*prologue),
-        body=segment(*body),
-        epilogue=segment(*epilogue),
-        totals_first=zeros,
-        totals_middle=zeros,
-        totals_last=zeros,
-    )
+    segments = [program_parts.segment(*streams) for streams in (prologue, body, epilogue)]
+    return Program(d, handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3)
 
 
 def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4) -> Program:
-    """A whole step in miniature: every instruction but join, dealt to workers in turn."""
-    rows, cols = 32, 32
-    d = dims(layers, tokens=rows * row_blocks, slots=row_blocks * 2)
-    groups = 2
-    # Counters of a block, each a row of members per row block.
-    x, h, grid, att, x2, h2, act, y, logits = (base * row_blocks * groups for base in range(9))
-    word, n = rec.counter_word, row_blocks
-    prologue = [record("embed", (b * rows, rows), (), [word(x + b)]) for b in range(n)]
-    body: list[Words] = []
-    for b in range(n):
-        body.append(record("attn_norm", (b * rows, rows), [word(x + b)], [word(h + b)]))
-    for b in range(n):
-        for t in range(tiles):
-            into = word(grid + b * groups + t * groups // tiles)
-            body.append(record("qkv_rope", (b * rows, rows, t * cols, cols), [word(h + b)], [into]))
-    for slot in range(n * 2):
-        indexed = [word(grid, indexed=True)], [word(att, indexed=True)]
-        body.append(record("attention", (slot, 1, groups), *indexed))
-    for name, source, sink, k in (
-        ("o_proj", att, x2, tiles),
-        ("mlp_norm", x2, h2, 0),
-        ("gate_up_silu", h2, act, 2 * tiles),
-        ("down_proj", act, x, tiles),
-    ):
-        for b in range(n):
-            signal = [word(sink + b, next_layer=name == "down_proj")]
-            if not k:
-                body.append(record(name, (b * rows, rows), [word(source + b)], signal))
-            for t in range(k):
-                body.append(record(name, (b * rows, rows, t * cols, cols), [word(source + b)], signal))
-    epilogue = [record("final_norm", (0, 4), [word(x, indexed=True)], [word(y)])]
-    epilogue += [record("lm_head", (0, 4, t * 128, 128), [word(y)], [word(logits)]) for t in range(8)]
-    epilogue += [record("sample", (i, 1), [word(logits)], []) for i in range(4)]
-
-    def deal(items: list[Words]) -> list[list[Words]]:
-        return [items[w::workers] for w in range(workers)]
-
-    return program(d, deal(prologue), deal(body), deal(epilogue), counters=logits + row_blocks * groups)
+    """A whole step in miniature, of `tiles` tiles for each row block of a projection into the residual."""
+    sizes = {"vocab": 256, "ffn": 256, "heads": 2, "kv_heads": 1, "items": 8 * row_blocks}
+    d = dims(layers, tokens=32 * row_blocks, slots=2 * row_blocks, **sizes)
+    return handmade.handmade(d, workers, tile=-(-d.hidden // tiles))
 
 
 MICROSECONDS = {
-    "embed": 3,
-    "attn_norm": 4,
-    "qkv_rope": 22,
-    "attention": 45,
-    "o_proj": 18,
-    "mlp_norm": 4,
-    "gate_up_silu": 30,
-    "down_proj": 34,
-    "final_norm": 5,
-    "lm_head": 60,
-    "sample": 8,
+    Operation.GATHER: 3,
+    Operation.ROPE: 3,
+    Operation.NORM: 8,
+    Operation.MATMUL: 26,
+    Operation.ATTENTION: 45,
+    Operation.SAMPLE: 8,
+    Operation.JOIN: 1,
 }
-
-
 SIGNAL_NS, DISPATCH_NS = 300, 200
 
 
 def run(p: Program, seed: int = 0, stall: tuple[int, int] | None = None) -> Trace:
-    """Execute `p` (made by `llama`) in virtual time: nanosecond ticks, a prefetch LOAD in front of each matmul.
+    """Execute `p` in virtual time: nanosecond ticks, a prefetch LOAD in front of each matmul. A record waits for all
+    that its attention items wait for.
 
     `stall` = (body record, layer) of an instruction that takes 5 ms longer. Durations do not depend on it.
     """
     rng = np.random.default_rng(seed)
-    arrived: dict[int, list[int]] = defaultdict(list)
-    streams = [
-        [
-            (name, block, first + i, words, layer)
-            for name, block, layer, seg in _runs(p)
-            for first, words_of in [(int(seg.offsets[w]), seg.stream(w))]
-            for i, words in enumerate(words_of.tolist())
-        ]
-        for w in range(p.workers)
-    ]
-    expected: dict[int, int] = defaultdict(int)
-    for stream in streams:
-        for _, block, _, words, _ in stream:
-            for counter in _counters(p, words, block, wait=False):
-                expected[counter] += 1
+    left = p.totals().reshape(-1).astype(np.int64)
+    arrived = np.zeros(len(left), np.int64)  # the last arrival so far
+    streams: list[list[tuple[tuple[int, int], set[int], list[tuple[int, int]]]]] = [[] for _ in range(p.workers)]
+    for (key, stream), tasks in groupby(ordered(p, step_of(p)), key=lambda task: (task.key, task.stream)):
+        every = list(tasks)
+        waits, adds = {c for task in every for c in task.waits}, [add for task in every for add in task.adds]
+        streams[stream].append((key, waits, adds))
     clock, heads, rows = [0] * p.workers, [0] * p.workers, []
     while any(h < len(s) for h, s in zip(heads, streams, strict=True)):
         for w, stream in enumerate(streams):
-            if heads[w] == len(stream):
+            if heads[w] == len(stream) or any(left[c] for c in stream[heads[w]][1]):
                 continue
-            _, block, index, words, layer = stream[heads[w]]
-            waits = _counters(p, words, block, wait=True)
-            if any(len(arrived[c]) < expected[c] for c in waits):
-                continue
+            (layer, number), waits, adds = stream[heads[w]]
             heads[w] += 1
-            ready = max((t for c in waits for t in arrived[c]), default=0) + SIGNAL_NS
-            name = BY_OPCODE[words[0] & 0xFF].name
+            segment = 0 if layer == PROLOGUE else 2 if layer == EPILOGUE else 1
+            phase = p.forward.by_number[int(p.numbered(segment)[0][number, 0])]
+            ready = max((int(arrived[c]) for c in waits), default=0) + SIGNAL_NS
             start = max(clock[w] + DISPATCH_NS, ready if waits else 0)
+            common = (number, 1, w, layer, 0, Role.WORKER)
             if ready > clock[w] and waits:
-                rows.append((clock[w], start, index, 1, w, layer, 0, Role.WORKER, IntervalKind.COUNTER_WAIT, 0))
-            if BY_OPCODE[words[0] & 0xFF].family.name == "MATMUL":
-                load = (clock[w], min(clock[w] + 2500, start), index, 1, w, layer, 0, Role.WORKER, IntervalKind.LOAD, 0)
-                rows.append(load)
-            end = start + int(MICROSECONDS[name] * 1000 * rng.uniform(0.75, 1.35))
-            end += 5_000_000 if stall == (index, layer) else 0
-            rows.append((start, end, index, 1, w, layer, 0, Role.WORKER, IntervalKind.COMPUTE, 0))
+                rows.append((clock[w], start, *common, IntervalKind.COUNTER_WAIT, 0))
+            if phase.is_matmul:
+                rows.append((clock[w], min(clock[w] + 2500, start), *common, IntervalKind.LOAD, 0))
+            end = start + int(MICROSECONDS[phase.operation] * 1000 * rng.uniform(0.75, 1.35))
+            end += 5_000_000 if stall == (number, layer) else 0
+            rows.append((start, end, *common, IntervalKind.COMPUTE, 0))
             clock[w] = end
-            for counter in _counters(p, words, block, wait=False):
-                arrived[counter].append(end)
+            for counter, count in adds:
+                left[counter] -= count
+                arrived[counter] = max(arrived[counter], end)
     return trace(p, rows)
 
 
@@ -189,26 +113,11 @@ def stalled() -> tuple[Program, Trace, tuple[int, int]]:
     return p, run(p, stall=where), where
 
 
-def _runs(p: Program) -> list[tuple[str, int, int, Segment]]:
-    body = [("body", layer, layer, p.body) for layer in range(p.dims.layers)]
-    return [("prologue", 0, PROLOGUE, p.prologue), *body, ("epilogue", p.dims.layers, EPILOGUE, p.epilogue)]
-
-
-def _counters(p: Program, words: Words, block: int, *, wait: bool) -> list[int]:
-    """Counters of a record, with `llama`'s attention items: slot s works on row block s // 2 and KV group s % 2."""
-    start, count = (rec.WAIT_WORD, rec.WAITS) if wait else (rec.SIGNAL_WORD, rec.SIGNALS)
-    found = []
-    for word in (w for w in words[start : start + count] if w):
-        counter = (word & rec.COUNTER_MASK) - 1
-        base = (block + (1 if word & rec.NEXT else 0)) * p.counters + counter
-        if not word & rec.INDEXED:
-            found.append(base)
-        elif words[0] & 0xFF == BY_NAME["attention"].opcode:
-            slot = words[rec.OPERAND_WORD]
-            found.append(base + (slot if wait else slot // 2))
-        else:
-            found += [base + b for b in range(p.dims.row_blocks)]
-    return found
+def renumbered(p: Program, t: Trace) -> tuple[Program, Trace]:
+    """The same with another phase in front, so that every phase has another number."""
+    first = replace(p.forward.prologue[0], name="more", number=0)
+    other = with_phases(p, [[first, *p.forward.prologue], list(p.forward.body), list(p.forward.epilogue)])
+    return other, replace(t, header=replace(t.header, program=other.hash))
 
 
 def trace(p: Program, rows: Sequence[tuple[int, ...]], *, dropped: int = 0, tick_s: float = 1e-9) -> Trace:
@@ -244,6 +153,7 @@ def node(
     """
     d = dims(layers, 8192, 128, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256, tp=ranks)
     rng = np.random.default_rng(seed)
+    forward = handmade.llama(d)
     count = sum(n for _, n, _, _ in PHASES)
     body = np.zeros((ranks, workers, count, rec.WORDS), dtype=np.int32)
     lane = np.arange(ranks * workers).reshape(ranks, workers)
@@ -257,16 +167,17 @@ def node(
             before = (phase - 1) % len(PHASES)
             ahead = phase == len(PHASES) - 1
             done[phase] = 0
-            matmul = BY_NAME[name].family.name == "MATMUL"
+            kind = forward.by_name[name]
+            matmul = kind.is_matmul
             for k in range(n):
                 wanted = ((k + 1) * _GROUPS - 1) // n
                 groups = range(k * _GROUPS // n, wanted + 1)
                 here = body[:, :, place]
-                here[..., 0] = BY_NAME[name].opcode
+                here[..., 0] = kind.number
                 tile = (lane % 64 * 128, 128, (lane // 64 * n + k) % 16 * 256, 256)
-                if name == "attention":
+                if kind.operation is Operation.ATTENTION:
                     tile = (lane % workers * n + k, 1, 1, 0)
-                for word, value in enumerate(tile[: len(BY_NAME[name].operands)]):
+                for word, value in enumerate(tile[: len(kind.operands)]):
                     here[..., rec.OPERAND_WORD + word] = value
                 here[..., rec.WAIT_WORD] = rec.counter_word(before * _GROUPS + wanted)
                 for rank in range(ranks):
@@ -310,19 +221,8 @@ def _node_trace(
     empty = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(lanes + 1, np.int32))
     offsets = (np.arange(lanes + 1) * count).astype(np.int32)
     zeros = np.zeros((ranks, len(PHASES) * _GROUPS), dtype=np.int32)
-    p = Program(
-        dims=d,
-        machine="h100",
-        ranks=ranks,
-        workers=workers,
-        counters=zeros.shape[1],
-        prologue=empty,
-        body=Segment(body.reshape(-1, rec.WORDS), offsets),
-        epilogue=empty,
-        totals_first=zeros,
-        totals_middle=zeros,
-        totals_last=zeros,
-    )
+    segments = empty, Segment(body.reshape(-1, rec.WORDS), offsets), empty
+    p = Program(d, handmade.llama(d), "h100", ranks, workers, zeros.shape[1], *segments, *[zeros] * 3)
     intervals = np.zeros((len(parts), lanes), dtype=DTYPE)
     for row, (role, kind, place, layer, begin, end) in zip(intervals, parts, strict=True):
         row["role"], row["kind"], row["layer"], row["launch"] = role, kind, layer, 1

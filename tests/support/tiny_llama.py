@@ -1,4 +1,4 @@
-"""Small random Llamas, as a transformers model and as a Checkpoint of the same weights.
+"""Small random models of any family, as a transformers model and as a Checkpoint of the same weights.
 
 Initialised so strongly that a mistake shows: attention is sharp, norms and biases are far from their neutral values,
 every layer moves the residual by its own size.
@@ -6,32 +6,25 @@ every layer moves the residual by its own size.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
-from transformers import LlamaConfig as HfConfig
-from transformers import LlamaForCausalLM
+from transformers import PretrainedConfig, PreTrainedModel
 
-from megakernel.isa import Buffer, Dtype, from_f32
-from megakernel.model.config import LlamaConfig, Rope, RopeKind
+from megakernel.isa import Buffer, Dtype
+from megakernel.model.config import ModelConfig, Rope, RopeKind
+from megakernel.model.families import FAMILIES
+from megakernel.model.files import FileCheckpoint
+from megakernel.model.hf_config import parse_hf_config
+from megakernel.model.safetensors_checkpoint import safetensors_naming
 
-SHAPE = {
-    "vocab": 101,
-    "hidden": 48,
-    "ffn": 72,
-    "layers": 2,
-    "heads": 6,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "max_context": 512,
-    "rms_eps": 1e-5,
-    "tied": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope": Rope(),
-}
+SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
+SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 ROPES = {
     "default": Rope(theta=10000.0),
     "linear": Rope(theta=10000.0, kind=RopeKind.LINEAR, factor=4.0),
@@ -39,72 +32,49 @@ ROPES = {
 }
 
 
-class TinyCheckpoint:
-    """Checkpoint over the state dict of a transformers Llama."""
+class _StateDict:
+    """A TensorFile over the weights of a transformers model."""
 
-    dtype = Dtype.F32
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._tensors = {k: v.detach().numpy().astype(np.float32) for k, v in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            del self._tensors["lm_head.weight"]
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def __init__(self, model: LlamaForCausalLM, config: LlamaConfig) -> None:
-        self.name = "tiny"
-        self.config = config
-        self._state = {k: v.detach().numpy().astype(np.float32) for k, v in model.state_dict().items()}
+    def where(self, name: str) -> Path:
+        return Path("state_dict")
+
+    def is_f32(self, name: str) -> bool:
+        return True
+
+    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
+        tensor = self._tensors[name][start:end]
+        return tensor.reshape(len(tensor), -1)
+
+
+class TinyCheckpoint(FileCheckpoint):
+    """Checkpoint over the state dict of a transformers model, with its own RoPE frequencies."""
+
+    def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
+        super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        c = self.config
-        s = self._state
-        at = f"model.layers.{layer}."
-
-        def bias(name: str, size: int) -> NDArray[np.float32]:
-            return s.get(at + name, np.zeros(size, np.float32))
-
-        match buffer:
-            case Buffer.EMBED:
-                return from_f32(s["model.embed_tokens.weight"], dtype)
-            case Buffer.INV_FREQ:
-                return self._inv_freq
-            case Buffer.ATTN_NORM:
-                return s[at + "input_layernorm.weight"]
-            case Buffer.W_QKV:
-                q, k, v = (s[f"{at}self_attn.{n}_proj.weight"] for n in "qkv")
-                return from_f32(np.concatenate([self._interleave(q), self._interleave(k), v]), dtype)
-            case Buffer.B_QKV:
-                q = bias("self_attn.q_proj.bias", c.heads * c.head_dim)
-                k, v = (bias(f"self_attn.{n}_proj.bias", c.kv_heads * c.head_dim) for n in "kv")
-                return np.concatenate([self._interleave(q), self._interleave(k), v])
-            case Buffer.W_O:
-                return from_f32(s[at + "self_attn.o_proj.weight"], dtype)
-            case Buffer.B_O:
-                return bias("self_attn.o_proj.bias", c.hidden)
-            case Buffer.MLP_NORM:
-                return s[at + "post_attention_layernorm.weight"]
-            case Buffer.W_GATE_UP:
-                return from_f32(np.stack([s[f"{at}mlp.{n}_proj.weight"] for n in ("gate", "up")]), dtype)
-            case Buffer.B_GATE_UP:
-                return np.stack([bias(f"mlp.{n}_proj.bias", c.ffn) for n in ("gate", "up")])
-            case Buffer.W_DOWN:
-                return from_f32(s[at + "mlp.down_proj.weight"], dtype)
-            case Buffer.B_DOWN:
-                return bias("mlp.down_proj.bias", c.hidden)
-            case Buffer.FINAL_NORM:
-                return s["model.norm.weight"]
-            case Buffer.LM_HEAD:
-                return from_f32(s["model.embed_tokens.weight" if c.tied else "lm_head.weight"], dtype)
-        raise AssertionError(f"{buffer.name} is no weight")
-
-    def _interleave(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Put row i + head_dim/2 of each head next to row i."""
-        d = self.config.head_dim
-        return rows.reshape(-1, 2, d // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        return self._inv_freq if buffer is Buffer.INV_FREQ else super().load(buffer, layer, dtype)
 
 
-def make_llama(seed: int, **shape: Any) -> tuple[LlamaForCausalLM, TinyCheckpoint]:
-    """A float32 model with keys of SHAPE overridden by `shape`, and its Checkpoint."""
+def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
+    """A float32 model with SHAPE overridden by `shape`, and its Checkpoint of the shape that its config.json declares.
+
+    `shape` may also have the family's own keys of config.json, such as attention_bias.
+    """
+    own = {key: shape.pop(key) for key in FAMILIES[family].keys & set(shape)}
     unknown = set(shape) - set(SHAPE)
     if unknown:
         raise TypeError(f"unknown shape keys {unknown}")
-    config = LlamaConfig(**{**SHAPE, **shape})
-    hf = LlamaForCausalLM(_hf_config(config)).eval().to(torch.float32)
+    architecture = getattr(transformers, FAMILIES[family].architecture)
+    hf = architecture(_hf_config(architecture.config_class, SHAPE | shape, own)).eval().to(torch.float32)
+    config = parse_hf_config(json.loads(hf.config.to_json_string(use_diff=False)), "tiny")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in hf.named_parameters():
@@ -122,45 +92,41 @@ def make_llama(seed: int, **shape: Any) -> tuple[LlamaForCausalLM, TinyCheckpoin
     return hf, TinyCheckpoint(hf, config)
 
 
-def _hf_config(c: LlamaConfig) -> HfConfig:
-    rope: dict[str, Any] = {"rope_type": c.rope.kind.value, "rope_theta": c.rope.theta}
-    if c.rope.kind is not RopeKind.DEFAULT:
-        rope["factor"] = c.rope.factor
-    if c.rope.kind is RopeKind.LLAMA3:
-        rope["low_freq_factor"] = c.rope.low_freq_factor
-        rope["high_freq_factor"] = c.rope.high_freq_factor
-        rope["original_max_position_embeddings"] = c.rope.original_context
-    # transformers 5 reads rope_parameters, 4 reads rope_theta and rope_scaling.
-    return HfConfig(
-        vocab_size=c.vocab,
-        hidden_size=c.hidden,
-        intermediate_size=c.ffn,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.max_context,
-        rms_norm_eps=c.rms_eps,
-        tie_word_embeddings=c.tied,
-        attention_bias=c.attention_bias,
-        mlp_bias=c.mlp_bias,
-        attn_implementation="eager",
-        **_rope_arguments(c, rope),
-    )
+def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[str, Any]) -> PretrainedConfig:
+    names = {"vocab": "vocab_size", "hidden": "hidden_size", "ffn": "intermediate_size", "layers": "num_hidden_layers"}
+    names |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    names |= {"max_context": "max_position_embeddings", "rms_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+    fields = {name: shape[key] for key, name in names.items()} | {"bos_token_id": None, "eos_token_id": None} | own
+    return kind(**fields, attn_implementation="eager", **_rope_arguments(shape["rope"], kind))
 
 
-def _rope_arguments(c: LlamaConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    if hasattr(HfConfig(), "rope_parameters"):
-        return {"rope_parameters": rope}
-    scaling = None if c.rope.kind is RopeKind.DEFAULT else {k: v for k, v in rope.items() if k != "rope_theta"}
-    return {"rope_theta": c.rope.theta, "rope_scaling": scaling}
+def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
+    """transformers 5 reads rope_parameters, 4 reads rope_theta and rope_scaling."""
+    scaling: dict[str, Any] = {"rope_type": rope.kind.value}
+    if rope.kind is not RopeKind.DEFAULT:
+        scaling["factor"] = rope.factor
+    if rope.kind is RopeKind.LLAMA3:
+        scaling["low_freq_factor"] = rope.low_freq_factor
+        scaling["high_freq_factor"] = rope.high_freq_factor
+        scaling["original_max_position_embeddings"] = rope.original_context
+    if hasattr(kind(), "rope_parameters"):
+        return {"rope_parameters": scaling | {"rope_theta": rope.theta}}
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind is RopeKind.DEFAULT else scaling}
 
 
-def hf_logits(hf: LlamaForCausalLM, tokens: list[int]) -> NDArray[np.float32]:
+def hf_logits(hf: PreTrainedModel, tokens: list[int]) -> NDArray[np.float32]:
     """Logits of all positions of one prompt, [len(tokens), vocab]."""
     with torch.no_grad():
-        logits: NDArray[np.float32] = hf(torch.tensor([tokens])).logits[0].numpy()
+        logits: NDArray[np.float32] = hf(torch.tensor([tokens])).logits[0].float().numpy()
     return logits
+
+
+def rounded(model: PreTrainedModel, checkpoint: TinyCheckpoint) -> TinyCheckpoint:
+    """The checkpoint of the model once it is rounded to bfloat16, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return TinyCheckpoint(model, checkpoint.config)
 
 
 def error(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:

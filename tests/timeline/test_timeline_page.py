@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,29 +39,37 @@ def stalled() -> tuple[Program, Trace]:
 def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages: a stalled step, a node with roles, and the node beside a slower one."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("stalled", "node", "pair")}
-    write_html(*stalled, made["stalled"])
+    made = {name: folder / f"{name}.html" for name in ("page", "node", "pair")}
+    write_html(*stalled, made["page"])
     write_html(*synthetic.node(2, 3, clock_error_s=2e-6), made["node"])
-    write_html(*synthetic.node(2, 3), made["pair"], synthetic.node(2, 3, slow=2.0))
+    write_html(*synthetic.node(2, 3), made["pair"], synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
     return made
 
 
-@pytest.fixture
-def page(driver: Browser, files: dict[str, Path]) -> Browser:
-    driver.open(files["stalled"], "window.timeline")
-    return driver
+def _opened(name: str) -> Any:
+    @pytest.fixture(name=name)
+    def fixture(driver: Browser, files: dict[str, Path]) -> Browser:
+        driver.open(files[name], "window.timeline")
+        return driver
+
+    return fixture
 
 
-@pytest.fixture
-def node(driver: Browser, files: dict[str, Path]) -> Browser:
-    driver.open(files["node"], "window.timeline")
-    return driver
+page, node, pair = map(_opened, ("page", "node", "pair"))
 
 
-@pytest.fixture
-def pair(driver: Browser, files: dict[str, Path]) -> Browser:
-    driver.open(files["pair"], "window.timeline")
-    return driver
+def _text(page: Browser, element: str) -> str:
+    return str(page.run("return document.getElementById(arguments[0]).innerText", element))
+
+
+def _range(page: Browser) -> tuple[float, float]:
+    begin, end = page.run("return timeline.visibleRange()")
+    return begin, end
+
+
+def _describe(page: Browser, interval: int | None = None) -> Any:
+    """Of an interval, or of the one that is selected."""
+    return page.run("return timeline.describe(arguments[0] ?? timeline.selected())", interval)
 
 
 def _complaints(page: Browser) -> list[str]:
@@ -77,10 +86,9 @@ def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]
     assert "embed" in {names[n] for n in cause if n >= 0}
     shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
     for i, d in enumerate(shown):
-        assert d["name"] == r.instruction(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
-        assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9) and d["duration_s"] * 1e9 == pytest.approx(
-            r.end[i] - r.begin[i]
-        )
+        assert d["name"] == r.phase(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
+        assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9)
+        assert d["duration_s"] == pytest.approx((r.end[i] - r.begin[i]) * 1e-9)
         assert d["operands"] == r.operands(i) and d["cause"] == (names[cause[i]] if cause[i] >= 0 else "")
     worst = max(shown, key=lambda d: d["duration_s"] if d["kind"] == "compute" else 0)
     assert worst["duration_s"] > 5e-3 and worst["layer"] == "layer 1"
@@ -89,39 +97,37 @@ def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]
 
 def test_wheel_zooms_at_the_pointer_and_keys_move(page: Browser) -> None:
     page.keys("f")
-    begin, end = page.run("return timeline.visibleRange()")
+    begin, end = _range(page)
     page.wheel(500, 300, -400)
-    after = page.run("return timeline.visibleRange()")
+    after = _range(page)
     assert begin < after[0] < after[1] < end
     page.keys("d")
-    moved = page.run("return timeline.visibleRange()")
+    moved = _range(page)
     assert moved[0] > after[0] and moved[1] - moved[0] == pytest.approx(after[1] - after[0])
     page.drag((700, 400), (800, 400))
-    dragged = page.run("return timeline.visibleRange()")
+    dragged = _range(page)
     assert dragged[0] < moved[0]
     page.keys("s")
-    assert np.ptp(page.run("return timeline.visibleRange()")) > np.ptp(dragged)
+    assert np.ptp(_range(page)) > np.ptp(dragged)
     page.keys("0")
-    assert page.run("return timeline.visibleRange()") == pytest.approx([begin, end])
+    assert _range(page) == pytest.approx((begin, end))
 
 
-def _a_wait(page: Browser) -> int:
-    return int(
-        page.run(
-            "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
-            " if (d.kind === 'counter wait' && d.duration_s > 1e-3 && d.releaser >= 0) return i; }"
-        )
+def _a_wait(page: Browser) -> tuple[int, dict[str, float]]:
+    """A long wait, and where all of it is shown."""
+    page.keys("f")
+    wait = page.run(
+        "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
+        " if (d.kind === 'counter wait' && d.duration_s > 1e-3 && d.releaser >= 0) return i; }"
     )
+    return wait, page.run("return timeline.locate(arguments[0])", wait)
 
 
 def test_a_click_selects_and_explains_a_wait(page: Browser) -> None:
-    page.keys("f")
-    wait = _a_wait(page)
-    at = page.run("return timeline.locate(arguments[0])", wait)
+    wait, at = _a_wait(page)
     page.click(at["x"], at["y"])
     assert page.run("return timeline.selected()") == wait
-    described = page.run("return timeline.describe(arguments[0])", wait)
-    text = page.run("return document.getElementById('details').innerText")
+    described, text = _describe(page), _text(page, "details")
     assert described["name"] in text and described["cause"] in text and "released by" in text
     for operand, value in described["operands"].items():
         assert f"{operand}\t{value}" in text
@@ -131,9 +137,8 @@ def test_a_click_selects_and_explains_a_wait(page: Browser) -> None:
 
 
 def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
-    page.keys("f")
+    _, wait = _a_wait(page)
     page.run("timeline.select(-1); timeline.frameMs()")
-    wait = page.run("return timeline.locate(arguments[0])", _a_wait(page))
     colours = (
         "const c = document.getElementById('canvas'), r = c.getBoundingClientRect(), seen = {};"
         "const d = c.getContext('2d').getImageData(arguments[0] - r.left - 20, arguments[1] - r.top - 30, 40, 8).data;"
@@ -154,18 +159,17 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
     assert count == [24, 6, 2, 0]
     page.keys("/lm_head")
-    assert page.run("return document.getElementById('matches').textContent") == "8"
-    page.keys(ENTER)  # Enter
-    assert page.run("return timeline.describe(timeline.selected()).name") == "lm_head"
-    page.keys(ESCAPE)  # Escape
+    assert _text(page, "matches") == "8"
+    page.keys(ENTER)
+    assert _describe(page)["name"] == "lm_head"
+    page.keys(ESCAPE)
     assert page.run("return timeline.selected()") == -1
 
 
 def test_hover_help_and_theme(page: Browser) -> None:
-    page.keys("f")
-    at = page.run("return timeline.locate(arguments[0])", _a_wait(page))
+    _, at = _a_wait(page)
     page.move(at["x"], at["y"])
-    assert "waits for" in page.run("return document.getElementById('tooltip').innerText")
+    assert "waits for" in _text(page, "tooltip")
     page.keys("?")
     assert page.run("return document.getElementById('guide').open")
     page.keys(ESCAPE)
@@ -192,25 +196,21 @@ def test_search_finds_what_touches_a_tile(page: Browser) -> None:
 
 
 def test_measuring_snaps_to_edges_and_says_what_happened(page: Browser) -> None:
-    page.keys("f")
-    wait = _a_wait(page)
-    described = page.run("return timeline.describe(arguments[0])", wait)
-    at = page.run("return timeline.locate(arguments[0])", wait)
+    wait, at = _a_wait(page)
+    described = _describe(page, wait)
     left, right = at["x"] - at["width"] / 2, at["x"] + at["width"] / 2
     page.drag((left + 3, at["y"]), (right - 3, at["y"]), shift=True)
     begin, end = page.run("return timeline.measured()")
     assert begin == pytest.approx(described["begin_s"]) and end - begin == pytest.approx(described["duration_s"])
-    shown = page.run("return document.getElementById('measured').innerText")
-    assert "waiting" in shown and "matrix" in shown
+    assert "waiting" in _text(page, "measured") and "matrix" in _text(page, "measured")
     page.keys(ESCAPE)
     assert page.run("return timeline.measured()") is None
     page.move(left + 3, at["y"])
     page.keys("m")
     page.move(at["x"], at["y"])
     page.keys("m")
-    assert page.run("return timeline.measured()")[0] == pytest.approx(described["begin_s"])
-    middle = (described["begin_s"] + end) / 2
-    assert page.run("return timeline.measured()")[1] == pytest.approx(middle, rel=0.01)
+    begin, middle = page.run("return timeline.measured()")
+    assert begin == pytest.approx(described["begin_s"]) and middle == pytest.approx((begin + end) / 2, rel=0.01)
     page.keys(ESCAPE)
 
 
@@ -233,15 +233,12 @@ def test_arrows_and_the_critical_path_are_drawn(page: Browser) -> None:
     page.keys("f")
     page.run("timeline.select(-1)")
     assert _pixels(page, "--accent") == 0
-    page.keys("x")
-    assert page.run("return timeline.arrows()") > 3 and _pixels(page, "--accent") > 100
-    page.keys("x")
-    assert _pixels(page, "--accent") == 0
-    page.keys("c")
-    assert _pixels(page, "--accent") > 500
-    page.keys("c")
-    assert _pixels(page, "--accent") == 0
-    page.run("timeline.select(arguments[0])", _a_wait(page))
+    for key, least in (("x", 100), ("c", 500)):
+        page.keys(key)
+        assert _pixels(page, "--accent") > least and (page.run("return timeline.arrows()") > 3 or key == "c")
+        page.keys(key)
+        assert _pixels(page, "--accent") == 0
+    page.run("timeline.select(arguments[0])", _a_wait(page)[0])
     assert _pixels(page, "--accent") > 50
 
 
@@ -253,7 +250,7 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
     assert [r["type"] for r in node.run("return timeline.rows()")] == ["rank", *["worker"] * 3, "rank"]
     node.run("timeline.toggle('worker 1')")
     assert [r["text"] for r in node.run("return timeline.rows()")][2:7] == [
-        *("worker 1", "loader", "consumer", "storer", "input loader"),
+        *("worker 1", "loader", "consumer", "storer", "input loader")
     ]
     node.run("timeline.select(arguments[0])", node.run("return timeline.intervalCount") - 1)
     assert node.run("return timeline.rows()").pop()["type"] == "worker"  # a selection opens its rank
@@ -268,7 +265,7 @@ def test_columns_hold_the_shares_of_a_ranks_time(node: Browser) -> None:
     """Of a rank's workers: COMPUTE by instruction, and waits where nothing is computed or stored."""
     p, t = synthetic.node(2, 3)
     r = resolve(p, t)
-    names = [r.instruction(i).name for i in range(len(r))]
+    names = [r.phase(i).name for i in range(len(r))]
     start = r.period // 3
     # A long stretch comes from bins, exact but for the two at its ends; a short one from the intervals themselves.
     for length, error in ((r.period // 6, 5e-3), (20_000, 1e-5), (300, 1e-5)):
@@ -297,7 +294,7 @@ def test_curves_are_those_of_the_summary(node: Browser) -> None:
         shown = node.run("return timeline.rate(0, ...arguments)", resource.name, r.period * 0.5e-9, r.period * 1e-9)
         assert shown == pytest.approx(expected / resource.peak, rel=0.02, abs=1e-4)
     node.move(700, 150)
-    assert "per rank" in node.run("return document.getElementById('tooltip').innerText")
+    assert "per rank" in _text(node, "tooltip")
     before = _pixels(node, "--page")
     node.keys("g")
     assert node.run("return timeline.rows()[0].y") < 90 and before != _pixels(node, "--page")
@@ -305,14 +302,14 @@ def test_curves_are_those_of_the_summary(node: Browser) -> None:
 
 
 def test_clocks_of_ranks_have_an_uncertainty(node: Browser) -> None:
-    assert "±2 µs" in node.run("return document.getElementById('headline').innerText")
+    assert "±2 µs" in _text(node, "headline")
     wait = node.run(
         "const rank = (d) => Math.floor(d.lane / 3);"
         "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
         " if (d.releaser >= 0 && rank(d) !== rank(timeline.describe(d.releaser))) return i; }"
     )
     node.run("timeline.select(arguments[0])", wait)
-    assert "± 2 µs" in node.run("return document.getElementById('details').innerText")
+    assert "± 2 µs" in _text(node, "details")
 
 
 def test_two_traces_one_below_the_other(pair: Browser) -> None:
@@ -324,22 +321,20 @@ def test_two_traces_one_below_the_other(pair: Browser) -> None:
         "return Array.from({length: timeline.intervalCount}, (_, i) => [i, timeline.describe(i)])"
         ".filter(([, d]) => d.name === 'gate_up_silu' && d.kind === 'compute' && d.layer === 'layer 1').map(([i]) => i)"
     )
-    some = pair.run(find)
-    mine = some[3]
+    mine = pair.run(find)[3]
     pair.run("timeline.select(arguments[0])", mine)
-    one = pair.run("return timeline.describe(timeline.selected())")
+    one = _describe(pair)
     pair.keys("b")
-    two = pair.run("return timeline.describe(timeline.selected())")
+    two = _describe(pair)
     assert two["operands"] == one["operands"] and two["lane"] == one["lane"] + 6 and two["twin"] == mine
     assert one["begin_s"] < two["begin_s"] and two["duration_s"] > 1.3 * one["duration_s"]
     rate = "return timeline.rate(1, 'matrix', ...arguments)"
     before = pair.run(rate, 0, 1e-3)
     pair.keys("l")  # align there
-    moved = pair.run("return timeline.describe(timeline.selected())")
     by = two["begin_s"] - one["begin_s"]
-    assert moved["begin_s"] == pytest.approx(one["begin_s"])
+    assert _describe(pair)["begin_s"] == pytest.approx(one["begin_s"])
     assert pair.run(rate, -by, 1e-3 - by) == pytest.approx(before)
     pair.keys(ESCAPE)
     pair.keys("l")
-    assert pair.run("return timeline.describe(arguments[0])", one["twin"])["begin_s"] == pytest.approx(two["begin_s"])
+    assert _describe(pair, one["twin"])["begin_s"] == pytest.approx(two["begin_s"])
     assert _complaints(pair) == []

@@ -123,11 +123,11 @@ inline void divide(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// A row of ATTN over some query heads, where the O projection reads it.
+// A row of the output over some query heads, where the O projection reads it.
 template <class T>
 inline void store_output(const Call& call, int row, QueryHeads heads, const T* values) {
   const Dims& d = *call.dims;
-  store_to(call, Buffer::ATTN, d.replicated_o ? residual_ranks(d, row) : own_rank(d),
+  store_to(call, call.phase->output, d.replicated_o ? residual_ranks(d, row) : own_rank(d),
            int64_t{row} * d.o_cols() + d.o_first() + heads.first * d.head_dim, values,
            heads.count() * d.head_dim);
 }
@@ -142,15 +142,16 @@ struct Cache {
   int head, head_end;    // this one of those that follow each other
   int first, end;        // tokens that are read of each head
 
-  int run() const { return d.page; }
-  int64_t key_stride() const { return d.page; }
+  int run() const { return d.kv_page; }
+  int64_t key_stride() const { return d.kv_page; }
   int64_t value_stride() const { return d.head_dim; }
   Strip<T> key(int token) const {
     return strip(token,
-                 [&](int h, int t) { return keys + k_index(d, pages[t / d.page], h, 0) + t % d.page; });
+                 [&](int h, int t) { return keys + k_index(d, pages[t / d.kv_page], h, 0) + t % d.kv_page; });
   }
   Strip<T> value(int token) const {
-    return strip(token, [&](int h, int t) { return values + v_index(d, pages[t / d.page], h, t % d.page); });
+    return strip(token,
+                 [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, t % d.kv_page); });
   }
 
   // Needed soon: the same token of the next block, or else of the next head's first block.
@@ -178,13 +179,13 @@ struct Widened {
   template <class T>
   Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
     const int start = block * d.kv_block;
-    for (int begin = 0; begin < tokens; begin += d.page) {
+    for (int begin = 0; begin < tokens; begin += d.kv_page) {
       const T *k = cache.key(start + begin).now, *v = cache.value(start + begin).now;
-      for (int e = 0; e < d.head_dim; ++e, k += d.page) {
+      for (int e = 0; e < d.head_dim; ++e, k += d.kv_page) {
         float* out = scratch.keys + e * key_stride() + begin;
-        for (int t = 0; t < d.page; t += kLanes) store(out + t, load(k + t));
+        for (int t = 0; t < d.kv_page; t += kLanes) store(out + t, load(k + t));
       }
-      const int rows = tokens - begin < d.page ? tokens - begin : d.page;
+      const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
       for (int t = 0; t < rows; ++t, v += d.head_dim) {
         float* out = scratch.values + (begin + t) * value_stride();
         for (int e = 0; e < d.head_dim; e += kLanes) store(out + e, load(v + e, d.head_dim - e));
@@ -262,7 +263,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   float *block_m = scratch.stats, *block_l = block_m + pairs, *m = block_l + pairs, *l = m + pairs;
 
   for (int i = 0; i < rows; ++i) {
-    const T* q = call.at<T>(Buffer::Q) + int64_t{row + i} * d.q_cols() + heads.first * d.head_dim;
+    const T* q = call.inputs<T>() + int64_t{row + i} * d.q_cols() + heads.first * d.head_dim;
     float* out = scratch.queries + int64_t{i} * group * d.head_dim;
     const int n = group * d.head_dim;
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
@@ -341,7 +342,7 @@ void attention(const Call& call, const Attention&) {
   }
 }
 
-// After the last item of call.item's split: PARTIALS of all its blocks, ascending, to ATTN.
+// After the last item of call.item's split: PARTIALS of all its blocks, ascending, to the output.
 template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;

@@ -72,7 +72,7 @@ inline void sample_row(const Call& call, int i) {
   int32_t token = 0;
   float logprob = 0.0f;
   if (s.logit_rows[i] >= 0) {
-    const float* raw = call.at<float>(Buffer::LOGITS) + int64_t{i} * d.vocab;
+    const float* raw = call.inputs<float>() + int64_t{i} * d.vocab;
     float* z = call.scratch->logits;
     const float top = raw[argmax(raw, d.vocab)];
     const double log_sum = top + log(exponentials(raw, d.vocab, top, z));
@@ -101,8 +101,7 @@ inline void sample_row(const Call& call, int i) {
   store_to(call, Buffer::LOGPROBS_OUT, {0, 1}, i, &logprob, 1);
 }
 
-template <class T>
-void sample(const Call& call, const Sample& op) {
+inline void sample(const Call& call, const Run& op) {
   for (int i = op.row; i < op.row + op.rows && !call.aborted(); ++i) sample_row(call, i);
 }
 

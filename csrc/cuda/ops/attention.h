@@ -57,7 +57,8 @@ class AttentionItem {
 
   // Units from `begin` on, one to a warp.
   MK_FN void run_pass(int begin) {
-    const int tiles = this->tiles(), end = lower(begin + kConsumerWarps, units()), unit = begin + call_.warp;
+    const int tiles = this->tiles(), end = lower_of(begin + kConsumerWarps, units()),
+              unit = begin + call_.warp;
     const int own = unit < end ? unit / tiles : -1;  // KV head of the item
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
@@ -182,13 +183,13 @@ class AttentionItem {
   // Of the tile's last row, which sees most; -1 where it has none.
   MK_FN int32_t last_position(const QueryRows& q) const {
     if (!q.has(0)) return -1;
-    const int last = lower(kQueryTile, q.rows * q.heads - q.begin) - 1;
+    const int last = lower_of(kQueryTile, q.rows * q.heads - q.begin) - 1;
     return s_.positions[q.first_row + q.row(last)];
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {
     if (!q.has(i)) return nullptr;
-    return call_.at<uint16_t>(Buffer::Q) + int64_t{q.first_row + q.row(i)} * d_.q_cols() +
+    return call_.at<uint16_t>(call_.phase().inputs) + int64_t{q.first_row + q.row(i)} * d_.q_cols() +
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
@@ -200,7 +201,7 @@ class AttentionItem {
 
   // Where the O projection reads a query head's output.
   MK_FN uint16_t* output(int rank, int row, int head) const {
-    return call_.copy<uint16_t>(Buffer::ATTN, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
+    return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
   // An item's rows lie in one row block.

@@ -62,7 +62,7 @@ class AttentionTile {
   void values(const unsigned char* values, bool alone) {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
-      for (int e = 64 * kHalf; e < lower(64 * kHalf + 64, head_dim_); ++e) {
+      for (int e = 64 * kHalf; e < lower_of(64 * kHalf + 64, head_dim_); ++e) {
         float o = 0.0f;
         for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * element(values, t, e % 64);
         out_[i][e] = alone ? o : scale_[i].merged(out_[i][e], o);

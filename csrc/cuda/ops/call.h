@@ -1,13 +1,30 @@
 // What the body of an instruction sees, and the eight consumer warps as a team.
 #pragma once
+#include "../../common/record.h"
 #include "../platform.h"
 
 namespace mk {
 
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
+// An instruction of a stream: its record and the record's phase.
+struct Task {
+  int32_t record[kWords];
+  Where where;
+  Phase phase;
+
+  MK_FN bool is(Operation operation) const { return phase.operation == operation; }
+  MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
+};
+
+// Layer whose copy of its weights a phase takes in layer `layer`.
+MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
+  return lower_of(layer + phase.ahead, d.layers - 1);
+}
+
 // Shared memory of the consumer warps of a block. Nothing in it outlives a body.
 struct Scratch {
+  alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
   int32_t last;    // attention: whether this worker merges a split
   int32_t listed;  // sample: logits in the list
@@ -19,27 +36,39 @@ struct Call {
   const Sizes* dims;     // of the rank
   const StepView* step;  // as the rank sees it
   Scratch* shared;
+  const Task* task;
   int32_t block;  // of the grid
-  const Where* where;
-  int32_t warp;  // 0 .. kConsumerWarps - 1
+  int32_t warp;   // 0 .. kConsumerWarps - 1
+
+  MK_FN const Phase& phase() const { return task->phase; }
 
   // A rank's copy of a buffer; its layer's part where it has layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
-    return static_cast<T*>(params->at(rank, buffer, where->layer));
+    return static_cast<T*>(params->at(rank, buffer, task->where.layer));
   }
   template <class T>
   MK_FN T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // Of the layer that is so many ahead, or of the last.
+  // Of weights, or of a bias: null where there is none.
   template <class T>
-  MK_FN T* at(Buffer buffer, int ahead) const {
-    return static_cast<T*>(params->at(dims->rank, buffer, lower(where->layer + ahead, dims->layers - 1)));
+  MK_FN const T* weights(Buffer buffer) const {
+    if (buffer == Buffer::kNone) return nullptr;
+    return static_cast<T*>(params->at(dims->rank, buffer, weight_layer(phase(), *dims, task->where.layer)));
   }
 };
 
-// Lanes of a warp: 32, or 1 on the host. The masked lane's value.
+// Lanes of a warp: 32, or 1 on the host. A lane's value.
+MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
+#if defined(__CUDA_ARCH__)
+  return __shfl_sync(0xFFFFFFFFu, value, lane);
+#else
+  return value;
+#endif
+}
+
+// The masked lane's value.
 template <class T>
 MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 #if defined(__CUDA_ARCH__)

@@ -1,5 +1,6 @@
-// RMS norms of rows of X. All warps share a row, so that one row alone is fast too. A lane holds its part of
-// it, and fetches that of the next row while the sums of this one meet.
+// RMS norms of rows, for all who need them or for the block's own matmul. All warps share a row, so that one
+// row alone is fast too. A lane holds its part of it, and fetches that of the next row while the sums of this
+// one meet.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -17,17 +18,18 @@ struct NormPart {
 template <class P>
 class Norm {
  public:
-  MK_FN Norm(P& p, const Call& call, const float* weight, Buffer out)
+  MK_FN Norm(P& p, const Call& call)
       : call_(call),
-        x_(call.at<float>(Buffer::X)),
-        weight_(weight),
-        out_(out),
-        hidden_(call.dims->hidden),
+        own_(call.phase().norm != Buffer::kNone),
+        x_(call.at<float>(call.phase().inputs)),
+        weight_(call.weights<float>(own_ ? call.phase().norm : call.phase().weights)),
+        width_(call.phase().inner),
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // out[i] = norm of X[source(i)] * weight, at every rank that needs it, for rows i in [row, row + rows).
-  // Where source gives kNone it is zero, where kSkip it is left alone.
+  // output[i] = norm of inputs[source(i)] * weight, at every rank that needs it, for rows i in [row, row +
+  // rows); for a matmul with a norm the block's row i - row. Where source gives kNone it is zero, where kSkip
+  // it is left alone.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -38,15 +40,15 @@ class Norm {
       if (i + 1 < row + rows) next = fetch(source(i + 1));
       if (r >= 0) {
         const float scale =
-            1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(hidden_) + call_.dims->rms_eps);
+            1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(width_) + call_.dims->rms_eps);
         each(held, r, [&](int k, const Eight& v) {
           const Eight w = read_eight(weight_ + k);
           Eight y;
           MK_UNROLL for (int e = 0; e < 8; ++e) y.v[e] = v.v[e] * scale * w.v[e];
-          store(i, k, pack_eight(y));
+          store(i, i - row, k, pack_eight(y));
         });
       } else if (r == kNone) {
-        MK_LOOP for (int k = first_; k < hidden_; k += kStep) store(i, k, Words{});
+        MK_LOOP for (int k = first_; k < width_; k += kStep) store(i, i - row, k, Words{});
       }
     }
   }
@@ -56,9 +58,9 @@ class Norm {
 
   MK_FN NormPart fetch(int r) const {
     NormPart out{};
-    const float* x = x_ + int64_t{r} * hidden_;
+    const float* x = x_ + int64_t{r} * width_;
     MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (r >= 0 && first_ + h * kStep < hidden_) out.part[h] = load_eight(x + first_ + h * kStep);
+      if (r >= 0 && first_ + h * kStep < width_) out.part[h] = load_eight(x + first_ + h * kStep);
     }
     return out;
   }
@@ -67,10 +69,10 @@ class Norm {
   template <class F>
   MK_FN void each(const NormPart& held, int r, F f) const {
     MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (first_ + h * kStep < hidden_) f(first_ + h * kStep, held.part[h]);
+      if (first_ + h * kStep < width_) f(first_ + h * kStep, held.part[h]);
     }
-    const float* x = x_ + int64_t{r} * hidden_;
-    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < hidden_; k += kStep) f(k, load_eight(x + k));
+    const float* x = x_ + int64_t{r} * width_;
+    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep) f(k, load_eight(x + k));
   }
 
   MK_FN float sum_of_squares(const NormPart& held, int r) {
@@ -84,34 +86,38 @@ class Norm {
     return sum;
   }
 
-  MK_FN void store(int i, int k, const Words& words) const {
+  MK_FN void store(int i, int own_row, int k, const Words& words) const {
+    if (own_) {
+      *reinterpret_cast<Words*>(call_.shared->rows + 2 * (own_row * width_ + k)) = words;
+      return;
+    }
     const Ranks ranks = norm_ranks(*call_.dims);
     MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
-      store_words(call_.copy<uint16_t>(out_, rank) + int64_t{i} * hidden_ + k, words);
+      store_words(call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{i} * width_ + k, words);
     }
   }
 
   const Call& call_;
+  const bool own_;
   const float *x_, *weight_;
-  const Buffer out_;
-  const int hidden_, first_;
+  const int width_, first_;
   Team<P> team_;
 };
 
-// Y[i] = norm of X[logit_rows[i]], of rows whose residual this rank keeps; else H[i] = norm of X[i].
+// Of a norm's rows, or of those of a matmul that has a norm.
 template <class P>
-MK_FN void norm(P& p, const Call& call, Opcode opcode, const FinalNorm& op) {
-  const bool last = opcode == Opcode::final_norm;
-  const Buffer weight = last                         ? Buffer::FINAL_NORM
-                        : opcode == Opcode::mlp_norm ? Buffer::MLP_NORM
-                                                     : Buffer::ATTN_NORM;
-  const float* weights = call.at<float>(weight, opcode == Opcode::next_norm);
-  Norm<P>(p, call, weights, last ? Buffer::Y : Buffer::H).rows(op.row, op.rows, [&](int i) {
-    if (!last) return i;
+MK_FN void norm(P& p, const Call& call) {
+  static_assert(__builtin_offsetof(Tile, row) == __builtin_offsetof(Run, row) &&
+                __builtin_offsetof(Tile, rows) == __builtin_offsetof(Run, rows));
+  const Run& op = operands<Run>(call.task->record);
+  const bool logits = call.task->is(Operation::kNorm) && call.phase().rows == Rows::kLogit;
+  Norm<P>(p, call).rows(op.row, op.rows, [&](int i) {
+    if (!logits) return i;
     if (!norms_logit_row(*call.dims, *call.step, i)) return Norm<P>::kSkip;
     const int r = call.step->logit_rows[i];
     return r >= 0 ? r : Norm<P>::kNone;
   });
+  if (!call.task->is(Operation::kNorm)) p.consumer_sync();
 }
 
 }  // namespace mk

@@ -25,12 +25,12 @@ MK_FN CosSin cos_sin(float angle) {
   return {static_cast<float>((quadrant + 1) & 2 ? -c : c), static_cast<float>(quadrant & 2 ? -s : s)};
 }
 
-// ROPE[r] = cos, sin of position(r) * INV_FREQ: a lane per pair.
+// output[r] = cos, sin of position(r) * weights: a lane per pair.
 template <class P>
-MK_FN void rope(P& p, const Call& call, const Rope& op) {
+MK_FN void rope(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;
-  const float* inv_freq = call.at<float>(Buffer::INV_FREQ);
-  float* out = call.at<float>(Buffer::ROPE);
+  const float* inv_freq = call.weights<float>(call.phase().weights);
+  float* out = call.at<float>(call.phase().output);
   for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {
     const float position = static_cast<float>(call.step->positions[r]);
     for (int i = p.lane(); i < d.head_dim / 2; i += P::kLanes) {

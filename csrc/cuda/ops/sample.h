@@ -64,7 +64,7 @@ class Sampler {
     int32_t token = 0;
     float logprob = 0.0f;
     if (s.logit_rows[i] >= 0) {
-      const float* raw = call_.at<float>(Buffer::LOGITS) + int64_t{i} * vocab_;
+      const float* raw = call_.at<float>(call_.phase().inputs) + int64_t{i} * vocab_;
       float log_sum;
       const Peak peak = soft_peak(raw, log_sum);
       token = s.target[i] >= 0 ? s.target[i] : choose(i, raw, peak.id);
@@ -188,7 +188,7 @@ class Sampler {
       const int part = ceil_div(end - begin, kConsumerWarps);
       const int from = begin + call_.warp * part;
       uint64_t sum = 0;
-      MK_UNROLL_4 for (int id = from + p_.lane(); id < lower(from + part, end); id += P::kLanes) {
+      MK_UNROLL_4 for (int id = from + p_.lane(); id < lower_of(from + part, end); id += P::kLanes) {
         const float z = load_float(z_ + id);
         const uint64_t m = measure(z, id, equals);
         sum += !equals || z == bound ? m : 0;
@@ -197,9 +197,9 @@ class Sampler {
       int w = 0;
       MK_LOOP for (; w < kConsumerWarps - 1 && parts[w] <= wanted; ++w) wanted -= parts[w];
       begin += w * part;
-      end = lower(begin + part, end);
+      end = lower_of(begin + part, end);
     }
-    return lower(begin, vocab_ - 1);
+    return lower_of(begin, vocab_ - 1);
   }
 
   // The fewest greatest of what is kept that measure at least `wanted`, which all do: those above `bound`,
@@ -332,7 +332,7 @@ class Sampler {
 };
 
 template <class P>
-MK_FN void sample(P& p, const Call& call, const Sample& op) {
+MK_FN void sample(P& p, const Call& call, const Run& op) {
   Sampler<P> sampler(p, call);
   for (int i = op.row; i < op.row + op.rows; ++i) sampler.row(i);
 }

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, StepTable
+from ...isa import BUFFERS, Buffer, Dims, Operation, Phase, StepTable, accesses
 from ...isa.access import EVERY, Access, Index, Kind, item_columns
-from ...isa.record import Records, opcode
+from ...isa.record import Records, phase_number
 from ...program import SEGMENTS, Program
 
 # A store at another rank, as the native library lists them: `mk::RemoteStore` of csrc/cpu/audit.h. `segment` counts
-# SEGMENTS; `number` is the row in
-# `Program.numbered`.
+# SEGMENTS; `number` is the row in `Program.numbered`.
 STORE = np.dtype(
     [("address", "u8"), ("bytes", "i8"), ("segment", "i4"), ("layer", "i4"), ("number", "i4"), ("rank", "i4")]
 )
@@ -50,12 +49,12 @@ def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Call
     records = [program.numbered(segment)[0] for segment in range(len(SEGMENTS))]
     for address, size, segment, layer, number, rank in stores.tolist():
         record = records[segment][number]
+        phase = program.forward.by_number[int(phase_number(record))]
         target, own = locate(address, size), table.rank(rank)
         for box in _boxes(target, own.dims):
-            if not _declared(record, box, target, own):
-                name = BY_OPCODE[int(opcode(record))].name
+            if not _declared(phase, record, box, target, own):
                 raise MegakernelError(
-                    f"rank {rank}: {name} ({SEGMENTS[segment]} record {number}, layer {layer}) stored"
+                    f"rank {rank}: {phase.name} ({SEGMENTS[segment]} record {number}, layer {layer}) stored"
                     f" rows {box.row}..{box.row_end - 1}, columns {box.col}..{box.col_end - 1} of"
                     f" {target.buffer.name} at rank {target.rank}, which it does not declare"
                 )
@@ -72,11 +71,10 @@ def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
         start += count
 
 
-def _declared(record: Records, box: _Box, target: Target, own: StepTable) -> bool:
-    instruction = BY_OPCODE[int(opcode(record))]
-    columns = instruction.columns(record[None])
+def _declared(phase: Phase, record: Records, box: _Box, target: Target, own: StepTable) -> bool:
+    columns = phase.columns(record[None])
     if target.buffer is Buffer.HISTORY:  # has no regions: it is state that outlives a launch
-        if instruction.name != "sample":
+        if phase.operation is not Operation.SAMPLE:
             return False
         rows = slice(columns["row"][0], columns["row"][0] + columns["rows"][0])
         cells = zip(own.sample_slot[rows].tolist(), own.sample_position[rows].tolist(), strict=True)
@@ -87,7 +85,7 @@ def _declared(record: Records, box: _Box, target: Target, own: StepTable) -> boo
         and _contains(access, box)
         and _at_rank(access, box, target.rank, own.dims)
         and _picked(access, columns, box, own)
-        for access in instruction.accesses(columns, own.dims)
+        for access in accesses(phase, columns, own.dims)
     )
 
 
@@ -99,7 +97,7 @@ def _contains(access: Access, box: _Box) -> bool:
 def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
     """Whether the access is meant for that rank's copy."""
     if access.rank is None:
-        return box.row // dims.row_block % dims.tp == rank
+        return dims.owner(box.row) == rank
     if isinstance(access.rank, int):
         return access.rank in (EVERY, rank)
     return bool(access.rank[0] == rank)
@@ -118,5 +116,5 @@ def _picked(access: Access, columns: dict[str, NDArray[np.int32]], box: _Box, ow
         return False
     if access.index is Index.LOGIT_OWNER:
         row = int(own.logit_rows[box.row])
-        return (row // dims.row_block % dims.tp if row >= 0 else 0) == dims.rank
+        return (dims.owner(row) if row >= 0 else 0) == dims.rank
     return True

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from ...errors import MegakernelError
-from ...isa import DIM_FIELDS, Dims
+from ...isa import DIM_FIELDS, Dims, Dtype
 from ...library import load
 
 _POINTER, _I32, _I64, _DOUBLE, _TEXT = (
@@ -30,11 +30,25 @@ class CDims(ctypes.Structure):
         return cls(*(getattr(dims, name) for name, _ in DIM_FIELDS))
 
 
+class CMatrix(ctypes.Structure):
+    """`mk::Matrix` of csrc/cpu/packing.h."""
+
+    _fields_ = (("matrices", _I64), ("rows", _I64), ("k", _I64), ("storage", _I32))
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], storage: Dtype) -> CMatrix:
+        """A buffer of `shape`: [rows, k], or several of that side by side."""
+        matrices, rows, k = (1, *shape)[-3:]
+        return cls(matrices, rows, k, storage)
+
+
 class CProgram(ctypes.Structure):
     """`mk::ProgramSource` of csrc/cpu/program.h."""
 
     _fields_ = (
         ("dims", ctypes.POINTER(CDims)),
+        ("phases", _POINTER),
+        ("names", ctypes.POINTER(_TEXT)),
         ("ranks", _I32),
         ("workers", _I32),
         ("counters", _I32),
@@ -51,9 +65,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_simd": (_TEXT, [_TEXT]),
     "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
     "mk_destroy": (None, [_POINTER]),
-    "mk_packed_bytes": (_I64, [ctypes.POINTER(CDims), _I32]),
-    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, _POINTER]),
-    "mk_tie": (None, [_POINTER, _I32]),
+    "mk_packed_bytes": (_I64, [ctypes.POINTER(CMatrix)]),
+    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, ctypes.POINTER(CMatrix), _POINTER]),
     "mk_bind": (None, [_POINTER, _I32, _I32, _I32, _POINTER]),
     "mk_bound": (_POINTER, [_POINTER, _I32, _I32, _I32]),
     "mk_load_program": (_POINTER, [ctypes.POINTER(CProgram)]),
@@ -66,7 +79,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_audit": (None, [_POINTER, _POINTER, _I64]),
     "mk_watch": (_I32, [_POINTER, _POINTER, _I64]),
     "mk_stores": (_I64, [_POINTER, _POINTER]),
-    "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _I32]),
+    "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _POINTER, _I32]),
     "mk_fetch_ahead": (None, [_POINTER, _I32]),
     "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),
     "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),

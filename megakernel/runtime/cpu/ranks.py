@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
+from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
+from ...model import families
 from ...model.checkpoint import Checkpoint
 from ...model.shard import shard
 from ...program import SEGMENTS, Program
@@ -54,11 +55,15 @@ class CpuRanks:
         self.dims, self.pages, self.ranks = dims, pages, ranks
         self._lib = native.library()
         self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+        self._model, self._storage = checkpoint.name, checkpoint.storage
+        self._weights = families.weights(checkpoint.config, dims)
+        # An LM head that is the rows of the packed embeddings.
+        self._tied = checkpoint.config.tied and self._stored(Buffer.LM_HEAD) is self._stored(Buffer.EMBED)
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle: its counters, where they are shared
         if not null:
-            self._check_memory(checkpoint)
+            self._check_memory()
         self._engine: int | None = self._lib.mk_create(
             ctypes.byref(native.CDims.of(dims)),
             ranks.start,
@@ -81,28 +86,38 @@ class CpuRanks:
     # -- weights
 
     def _load_weights(self, checkpoint: Checkpoint) -> None:
-        for buffer, spec in BUFFERS.items():
-            if spec.space is not Space.WEIGHT:
-                continue
-            if buffer is Buffer.LM_HEAD and checkpoint.config.tied:
+        for buffer in self._weights:
+            if buffer is Buffer.LM_HEAD and self._tied:
                 for rank in self.ranks:
-                    self._lib.mk_tie(self._engine, rank)
+                    self._tie(rank)
                 continue
             for layer in _layers(buffer, self.dims):
                 whole = self._read(checkpoint, buffer, layer)
                 for rank in self.ranks:
                     self._put(rank, buffer, layer, whole)
 
+    def _tie(self, rank: int) -> None:
+        """The rank's LM head is its rows of its packed embeddings."""
+        d = self._ranks[rank]
+        before = native.CMatrix.of((d.first_vocab, d.hidden), self._stored(Buffer.EMBED))
+        address = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0) + self._packed_bytes(before)
+        self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, address)
+
     def _read(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> NDArray[np.generic]:
         """A whole tensor."""
-        array = checkpoint.load(buffer, layer, Dtype(self.dims.dtype))
-        shape, kind = self._whole(buffer), BUFFERS[buffer].resolve_dtype(self.dims).numpy
+        stored = self._stored(buffer)
+        array = checkpoint.load(buffer, layer, stored)
+        shape, kind = stored.stored(self._whole(buffer)), stored.numpy
         if array.shape != shape or array.dtype != kind:
             raise MegakernelError(
                 f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
                 f"the program needs {shape} {kind}"
             )
         return array
+
+    def _stored(self, buffer: Buffer) -> Dtype:
+        """The type of a buffer's elements in memory."""
+        return self._storage.get(buffer, BUFFERS[buffer].resolve_dtype(self.dims))
 
     def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
         """Store and bind the rank's part of a tensor."""
@@ -111,9 +126,11 @@ class CpuRanks:
             address = self._lib.mk_bound(self._engine, home, buffer, layer)
             self._lib.mk_bind(self._engine, rank, buffer, layer, address)
             return
-        part = np.ascontiguousarray(shard(whole, buffer, self._ranks[rank]))
-        if self._packed_bytes(rank, buffer):
-            if self._lib.mk_pack(self._engine, rank, buffer, layer, part.ctypes.data):
+        stored = self._stored(buffer)
+        part = np.ascontiguousarray(shard(whole, buffer, self._ranks[rank], stored))
+        if BUFFERS[buffer].matrix:
+            matrix = native.CMatrix.of(self._shape(rank, buffer), stored)
+            if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix), part.ctypes.data):
                 raise native.error()
             return
         if layer == 0:
@@ -138,28 +155,35 @@ class CpuRanks:
     def _whole(self, buffer: Buffer) -> tuple[int, ...]:
         return BUFFERS[buffer].shape(replace(self.dims, tp=1), self.pages)
 
-    def _packed_bytes(self, rank: int, buffer: Buffer) -> int:
-        return int(self._lib.mk_packed_bytes(ctypes.byref(native.CDims.of(self._ranks[rank])), buffer))
+    def _packed_bytes(self, matrix: native.CMatrix) -> int:
+        return int(self._lib.mk_packed_bytes(ctypes.byref(matrix)))
 
-    def _check_memory(self, checkpoint: Checkpoint) -> None:
-        need = 0
+    def _bytes(self, rank: int, buffer: Buffer) -> int:
+        """Of all layers."""
+        shape, stored = self._shape(rank, buffer), self._stored(buffer)
+        if BUFFERS[buffer].matrix:
+            layer = self._packed_bytes(native.CMatrix.of(shape, stored))
+        else:
+            layer = int(np.prod(shape, dtype=np.int64)) * stored.itemsize
+        return len(_layers(buffer, self.dims)) * layer
+
+    def _check_memory(self) -> None:
         # Where other processes have the other ranks, all of them are about to take their part of the same memory.
         ranks = range(self.dims.tp) if self._bound else self.ranks
-        for buffer, spec in BUFFERS.items():
-            if buffer is Buffer.LM_HEAD and checkpoint.config.tied:
-                continue
-            for rank in ranks:
-                if self._bound or self._home(rank, buffer) == rank:
-                    plain = (
-                        int(np.prod(self._shape(rank, buffer), dtype=np.int64)) * spec.resolve_dtype(self.dims).itemsize
-                    )
-                    need += len(_layers(buffer, self.dims)) * (self._packed_bytes(rank, buffer) or plain)
+        need = sum(
+            self._bytes(rank, buffer)
+            for buffer, spec in BUFFERS.items()
+            if (spec.space is not Space.WEIGHT or buffer in self._weights)
+            and not (buffer is Buffer.LM_HEAD and self._tied)
+            for rank in ranks
+            if self._bound or self._home(rank, buffer) == rank
+        )
         available = _available_memory()
         if need > available:
             raise MegakernelError(
-                f"{checkpoint.name} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
+                f"{self._model} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
                 f"{need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available: "
-                "use bf16, a smaller model or a shorter context"
+                "use bf16, weights in q8_0, a smaller model or a shorter context"
             )
 
     # -- buffers
@@ -205,6 +229,7 @@ class CpuRanks:
 
         `counters` are each rank's where processes share them: `program.total_counters` of COUNTER_BYTES each, zero.
         """
+        self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # Held until the call returns: the library copies.
         arrays = [
@@ -215,9 +240,14 @@ class CpuRanks:
                 [program.totals_first, program.totals_middle, program.totals_last],
             )
         ]
+        phases = np.stack([program.forward.words(program.rank_dims(rank)) for rank in range(program.ranks)])
+        named = program.forward.by_number
+        names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
         pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
         source = native.CProgram(
             ctypes.pointer(native.CDims.of(program.dims)),
+            phases.ctypes.data,
+            (ctypes.c_char_p * len(names))(*names),
             program.ranks,
             program.workers,
             program.counters,
@@ -230,6 +260,20 @@ class CpuRanks:
             raise MegakernelError(f"the program cannot be executed: {native.error()}")
         self._programs[handle] = counters
         return handle
+
+    def _check_weights(self, forward: Forward) -> None:
+        named = {b for phase in forward for b in (phase.weights, phase.bias, phase.norm) if b is not None}
+        if absent := named.difference(self._weights):
+            names = ", ".join(sorted(buffer.name for buffer in absent))
+            raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
+        for phase in forward:
+            if phase.is_matmul and phase.weights is not None:
+                wanted, stored = phase.storage_type(self.dims), self._stored(phase.weights)
+                if wanted is not stored:
+                    raise MegakernelError(
+                        f"the program reads {phase.weights.name} in {wanted.name.lower()}, {self._model} has it in "
+                        f"{stored.name.lower()}: compile it again"
+                    )
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
         """Begin a launch; the step table's words are copied."""
@@ -244,7 +288,7 @@ class CpuRanks:
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
-            raise native.error()
+            raise MegakernelError(f"the launch made no progress and was stopped: {native.error()}")
         return bool(status == 0)
 
     def abort(self) -> None:
@@ -285,11 +329,17 @@ class CpuRanks:
         self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped))
         return intervals, dropped.value
 
-    def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int) -> None:
+    def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int, forward: Forward) -> None:
         """Run one record's work for rank `dims.rank`, without its waits and signals."""
         record = np.ascontiguousarray(instruction, dtype=np.int32)
+        phases = forward.words(dims)
         self._lib.mk_execute(
-            self._engine, ctypes.byref(native.CDims.of(dims)), words.ctypes.data, record.ctypes.data, layer
+            self._engine,
+            ctypes.byref(native.CDims.of(dims)),
+            phases.ctypes.data,
+            words.ctypes.data,
+            record.ctypes.data,
+            layer,
         )
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:

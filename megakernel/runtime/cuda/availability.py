@@ -48,7 +48,6 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """What the NVIDIA driver of this machine offers."""
     try:
         lib = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
+from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, Units, record
 from ...isa.launch import BODY, EPILOGUE, PROLOGUE
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
@@ -73,7 +73,8 @@ class CudaBackend:
     ) -> None:
         if dims.dtype != dtype:
             raise MegakernelError(f"the cuda backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
-        if (why := refusal(dims)) is not None:
+        why = "its weights are not all in bf16" if checkpoint.storage else refusal(dims)
+        if why is not None:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
@@ -82,8 +83,8 @@ class CudaBackend:
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None  # by its own word
         self._node = Node(dims.tp)
-        self._codes: dict[tuple[bool, bool], bytes] = {}
-        self._kernels: dict[tuple[bool, bool, int], Kernel] = {}
+        self._codes: dict[tuple[bool, Units], bytes] = {}
+        self._kernels: dict[tuple[bool, Units, int], Kernel] = {}
         self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
         self._closed = False
         for gpu in self._node.gpus:
@@ -140,7 +141,6 @@ class CudaBackend:
     # -- launches
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
-        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
         if self.running is not None:
             raise MegakernelError("the launch before has not ended: wait for it or abort it")
         loaded = self._loaded(program)
@@ -150,7 +150,6 @@ class CudaBackend:
         return CudaLaunch(self, loaded, table, trace=trace)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        """Execute one step: `start`, then `wait`."""
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
@@ -180,11 +179,11 @@ class CudaBackend:
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
         """The one for programs of the numerics class of `dims`."""
-        variant = trace, bool(dims.dots)
+        variant = trace, Units(dims.units)
         key = *variant, gpu.ordinal
         if key not in self._kernels:
             if variant not in self._codes:
-                self._codes[variant] = compile.cubin(trace=trace, dots=bool(dims.dots))
+                self._codes[variant] = compile.cubin(trace=trace, units=Units(dims.units))
             self._kernels[key] = Kernel(gpu, self._codes[variant])
         return self._kernels[key]
 
@@ -252,7 +251,6 @@ class CudaBackend:
         return known
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
         slots, length = BUFFERS[Buffer.HISTORY].shape(self.dims, self.pages)
         check_history((slots, length), slot, start, len(tokens))
         for rank in range(self.dims.tp):

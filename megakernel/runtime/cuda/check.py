@@ -1,4 +1,4 @@
-"""Every instruction of a program on the GPU against the reference, kind by kind, from the same poisoned state.
+"""Every instruction of a program on the GPU against the reference, phase by phase, from the same poisoned state.
 
 Before the instructions of a phase run, all at once, the GPU gets all that the reference's buffers hold: NaN wherever
 nothing has been written. So an element that is not written, or written though it should not be, shows, and so does a
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
 from ...isa.launch import BODY
 from ...program import SEGMENTS, Program, Segment
 from ..reference.backend import ReferenceBackend
@@ -31,14 +31,14 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with the instructions of a kind; for wrong values, what the first does that is wrong alone."""
+    """What is wrong with the instructions of a phase; for wrong values, what the first does that is wrong alone."""
 
-    instruction: str
+    phase: str
     layer: int
     what: str
 
     def __str__(self) -> str:
-        return f"{self.instruction} (layer {self.layer}): {self.what}"
+        return f"{self.phase} (layer {self.layer}): {self.what}"
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
@@ -60,9 +60,12 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 def _padding(d: Dims) -> NDArray[np.bool_]:
     """Rows of REDUCE in which no token's partials lie. A GPU stores tiles by boxes of rows, whose rest, zeros, goes
     there."""
-    place = np.arange(d.own_rows)
-    row = place if d.one_hop else (place // d.row_block * d.tp + d.rank) * d.row_block + place % d.row_block
-    return np.tile(row >= d.tokens, d.tp)
+    rows = np.arange(d.tokens)
+    kept = rows if d.replicated_residual else rows[d.owner(rows) == d.rank]
+    padding = np.ones(d.tp * d.own_rows, bool)
+    for rank in range(d.tp):
+        padding[d.reduce_row(rank, kept)] = False
+    return padding
 
 
 def check_instructions(
@@ -76,7 +79,7 @@ def check_instructions(
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
         before = twins.state()
-        name = BY_OPCODE[int(record.opcode(phase.records[0]))].name
+        name = program.forward.by_number[int(record.phase_number(phase.records[0]))].name
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
         except MegakernelError as e:  # it says itself which instruction waits
@@ -114,7 +117,8 @@ class _Twins:
         """What is wrong with some records of a segment, from the reference's state `before`; they run on both."""
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
-                self._reference.execute(words, layer, self._table, stream // self._program.workers)
+                rank = stream // self._program.workers
+                self._reference.execute(words, layer, self._table, self._program.forward, rank)
         after = self.state()
         first: _State = {}
         for _ in range(repeats):

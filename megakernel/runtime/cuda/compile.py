@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MegakernelError
+from ...isa import Units
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
@@ -44,9 +45,9 @@ class Compiler:
     version: str
     nvcc: str | None = None
 
-    def compile(self, *, trace: bool, dots: bool) -> Cubin:
+    def compile(self, *, trace: bool, units: Units) -> Cubin:
         """One of the four cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
-        cubin = _with_nvcc(self.nvcc, trace, dots) if self.nvcc else _with_nvrtc(trace, dots)
+        cubin = _with_nvcc(self.nvcc, trace, units) if self.nvcc else _with_nvrtc(trace, units)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
         return cubin
@@ -89,35 +90,35 @@ def nvcc_path() -> str | None:
 
 
 def nvcc(path: str) -> Compiler:
-    """The compiler at `path`."""
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release [\d.]+, V([\d.]+)", answer)
     return Compiler(f"nvcc {release[1] if release else answer}", path)
 
 
-def cubin(*, trace: bool, dots: bool) -> bytes:
-    """The interpreter's code for programs of a numerics class (Dims.dots): from the cache, or compiled now.
+def cubin(*, trace: bool, units: Units) -> bytes:
+    """The interpreter's code for programs whose matmuls `units` compute: from the cache, or compiled now.
 
     That takes about half a minute, which a terminal is told.
     """
     with_ = compiler()
-    path = cache_folder() / "cubin" / f"{_key(with_, trace, dots)}.cubin"
+    path = cache_folder() / "cubin" / f"{_key(with_, trace, units)}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
     terminal = sys.stderr.isatty()
     if terminal:
-        what = "the CUDA interpreter" + (" for few rows" if dots else "") + (" with tracing" if trace else "")
+        few = " for few rows" if units is Units.DOTS else ""
+        what = f"the CUDA interpreter{few}{' with tracing' if trace else ''}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(trace=trace, dots=dots).code
+    code = with_.compile(trace=trace, units=units).code
     _store(path, code)
     return code
 
 
-def _key(with_: Compiler, trace: bool, dots: bool) -> str:
+def _key(with_: Compiler, trace: bool, units: Units) -> str:
     """Names everything that the code depends on, and nothing else: no times, no paths."""
-    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *_defines(trace, dots))).encode())
+    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *_defines(trace, units))).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
         digest.update(text)
@@ -140,22 +141,22 @@ def _store(path: Path, code: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def _defines(trace: bool, dots: bool) -> list[str]:
-    return [f"-DMK_TRACE={int(trace)}", f"-DMK_DOTS={int(dots)}"]
+def _defines(trace: bool, units: Units) -> list[str]:
+    return [f"-DMK_TRACE={int(trace)}", f"-DMK_UNITS={int(units)}"]
 
 
-def _with_nvcc(path: str, trace: bool, dots: bool) -> Cubin:
+def _with_nvcc(path: str, trace: bool, units: Units) -> Cubin:
     folder = source_folder() / "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "megakernel.cubin"
-        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace, dots), "-o", str(target)]
+        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace, units), "-o", str(target)]
         done = subprocess.run([*command, "megakernel.cu"], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise _failed(done.stderr)
         return Cubin(target.read_bytes(), done.stderr)
 
 
-def _with_nvrtc(trace: bool, dots: bool) -> Cubin:
+def _with_nvrtc(trace: bool, units: Units) -> Cubin:
     from cuda.bindings import nvrtc
 
     def check(answer: tuple[Any, ...]) -> Any:
@@ -167,7 +168,7 @@ def _with_nvrtc(trace: bool, dots: bool) -> Cubin:
     text = (folder / "megakernel.cu").read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(text, b"megakernel.cu", 0, None, None))
     try:
-        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace, dots), f"-I{folder}"]
+        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace, units), f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         # A buffer of one byte would be CPython's own b" ", which the library then overwrites.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -189,5 +190,5 @@ def _failed(said: str) -> MegakernelError:
 
 
 if __name__ == "__main__":
-    for _trace, _dots in itertools.product((False, True), repeat=2):
-        cubin(trace=_trace, dots=_dots)
+    for _trace, _units in itertools.product((False, True), (Units.TENSOR, Units.DOTS)):
+        cubin(trace=_trace, units=_units)

@@ -139,22 +139,16 @@ class Gpu:
         self.use()
         out = np.empty(size, np.uint8)
         if size:
-            check(
-                "copying from the GPU",
-                self.driver.cuMemcpyDtoHAsync(out.ctypes.data, address, size, self.stream),
-            )
+            check("copying from the GPU", self.driver.cuMemcpyDtoHAsync(out.ctypes.data, address, size, self.stream))
             self.synchronise()
         return out
 
     def send(self, address: int, pinned: NDArray[np.uint8]) -> None:
-        """Begin to copy pinned memory to the device."""
         check(
-            "copying to the GPU",
-            self.driver.cuMemcpyHtoDAsync(address, pinned.ctypes.data, pinned.nbytes, self.stream),
+            "copying to the GPU", self.driver.cuMemcpyHtoDAsync(address, pinned.ctypes.data, pinned.nbytes, self.stream)
         )
 
     def fetch(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Begin to copy device memory to pinned memory."""
         check(
             "copying from the GPU",
             self.driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self.stream),
@@ -215,7 +209,6 @@ class Gpu:
         return Graph(self, check("making a graph", d.cuGraphInstantiate(graph, 0)), graph)
 
     def close(self) -> None:
-        """Give the streams and the context back."""
         self.use()
         d = self.driver
         d.cuStreamSynchronize(self.stream)

@@ -13,34 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, Buffer, Dims, Space
+from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Result, Space, Units
 from ...isa.launch import MAP_BYTES
+from ...isa.pages import BOX_ROWS, ROW_BYTES, output_columns
 from .driver import Gpu, encode_map
 from .node import Node
 
 _ALIGNMENT = 256
-_BOX_ROWS, _BOX_BYTES = 32, 128
-
 STATUS_BYTES = 256  # of a grid: its abort word, on a line of its own
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
-
-# Buffers that tiles are loaded from or stored to, and how many leading axes of theirs, the layers included, are the
-# third dimension of their maps.
-_TILED: dict[Buffer, int] = {
-    Buffer.W_QKV: 1,
-    Buffer.W_O: 1,
-    Buffer.W_GATE_UP: 2,
-    Buffer.W_DOWN: 1,
-    Buffer.LM_HEAD: 1,
-    Buffer.K_CACHE: 1,
-    Buffer.V_CACHE: 1,
-    Buffer.H: 1,
-    Buffer.ATTN: 1,
-    Buffer.ACT: 1,
-    Buffer.Y: 1,
-    Buffer.X: 1,
-    Buffer.REDUCE: 1,
-}
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
@@ -51,6 +32,28 @@ def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
 
 def layers(buffer: Buffer, dims: Dims) -> int:
     return dims.layers if BUFFERS[buffer].layered else 1
+
+
+def tiled(forward: Forward, dims: Dims, pages: int) -> dict[Buffer, tuple[int, int, int]]:
+    """Matrices, rows and columns of the buffers that tiles are loaded from or stored to."""
+    found = {}
+
+    def add(buffer: Buffer | None, per_layer: int = 1) -> None:
+        if buffer is not None:
+            shape = BUFFERS[buffer].shape(dims, pages)
+            matrices = layers(buffer, dims) * per_layer
+            found[buffer] = matrices, math.prod(shape[:-1]) // per_layer, shape[-1]
+
+    for phase in forward:
+        if phase.operation is Operation.ATTENTION:
+            add(Buffer.K_CACHE)
+            add(Buffer.V_CACHE)
+        if phase.is_matmul and dims.units == Units.TENSOR:
+            add(phase.weights, phase.matrices(dims))
+            add(phase.inputs)
+            if output_columns(phase, dims):
+                add(phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # a slot for each rank
+    return found
 
 
 class Heap:
@@ -130,39 +133,30 @@ class Heap:
     # -- for launches
 
     def addresses(self) -> NDArray[np.uint64]:
-        """[tp, buffers]"""
-        return np.array([[self.address(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
+        """[tp, buffers]; 0 of weights that the model has not."""
+        return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
         """[tp, buffers]"""
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
-    def maps(self, dims: Dims) -> NDArray[np.uint8]:
+    def maps(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
         """Tensor maps for a program of `dims`, encoded: [tp, buffers, bytes]; zeros where there is none."""
-        rows = []
+        out = np.zeros((dims.tp, len(Buffer), MAP_BYTES), np.uint8)
         for d in self._ranks(dims):
-            rows.append([self._map(d, buffer) for buffer in Buffer])
-        return np.array(rows, np.uint8)
+            for buffer, sizes in tiled(forward, d, self.pages).items():
+                if math.prod(sizes):
+                    out[d.rank, buffer] = self._map(d, buffer, *sizes)
+        return out
 
-    def _map(self, dims: Dims, buffer: Buffer) -> NDArray[np.uint8]:
-        none = np.zeros(MAP_BYTES, np.uint8)
-        if buffer not in _TILED:
-            return none
-        spec = BUFFERS[buffer]
-        shape = (layers(buffer, dims), *spec.shape(dims, self.pages))
-        if buffer is Buffer.REDUCE:
-            shape = (dims.tp if dims.tp > 1 else 0, dims.own_rows, dims.hidden)
-        outer, inner = math.prod(shape[: _TILED[buffer]]), shape[-1]
-        middle = math.prod(shape[_TILED[buffer] : -1])
-        if not outer * middle * inner:
-            return none
-        item = spec.resolve_dtype(dims).itemsize
+    def _map(self, dims: Dims, buffer: Buffer, matrices: int, rows: int, columns: int) -> NDArray[np.uint8]:
+        item = BUFFERS[buffer].resolve_dtype(dims).itemsize
         return encode_map(
             self.address(dims.rank, buffer),
             bf16=item == 2,
-            sizes=(inner, middle, outer),
-            strides=(inner * item, inner * middle * item),
-            box=(_BOX_BYTES // item, _BOX_ROWS, 1),
+            sizes=(columns, rows, matrices),
+            strides=(columns * item, rows * columns * item),
+            box=(ROW_BYTES // item, BOX_ROWS, 1),
         )
 
     # -- for the host

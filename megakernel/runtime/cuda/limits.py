@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ...isa import KV_BLOCK, Dims, Dtype
+from ...isa import KV_BLOCK, Dims, Dtype, Phase
 from ...isa.launch import PAGES
+from ...isa.pages import norm_fits
+from ...isa.record import Records
 
 
 def refusal(dims: Dims) -> str | None:
@@ -15,8 +17,19 @@ def refusal(dims: Dims) -> str | None:
     for name in ("hidden", "ffn"):
         if (size := getattr(dims, name)) % 8:
             return f"{name} is {size}, it takes multiples of 8"
-    if dims.pages != PAGES:
+    if dims.ring_pages != PAGES:
         return "the program was not compiled for its shared memory: compile it for an h100 or h200"
-    if not dims.page == dims.kv_block == KV_BLOCK:
-        return f"the program has KV pages of {dims.page} tokens, it takes {KV_BLOCK}: compile it for an h100 or h200"
+    if not dims.kv_page == dims.kv_block == KV_BLOCK:
+        return f"the program has KV pages of {dims.kv_page} tokens, it takes {KV_BLOCK}: compile it for an h100 or h200"
+    return None
+
+
+def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
+    """Why records of a phase do not run on a GPU, in a few words; None where they do."""
+    if (stored := phase.storage_type(dims)) != dims.dtype:
+        return f"has weights in {stored.name.lower()}, which the interpreter does not read"
+    if phase.norm is not None:
+        rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims)
+        if not norm_fits(rows, inner, dims):
+            return f"normalises {rows} rows of {inner} elements itself, which its units and shared memory do not allow"
     return None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BY_OPCODE, Buffer, StepTable, record
+from ...isa import Buffer, StepTable, record
 from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program, Segment
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap
+from .limits import phase_refusal
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256
@@ -56,11 +57,12 @@ class Grid:
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
-        dims = b"".join(bytes(CDims.of(program.rank_dims(rank))) for rank in range(program.ranks))
+        ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
         self._tables = Tables(
             gpu,
             {
-                "dims": np.frombuffer(dims, np.uint8),
+                "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
+                "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
                 **{f"records{i}": s.records for i, s in enumerate(lists)},
                 **{f"offsets{i}": s.offsets.astype(np.int32) for i, s in enumerate(lists)},
                 "totals0": program.totals_first.astype(np.int32),
@@ -69,7 +71,7 @@ class Grid:
                 **arrivals,
                 "addresses": heap.addresses(),
                 "strides": heap.strides(),
-                "maps": heap.maps(program.dims),
+                "maps": heap.maps(program.forward, program.dims),
                 "words": StepTable(program.dims).words,
                 "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
             },
@@ -77,6 +79,7 @@ class Grid:
         t = self._tables
         self.params: Any = Params(
             dims=t["dims"],
+            phases=t["phases"],
             records=(ctypes.c_void_p * 4)(*(t[f"records{i}"] for i in range(4))),
             offsets=(ctypes.c_void_p * 4)(*(t[f"offsets{i}"] for i in range(4))),
             totals=(ctypes.c_void_p * 3)(*(t[f"totals{i}"] for i in range(3))),
@@ -113,7 +116,7 @@ class Grid:
         """The heap has moved."""
         self.gpu.use()
         self.gpu.upload(self._tables["addresses"], self._heap.addresses())
-        self.gpu.upload(self._tables["maps"], self._heap.maps(self._program.dims))
+        self.gpu.upload(self._tables["maps"], self._heap.maps(self._program.forward, self._program.dims))
         self._point()
 
     def send(self, words: NDArray[np.uint8]) -> None:
@@ -137,7 +140,6 @@ class Grid:
         self.gpu.fill(self._tables["diagnoses"], 0, self._notes.nbytes)
 
     def interrupt(self) -> None:
-        """End the launch that runs."""
         self.gpu.interrupt(self.params.abort)
 
     def close(self) -> None:
@@ -207,17 +209,16 @@ class Loaded:
             grid.gpu.mark()
 
     def answered(self) -> bool:
-        for grid in self.grids:
-            grid.gpu.use()
-            if not grid.gpu.done():
-                return False
-        return True
+        return self._all(lambda gpu: gpu.done())
 
     def idle(self) -> bool:
         """Whether nothing runs, whatever was begun."""
+        return self._all(lambda gpu: gpu.idle())
+
+    def _all(self, ended: Callable[[Gpu], bool]) -> bool:
         for grid in self.grids:
             grid.gpu.use()
-            if not grid.gpu.idle():
+            if not ended(grid.gpu):
                 return False
         return True
 
@@ -273,7 +274,7 @@ def segments(program: Program) -> list[Segment]:
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError for words that would reach outside the program's tables."""
+    """Raise MegakernelError for words that would reach outside the program's tables, and for what no GPU executes."""
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():
@@ -282,7 +283,12 @@ def _check_records(program: Program) -> None:
 
     for where, segment in zip((*SEGMENTS, "queues"), segments(program), strict=True):
         records = segment.records
-        bad(where, ~np.isin(record.opcode(records), list(BY_OPCODE)), "has an unknown opcode")
+        numbers = record.phase_number(records)
+        bad(where, ~np.isin(numbers, list(program.forward.by_number)), "names an unknown phase")
+        for phase in program.forward:
+            own = records[numbers == phase.number]
+            if len(own) and (why := phase_refusal(phase, own, program.dims)) is not None:
+                raise MegakernelError(f"the program cannot be executed: {phase.name} {why}")
         words = records[:, record.WAIT_WORD :]
         bad(where, (record.word_counter(words) >= program.counters).any(1), "names a counter beyond the block")
         signals = records[:, record.SIGNAL_WORD :]

@@ -29,7 +29,6 @@ class Node:
         return self.gpus[rank * len(self.gpus) // self._ranks]
 
     def grids(self) -> Iterator[tuple[Gpu, range]]:
-        """Each GPU with its ranks."""
         share = self._ranks // len(self.gpus)
         for i, gpu in enumerate(self.gpus):
             yield gpu, range(i * share, (i + 1) * share)

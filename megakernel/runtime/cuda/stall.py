@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import trace as tracing
-from ...isa import BY_OPCODE, StepTable, record
+from ...isa import StepTable, record
 from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program
 from ..reference.launch import Blocked, Counters, Launch, Place
@@ -175,10 +175,10 @@ def _key(place: Place) -> tuple[int, int]:
 
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
-    """Names of the instructions that signal a counter."""
+    """Names of the phases whose instructions signal a counter."""
     layers, block = program.dims.layers, _block(program, wait)
     ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
-    opcodes: set[int] = set()
+    numbers: set[int] = set()
     for segment, (same, following) in ways.items():
         records, _ = program.numbered(segment)
         for word in (records[:, i] for i in range(record.SIGNAL_WORD, record.WORDS)):
@@ -188,8 +188,8 @@ def _signallers(program: Program, wait: Wait) -> list[str]:
             goes = np.where((word & record.NEXT) != 0, following, same)
             rank = record.word_rank(word)
             hits = (word != 0) & reached & goes & (np.isin(rank, (wait.rank, record.ALL_RANKS, record.OWNER)))
-            opcodes |= set(record.opcode(records[hits]).tolist())
-    return [BY_OPCODE[opcode].name for opcode in sorted(opcodes)]
+            numbers |= set(record.phase_number(records[hits]).tolist())
+    return [program.forward.by_number[number].name for number in sorted(numbers)]
 
 
 def _block(program: Program, wait: Wait) -> int:
@@ -198,12 +198,13 @@ def _block(program: Program, wait: Wait) -> int:
 
 
 def _describe(program: Program, w: Wait) -> str:
-    """Who waits for what."""
     role = SERVICE_WARPS[w.warp] if w.consumer < 0 else f"consumer {w.consumer}"
     where = "between instructions"
     if w.segment >= 0:
         records, _ = program.numbered(w.segment)
-        name = BY_OPCODE[int(record.opcode(records[w.number]))].name if w.number < len(records) else "unknown"
+        name = "unknown"
+        if w.number < len(records):
+            name = program.forward.by_number[int(record.phase_number(records[w.number]))].name
         layer = f", layer {w.layer}" if w.segment == BODY else ""
         where = f"{'before' if w.warp == 0 else 'in'} {SEGMENTS[w.segment]} record {w.number} ({name}{layer})"
     what = AWAITED[w.kind].format(w.index)

@@ -21,7 +21,7 @@ from .loaded import Grid, Loaded, segments
 
 _PER_INSTRUCTION = 32  # intervals that all roles together may report, in most programs
 _MOST = 1 << 16  # of a block: 2 MiB
-_READ_CYCLES = 36  # of clock64, as measured on a B300; benchmarks/probe_gpu.py measures it
+_READ_CYCLES = 36  # of clock64, as measured on a B300; benchmarks/speed/probe_gpu.py measures it
 
 
 class Tracing:

@@ -13,7 +13,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
+from ...isa import BUFFERS, Buffer, Dims, Dtype
+from ...model import families
 from ...model.checkpoint import Checkpoint
 from ...model.shard import shard
 from .heap import Heap, copy_bytes, layers
@@ -22,9 +23,12 @@ _THREADS = 8  # that read tensors, one each
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights and bind them. Ranks of one GPU share what each needs whole; a tied LM head is EMBED's rows."""
+    """Copy all weights that the model has and bind them.
+
+    Ranks of one GPU share what each needs whole; a tied LM head is EMBED's rows.
+    """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
-    weights = [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT]
+    weights = families.weights(checkpoint.config, dims)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
     homes = {(d.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
     _check_memory(heap, checkpoint, ranks, homes)

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, BY_OPCODE, Buffer, Dims, Dtype, Space, StepTable, record
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
 from ...model.checkpoint import Checkpoint
+from ...model.families import weights
 from ...model.shard import shard
 from ...program import Program
 from ..backend import Output
@@ -48,19 +49,20 @@ class ReferenceBackend:
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.tp)]
         self._set_dims(dims)
+        for buffer in weights(checkpoint.config, dims):
+            self._load(checkpoint, buffer, dtype)
         for buffer, spec in BUFFERS.items():
-            if spec.space is Space.WEIGHT:
-                self._load(checkpoint, buffer, dtype)
-            elif spec.space is Space.STATE:
+            if spec.space is Space.STATE:
                 self._allocate(buffer)
         self._counters: dict[int, Counters] = {}  # by id of the program, which the value keeps alive
         self._size_for(dims)
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:
         layered = BUFFERS[buffer].layered
-        whole = [checkpoint.load(buffer, layer, dtype) for layer in range(self.dims.layers if layered else 1)]
+        stored = checkpoint.storage.get(buffer, dtype)
+        whole = [checkpoint.load(buffer, layer, stored) for layer in range(self.dims.layers if layered else 1)]
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
-            parts = [shard(layer, buffer, dims) for layer in whole]
+            parts = [shard(layer, buffer, dims, stored) for layer in whole]
             arrays[buffer] = parts if layered else parts[0]
 
     def _allocate(self, buffer: Buffer) -> None:
@@ -82,13 +84,16 @@ class ReferenceBackend:
         view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
         return view
 
-    def execute(self, instruction: NDArray[np.int32], layer: int, table: StepTable, rank: int = 0) -> None:
+    def execute(
+        self, instruction: NDArray[np.int32], layer: int, table: StepTable, forward: Forward, rank: int = 0
+    ) -> None:
         """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
-        opcode = int(record.opcode(instruction))
-        operands = instruction[record.OPERAND_WORD :][: len(BY_OPCODE[opcode].operands)]
-        EXECUTE[opcode](self._context(table.rank(rank), layer), *(int(word) for word in operands))
+        phase = forward.by_number[int(record.phase_number(instruction))]
+        operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
+        EXECUTE[phase.operation](self.context(phase, table.rank(rank), layer), *(int(word) for word in operands))
 
-    def _context(self, table: StepTable, layer: int) -> Context:
+    def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
+        """What an instruction of `phase` on the table's rank sees."""
         rank = table.dims.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
@@ -99,7 +104,7 @@ class ReferenceBackend:
         def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
             return self.buffer(buffer, min(layer + ahead, self.dims.layers - 1), rank)
 
-        return Context(self._ranks[rank], table, own, send)
+        return Context(phase, self._ranks[rank], table, own, send)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.tp):
@@ -121,7 +126,7 @@ class ReferenceBackend:
         if id(program) not in self._counters:
             self._counters[id(program)] = Counters(program)
         counters = self._counters[id(program)]
-        launch = Launch(program, table, counters, self._context, self.execute)
+        launch = Launch(program, table, counters, self.context, self.execute)
         begin = time.perf_counter()
         try:
             counters.launch += 1

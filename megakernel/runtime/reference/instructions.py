@@ -1,7 +1,7 @@
-"""The meaning of the instruction set: one short NumPy function per instruction, slow and obviously right.
+"""The meaning of the operations: one short NumPy function for each, and one for each result of a matmul.
 
-All values are float32; a result is rounded to its buffer's type once, where it is stored. The order in which dot
-products are added is the BLAS's affair, so they are added in float64, where it hardly ever changes the float32 result.
+All values are float32; a result is rounded to its buffer's type once, where it is stored. The order in which a BLAS
+adds is its own, so dot products are added in float64, where the order hardly ever changes the float32 result.
 """
 
 from __future__ import annotations
@@ -13,27 +13,47 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import INSTRUCTIONS, Buffer, Dims, Dtype, StepTable, from_f32, to_f32
+from ...isa import Buffer, Dims, Dtype, Operation, Phase, Result, Rows, StepTable, from_f32, to_f32
 from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction sees: its rank's sizes and step, and its layer's part of buffers.
+    """What one instruction sees: its phase, its rank's sizes and step, and its layer's part of buffers.
 
     `buffer(buffer, ahead=0)` gives the rank's own copy, of the layer that is so many ahead, or of the last one. Another
     rank's copy can only be stored to: `send(buffer, rank, index, values)` does that, with values already in the
     buffer's own type.
     """
 
+    phase: Phase
     dims: Dims
     table: StepTable
     buffer: Callable[..., NDArray[Any]]
     send: Callable[[Buffer, int, Any, NDArray[Any]], None]
 
+    @property
+    def inputs(self) -> Buffer:
+        return _given(self.phase.inputs)
+
+    @property
+    def output(self) -> Buffer:
+        return _given(self.phase.output)
+
     def read(self, buffer: Buffer, index: Any = ...) -> F32:
         values: NDArray[Any] = self.buffer(buffer)[index]
         return to_f32(values)
+
+    def weights(self, index: Any = ...) -> F32:
+        """The phase's weights, of the layer that it says."""
+        values: NDArray[Any] = self.buffer(_given(self.phase.weights), ahead=self.phase.ahead)[index]
+        if self.phase.is_matmul:
+            return to_f32(values, self.phase.storage_type(self.dims))[..., : self.phase.inner(self.dims)]
+        return to_f32(values)
+
+    def biased(self, values: F32, index: Any) -> F32:
+        """`values` with the phase's bias, where it has one."""
+        return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def write(self, buffer: Buffer, index: Any, values: Any) -> None:
         """Store values in the buffer's own type: the only rounding there is."""
@@ -50,17 +70,17 @@ class Context:
                 self.send(buffer, rank, index, stored)
 
 
-def owners(d: Dims, row: int) -> Iterable[int]:
-    """The ranks that keep the residual of a token row."""
-    return range(d.tp) if d.one_hop else (row // d.row_block % d.tp,)
+def _given(buffer: Buffer | None) -> Buffer:
+    assert buffer is not None
+    return buffer
 
 
 def _peers(d: Dims) -> Iterable[int]:
     """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
-    return (d.rank,) if d.one_hop else range(d.tp)
+    return (d.rank,) if d.replicated_residual else range(d.tp)
 
 
-def _product(a: F32, b: F32) -> F32:
+def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once.
 
     Two orders of the additions, of two BLASes or with other rows beside a row, differ after that in less than one
@@ -74,41 +94,55 @@ def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
     return x / scale * weight
 
 
-def embed(c: Context, row: int, rows: int) -> None:
+def _gather(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
     tokens, positions = c.table.token_ids[r], c.table.positions[r]
     last = c.buffer(Buffer.HISTORY)
     ids = [t if t >= 0 else last[-1 - t, p] for t, p in zip(tokens, positions, strict=True)]
-    c.write(Buffer.X, r, c.read(Buffer.EMBED, ids))
+    c.write(c.output, r, c.weights(ids))
 
 
-def rope(c: Context, row: int, rows: int) -> None:
+def _rope(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    positions = c.table.positions[r]
-    angle = positions.astype(np.float32)[:, None] * c.read(Buffer.INV_FREQ)
-    c.write(Buffer.ROPE, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
+    angle = c.table.positions[r].astype(np.float32)[:, None] * c.weights()
+    c.write(c.output, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
 
 
-def first_norm(c: Context, row: int, rows: int) -> None:
-    attn_norm(c, row, rows)
+def _norm(c: Context, row: int, rows: int) -> None:
+    if c.phase.rows is not Rows.LOGIT:
+        r = slice(row, row + rows)
+        c.store(c.output, _peers(c.dims), r, _rms_norm(c.read(c.inputs, r), c.weights(), c.dims.rms_eps))
+        return
+    for i in range(row, row + rows):
+        source = c.table.logit_rows[i]
+        if c.dims.rank not in c.dims.owners(max(source, 0)):
+            continue
+        x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(c.dims), np.float32)
+        c.store(c.output, _peers(c.dims), i, _rms_norm(x, c.weights(), c.dims.rms_eps))
 
 
-def attn_norm(c: Context, row: int, rows: int) -> None:
-    _norm(c, c.read(Buffer.ATTN_NORM), row, rows)
+def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    """Products with each matrix, biases added, and then what the phase does with its results."""
+    columns = slice(col, col + cols)
+    a = c.read(c.inputs, slice(row, row + rows))
+    if c.phase.norm is not None:
+        a = _rounded(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), c.dims)
+    matrices = (
+        [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
+    )
+    results = [c.biased(product(a, c.weights(matrix).T), matrix) for matrix in matrices]
+    _RESULTS[c.phase.result](c, row, col, *results)
 
 
-def _norm(c: Context, weight: F32, row: int, rows: int) -> None:
-    r = slice(row, row + rows)
-    c.store(Buffer.H, _peers(c.dims), r, _rms_norm(c.read(Buffer.X, r), weight, c.dims.rms_eps))
+def _rounded(values: F32, d: Dims) -> F32:
+    """As a buffer of the compute type holds them."""
+    return to_f32(from_f32(values, Dtype(d.dtype)))
 
 
-def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+def _heads(c: Context, row: int, col: int, t: F32) -> None:
     d = c.dims
-    r = slice(row, row + rows)
-    t = _product(c.read(Buffer.H, r), c.read(Buffer.W_QKV, slice(col, col + cols)).T)
-    if d.attention_bias:
-        t += c.read(Buffer.B_QKV, slice(col, col + cols))
-    column = np.arange(col, col + cols)
+    r = slice(row, row + len(t))
+    column = np.arange(col, col + t.shape[1])
     rotated = int(np.count_nonzero(column < d.q_cols + d.kv_cols))
     even = column[:rotated:2] % d.head_dim
     rope = c.read(Buffer.ROPE, r)
@@ -118,7 +152,7 @@ def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     t[:, 1:rotated:2] = b * cos + a * sin
 
     q = column < d.q_cols
-    c.write(Buffer.Q, (r, column[q]), t[:, q])
+    c.write(c.output, (r, column[q]), t[:, q])
     live = np.flatnonzero(c.table.row_seq[r] >= 0)
     page, offset = _slots(c, c.table.row_seq[r][live], c.table.positions[r][live])
     page, offset = page[:, None], offset[:, None]
@@ -129,12 +163,49 @@ def qkv_rope(c: Context, row: int, rows: int, col: int, cols: int) -> None:
         c.write(buffer, index, t[np.ix_(live, mine)])
 
 
+def _residual(c: Context, row: int, col: int, t: F32) -> None:
+    tile = (slice(row, row + len(t)), slice(col, col + t.shape[1]))
+    c.write(c.output, tile, c.read(c.output, tile) + t)
+
+
+def _partial_sum(c: Context, row: int, col: int, t: F32) -> None:
+    tile = (_reduce_rows(c.dims, c.dims.rank, row, len(t)), slice(col, col + t.shape[1]))
+    c.store(c.output, c.dims.owners(row), tile, t)
+
+
+def _reduce_rows(d: Dims, rank: int, row: int, rows: int) -> slice:
+    """Rows of REDUCE that hold a rank's partials of token rows of one row block, where their residual is kept."""
+    start = d.reduce_row(rank, row)
+    return slice(start, start + rows)
+
+
+def _gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
+    with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
+        tile = (slice(row, row + len(gate)), slice(col, col + gate.shape[1]))
+        c.write(c.output, tile, gate / (1 + np.exp(-gate)) * up)
+
+
+def _logits(c: Context, row: int, col: int, t: F32) -> None:
+    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + t.shape[1])
+    for i, line in enumerate(t, row):
+        c.store(c.output, (i // c.dims.own_logit_rows,), (i, columns), line)
+
+
+def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    tile = (slice(row, row + rows), slice(col, col + cols))
+    partials = [c.read(c.inputs, (_reduce_rows(c.dims, k, row, rows), tile[1])) for k in range(c.phase.ranks(c.dims))]
+    total = partials[0]
+    for partial in partials[1:]:
+        total = total + partial
+    c.write(c.output, tile, c.read(c.output, tile) + c.biased(total, tile[1]))
+
+
 def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """(page, offset) of token positions of a sequence, or of one sequence each."""
-    return c.table.block_tables[sequence, position // c.dims.page], position % c.dims.page
+    return c.table.block_tables[sequence, position // c.dims.kv_page], position % c.dims.kv_page
 
 
-def attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
+def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
     for item in range(*c.table.slot_items[slot : slot + 2]):
         attend(c, item)
 
@@ -187,8 +258,8 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
     """Store the output of the query heads of a KV head, for rows of one row block."""
     columns = _query_columns(c.dims, head)
     index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
-    ranks = owners(c.dims, rows.start) if c.dims.replicated_o else (c.dims.rank,)
-    c.store(Buffer.ATTN, ranks, index, values)
+    ranks = c.dims.owners(rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    c.store(c.output, ranks, index, values)
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
@@ -200,11 +271,11 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
     """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
-    q = c.read(Buffer.Q, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
-    scores = _product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
+    q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
+    scores = product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
-    return np.concatenate([m, p.sum(axis=1, keepdims=True), _product(p, values)], axis=1)
+    return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)
 
 
 def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
@@ -222,104 +293,12 @@ def _merge(partials: list[F32]) -> F32:
     return total[:, 2:] / total[:, 1:2]
 
 
-def o_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    _add_to_residual(c, Buffer.ATTN, Buffer.W_O, Buffer.B_O if c.dims.attention_bias else None, row, rows, col, cols)
-
-
-def mlp_norm(c: Context, row: int, rows: int) -> None:
-    _norm(c, c.read(Buffer.MLP_NORM), row, rows)
-
-
-def gate_up_silu(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    r, columns = slice(row, row + rows), slice(col, col + cols)
-    h = c.read(Buffer.H, r)
-    gate, up = (_product(h, c.read(Buffer.W_GATE_UP, (i, columns)).T) for i in (0, 1))
-    if c.dims.mlp_bias:
-        gate, up = (t + c.read(Buffer.B_GATE_UP, (i, columns)) for i, t in enumerate((gate, up)))
-    with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
-        c.write(Buffer.ACT, (r, columns), gate / (1 + np.exp(-gate)) * up)
-
-
-def down_proj(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    _add_to_residual(c, Buffer.ACT, Buffer.W_DOWN, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
-
-
-def _add_to_residual(
-    c: Context, source: Buffer, weight: Buffer, bias: Buffer | None, row: int, rows: int, col: int, cols: int
-) -> None:
-    r, columns = slice(row, row + rows), slice(col, col + cols)
-    t = _product(c.read(source, r), c.read(weight, columns).T)
-    if bias is not None:
-        t += c.read(bias, columns)
-    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + t)
-
-
-def o_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    _store_partial(c, Buffer.ATTN, Buffer.W_O, row, rows, col, cols)
-
-
-def down_partial(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    _store_partial(c, Buffer.ACT, Buffer.W_DOWN, row, rows, col, cols)
-
-
-def _store_partial(c: Context, source: Buffer, weight: Buffer, row: int, rows: int, col: int, cols: int) -> None:
-    columns = slice(col, col + cols)
-    t = _product(c.read(source, slice(row, row + rows)), c.read(weight, columns).T)
-    c.store(Buffer.REDUCE, owners(c.dims, row), (_slot(c.dims, c.dims.rank, row, rows), columns), t)
-
-
-def _slot(d: Dims, rank: int, row: int, rows: int) -> slice:
-    """Rows of REDUCE that hold a rank's partials of token rows of one row block, at their owner."""
-    block, offset = divmod(row, d.row_block)
-    start = rank * d.own_rows + (row if d.one_hop else block // d.tp * d.row_block + offset)
-    return slice(start, start + rows)
-
-
-def o_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    bias = Buffer.B_O if c.dims.attention_bias else None
-    _add_partials(c, c.dims.head_ranks, bias, row, rows, col, cols)
-
-
-def down_reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    _add_partials(c, c.dims.ffn_ranks, Buffer.B_DOWN if c.dims.mlp_bias else None, row, rows, col, cols)
-
-
-def _add_partials(c: Context, ranks: int, bias: Buffer | None, row: int, rows: int, col: int, cols: int) -> None:
-    r, columns = slice(row, row + rows), slice(col, col + cols)
-    total = c.read(Buffer.REDUCE, (_slot(c.dims, 0, row, rows), columns))
-    for rank in range(1, ranks):
-        total = total + c.read(Buffer.REDUCE, (_slot(c.dims, rank, row, rows), columns))
-    if bias is not None:
-        total = total + c.read(bias, columns)
-    c.write(Buffer.X, (r, columns), c.read(Buffer.X, (r, columns)) + total)
-
-
-def next_norm(c: Context, row: int, rows: int) -> None:
-    _norm(c, to_f32(c.buffer(Buffer.ATTN_NORM, ahead=1)), row, rows)
-
-
-def final_norm(c: Context, row: int, rows: int) -> None:
-    for i in range(row, row + rows):
-        source = c.table.logit_rows[i]
-        if c.dims.rank not in owners(c.dims, max(source, 0)):
-            continue
-        x = c.read(Buffer.X, source) if source >= 0 else np.zeros(c.dims.hidden, np.float32)
-        c.store(Buffer.Y, _peers(c.dims), i, _rms_norm(x, c.read(Buffer.FINAL_NORM), c.dims.rms_eps))
-
-
-def lm_head(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    logits = _product(c.read(Buffer.Y, slice(row, row + rows)), c.read(Buffer.LM_HEAD, slice(col, col + cols)).T)
-    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + cols)
-    for i, line in enumerate(logits, row):
-        c.store(Buffer.LOGITS, (i // c.dims.own_logit_rows,), (i, columns), line)
-
-
-def sample(c: Context, row: int, rows: int) -> None:
+def _sample(c: Context, row: int, rows: int) -> None:
     t = c.table
     for i in range(row, row + rows):
         token, logprob = 0, np.float32(0.0)
         if t.logit_rows[i] >= 0:
-            z = c.read(Buffer.LOGITS, i)
+            z = c.read(c.inputs, i)
             token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
             logprob = z[token] - log_sum_exp(z)
         c.store(Buffer.TOKENS_OUT, (0,), i, token)
@@ -347,38 +326,28 @@ def _choose(c: Context, i: int, z: F32) -> int:
     return draw(z, ids, uniform(int(t.seed_low[i]), int(t.seed_high[i]), int(t.sample_position[i]), int(t.choice[i])))
 
 
-def join(c: Context) -> None:
+def _nothing(c: Context, *operands: int) -> None:
     pass
 
 
-def drain(c: Context, queue: int, end: int) -> None:
-    pass
-
-
-_FUNCTIONS: tuple[Callable[..., None], ...] = (
-    embed,
-    rope,
-    first_norm,
-    attn_norm,
-    qkv_rope,
-    attention,
-    o_proj,
-    o_partial,
-    o_reduce,
-    mlp_norm,
-    gate_up_silu,
-    down_proj,
-    down_partial,
-    down_reduce,
-    next_norm,
-    final_norm,
-    lm_head,
-    sample,
-    join,
-    drain,
-)
-EXECUTE: dict[int, Callable[..., None]] = {
-    i.opcode: f for i in INSTRUCTIONS for f in _FUNCTIONS if f.__name__ == i.name
+_RESULTS: dict[Result, Callable[..., None]] = {
+    Result.HEADS: _heads,
+    Result.RESIDUAL: _residual,
+    Result.PARTIAL: _partial_sum,
+    Result.GATED: _gated,
+    Result.LOGITS: _logits,
 }
-if len(EXECUTE) != len(INSTRUCTIONS):
-    raise AssertionError(f"no function for {[i.name for i in INSTRUCTIONS if i.opcode not in EXECUTE]}")
+
+EXECUTE: dict[Operation, Callable[..., None]] = {
+    Operation.JOIN: _nothing,
+    Operation.DRAIN: _nothing,
+    Operation.GATHER: _gather,
+    Operation.ROPE: _rope,
+    Operation.NORM: _norm,
+    Operation.MATMUL: _matmul,
+    Operation.ATTENTION: _attention,
+    Operation.REDUCE: _reduce,
+    Operation.SAMPLE: _sample,
+}
+if set(EXECUTE) != set(Operation) or set(_RESULTS) | {Result.NONE} != set(Result):
+    raise AssertionError("the reference lacks an operation or a result")

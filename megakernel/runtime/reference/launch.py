@@ -6,21 +6,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ... import trace as tracing
 from ...errors import MegakernelError
-from ...isa import BY_NAME, BY_OPCODE, StepTable, record, slot_work
+from ...isa import Operation, Phase, Rows, StepTable, record, slot_work
 from ...program import Program
 from ...trace import Trace, TraceHeader
-from .instructions import Context, attend, owners
-
-_ATTENTION = BY_NAME["attention"].opcode
-_FINAL_NORM = BY_NAME["final_norm"].opcode
-_DRAIN = BY_NAME["drain"].opcode
+from .instructions import Context, attend
 
 
 class Counters:
@@ -64,13 +59,10 @@ class Place:
     block: int
     row: int
     words: NDArray[np.int32]
-
-    @property
-    def opcode(self) -> int:
-        return int(record.opcode(self.words))
+    phase: Phase
 
     def operand(self, name: str) -> int:
-        return int(self.words[record.OPERAND_WORD + BY_OPCODE[self.opcode].operands.index(name)])
+        return int(self.words[record.OPERAND_WORD + self.phase.operands.index(name)])
 
     def waits(self, *, indexed: bool) -> list[int]:
         return _chosen(record.waits(self.words), indexed)
@@ -81,8 +73,7 @@ class Place:
     def __str__(self) -> str:
         names = {tracing.PROLOGUE: "the prologue", tracing.EPILOGUE: "the epilogue"}
         where = names.get(self.layer, f"layer {self.layer}")
-        name = BY_OPCODE[self.opcode].name
-        return f"worker {self.worker} of rank {self.rank} at {name} (record {self.row} of {where})"
+        return f"worker {self.worker} of rank {self.rank} at {self.phase.name} (record {self.row} of {where})"
 
 
 def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
@@ -97,7 +88,11 @@ def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
     index = rank * program.workers + worker
     for segment, layer, block in runs:
         for i, words in enumerate(segment.stream(index)):
-            yield Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words)
+            yield Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words, _phase(program, words))
+
+
+def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
+    return program.forward.by_number[int(record.phase_number(words))]
 
 
 @dataclass(frozen=True)
@@ -113,22 +108,18 @@ class Blocked:
         return f"{self.place} waits for counter {self.counter}: {self.value} of {self.expected}"
 
 
-class Execute(Protocol):
-    """Does an instruction's work."""
-
-    def __call__(self, instruction: NDArray[np.int32], layer: int, table: StepTable, rank: int) -> None: ...
-
-
 class Launch:
-    """Runs one step of `program`. `context` gives what an instruction of a rank's table and of a layer sees."""
+    """Runs one step of `program`. `context` gives what an instruction of a rank's table and of a layer sees, `execute`
+    does its work (see ReferenceBackend).
+    """
 
     def __init__(
         self,
         program: Program,
         table: StepTable,
         counters: Counters,
-        context: Callable[[StepTable, int], Context],
-        execute: Execute,
+        context: Callable[[Phase, StepTable, int], Context],
+        execute: Callable[..., None],
     ) -> None:
         self._program, self._counters = program, counters
         self._tables = [table.rank(rank) for rank in range(program.ranks)]
@@ -182,25 +173,25 @@ class Launch:
         table = self._tables[place.rank]
         layer = min(place.block, self._program.dims.layers - 1)
         yield from self._wait(place, place.waits(indexed=False))
-        if place.opcode == _ATTENTION:
+        if place.phase.operation is Operation.ATTENTION:
             slot = place.operand("slot")
             for item in range(*table.slot_items[slot : slot + 2]):
                 yield from self._wait(place, place.waits(indexed=True), self._item_members(place, item))
                 if self._attend(place, layer, item):
                     self._signal_rows(place, item)
                 yield None
-        elif place.opcode == _DRAIN:
+        elif place.phase.operation is Operation.DRAIN:
             yield from self._drain(place)
         else:
             yield from self._wait(place, place.waits(indexed=True), self._logit_row_members(place))
-            self._timed(place, partial(self._execute, place.words, layer, table, place.rank))
+            self._timed(place, partial(self._execute, place.words, layer, table, self._program.forward, place.rank))
         for word in place.signals(indexed=False):
             self._signal(place, word)
         yield None
 
     def _attend(self, place: Place, layer: int, item: int) -> bool:
         """Do an attention item; whether its rows are final."""
-        return self._timed(place, partial(attend, self._context(self._tables[place.rank], layer), item))
+        return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: Place) -> Iterator[Blocked | None]:
         """Claim and run the records of the queue until the first `end` of this layer's are claimed."""
@@ -214,7 +205,8 @@ class Launch:
         queues, queue = self._program.queues, self._queue(drain)
         row = int(queues.offsets[queue] + self._claimed[queue, drain.block])
         self._claimed[queue, drain.block] += 1
-        return replace(drain, row=len(self._program.body.records) + row, words=queues.records[row])
+        words, number = queues.records[row], len(self._program.body.records) + row
+        return replace(drain, row=number, words=words, phase=_phase(self._program, words))
 
     def _queue(self, drain: Place) -> int:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
@@ -229,12 +221,12 @@ class Launch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: Place) -> list[int]:
-        """final_norm's members of the grid [row block]: the blocks of its logit rows that its rank owns."""
-        if place.opcode != _FINAL_NORM:
+        """A norm of logit rows: its members of the grid [row block], the blocks of those rows that its rank owns."""
+        if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
         rows = t.logit_rows[row : row + place.operand("rows")].tolist()
-        return [r // t.dims.row_block for r in rows if r >= 0 and place.rank in owners(t.dims, r)]
+        return [r // t.dims.row_block for r in rows if r >= 0 and place.rank in t.dims.owners(r)]
 
     def _signal_rows(self, place: Place, item: int) -> None:
         t = self._tables[place.rank]
@@ -246,7 +238,7 @@ class Launch:
         """Add to a word's counter, a grid's member of the row block of token row `row`, on the ranks that it names."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
-        ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: owners(dims, row)}.get(rank, (rank,))
+        ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
         self._counters.values[list(ranks), self._counter(place, word) + row // dims.row_block] += arrivals
 
     def _counter(self, place: Place, word: int) -> int:

@@ -30,25 +30,23 @@ const rankOfLane = (l) => { const s = sourceOfLane(l); return Math.floor((l - s.
 const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % s.workers; };
 
 // -- an interval
-const opcodeOf = (i) => records[record[i] * WORDS] & 0xff;
-const instructionOf = (i) => meta.instructions[opcodeOf(i)];
+const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// A shade per instruction: the hue is its family's, the lightness tells it from its siblings.
-const opcodes = Object.keys(meta.instructions).map(Number);
-const shadeAt = new Map(opcodes.map((op, n) => [op, n]));
 // How an interval is drawn. A storer's STORE does not hold up its worker, so it gets a strip, as loads do.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
+// A shade per phase, numbered like `meta.phases`: the hue is its family's, the lightness tells it from its siblings.
 const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
 for (let i = 0; i < count; i++) {
-  shadeOf[i] = shadeAt.get(records[record[i] * WORDS] & 0xff);
+  shadeOf[i] = records[record[i] * WORDS];
   const k = kind[i];
   shapeOf[i] = k === COUNTER_WAIT || k === PAGE_WAIT ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
     : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
 }
 // Parts of a column: the shades, and waiting.
-const PARTS = opcodes.length + 1, WAITING = opcodes.length;
+const PARTS = meta.phases.length + 1, WAITING = meta.phases.length;
 const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
+const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);
 
 /** Numbers the executed instruction: intervals with the same number are its parts. */
 const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (records.length / WORDS) + record[i];
@@ -78,12 +76,11 @@ function cause(i, word = slot[i]) {
 function label(i) {
   if (kind[i] === PAGE_WAIT) return "waits for a page";
   if (kind[i] === COUNTER_WAIT) return `waits for ${cause(i)}`;
-  const name = instructionOf(i).name;
+  const { name } = phaseOf(i);
   return kind[i] === COMPUTE ? name : `${meta.kinds[kind[i]]} for ${name}`;
 }
 function operands(r) {
-  const names = meta.instructions[records[r * WORDS] & 0xff].operands;
-  return names.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
+  return meta.phases[records[r * WORDS]].operands.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
 }
 /** Regions of record r: buffer, access, rows, columns, who picks the box, whose copy. */
 function* regions(r) {

@@ -31,7 +31,7 @@ function recordTest(word) {
     return (r) => touches(r, ([b, , top, bottom, left, right]) => b === buffer && top < rowEnd && bottom > row && left < colEnd && right > col);
   }
   const [name, value] = word.split("=");
-  if (value === undefined) return (r) => meta.instructions[records[r * WORDS] & 0xff].name.includes(word);
+  if (value === undefined) return (r) => meta.phases[records[r * WORDS]].name.includes(word);
   const allowed = { buffer: () => true, reads: (a) => READS[a], writes: (a) => WRITES[a] }[name];
   if (allowed) {
     const buffer = bufferNumber(value);

@@ -9,10 +9,10 @@ function theme(name) {
   const blend = (a, b, part) => { const from = rgb(a), to = rgb(b); return hex(from.map((v, n) => v + (to[n] - v) * part)); };
   colours = { page: get("--page"), text: get("--text"), dim: get("--dim"), line: get("--line"), panel: get("--panel"), stripe: get("--stripe"), accent: get("--accent"), wait: get("--wait"), waitFill: get("--wait-fill"), sans: get("--sans") };
   colours.family = meta.families.map(([n, c]) => (n === "control" ? get("--control") : c));
-  colours.shade = opcodes.map((op) => {
-    const own = meta.instructions[op].family, family = opcodes.filter((o) => meta.instructions[o].family === own);
-    const part = family.length > 1 ? 0.56 * (family.indexOf(op) / (family.length - 1)) - 0.28 : 0;
-    return blend(colours.family[own], part > 0 ? "#ffffff" : "#000000", Math.abs(part));
+  colours.shade = meta.phases.map((phase) => {
+    const siblings = meta.phases.filter((p) => p.family === phase.family);
+    const part = siblings.length > 1 ? 0.56 * (siblings.indexOf(phase) / (siblings.length - 1)) - 0.28 : 0;
+    return blend(colours.family[phase.family], part > 0 ? "#ffffff" : "#000000", Math.abs(part));
   });
   colours.ink = colours.shade.map((c) => { const [r, g, b] = rgb(c); return 0.299 * r + 0.587 * g + 0.114 * b > 150 ? "#10131a" : "#ffffff"; });
   colours.curve = blend(colours.page, colours.text, 0.55);
@@ -30,7 +30,7 @@ const toggleTheme = () => theme(document.documentElement.dataset.theme === "dark
 function samples() {
   const k = window.devicePixelRatio || 1, accent = colours.accent;
   const sheet = (id) => { const c = $(id); c.width = 120 * k; c.height = 44 * k; c.style.width = "120px"; const g = c.getContext("2d"); g.scale(k, k); return g; };
-  const matmul = colours.family[meta.families.findIndex((f) => f[0] === "matmul")], norm = colours.family[meta.families.findIndex((f) => f[0] === "norm")];
+  const hue = (name) => colours.family[meta.families.findIndex(([n]) => n === name)], matmul = hue("matmul"), norm = hue("norm");
   const box = (g, colour, x, y, w, h) => { g.fillStyle = colour; g.fillRect(x, y, w, h); };
   const waiting = (g, x, y, w, h) => {
     box(g, colours.waitFill, x, y, w, h);
@@ -41,7 +41,7 @@ function samples() {
     g.strokeStyle = colours.wait; g.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
   };
   let g = sheet("sampleBar"); box(g, matmul, 0, 6, 120, 30);
-  g.font = `11px ${colours.sans}`; g.fillStyle = "#fff"; g.fillText("gate_up_silu  [3]", 8, 25);
+  g.font = `11px ${colours.sans}`; g.fillStyle = "#fff"; g.fillText("a matmul  [3]", 8, 25);
   g = sheet("sampleWait"); waiting(g, 0, 6, 120, 30);
   g = sheet("sampleLoad"); box(g, norm, 14, 1, 34, 5); waiting(g, 0, 8, 70, 26); box(g, matmul, 71, 8, 49, 26); box(g, matmul, 20, 37, 50, 6);
   g = sheet("sampleColumns");
@@ -101,16 +101,16 @@ window.timeline = {
   tracks: () => tracks.map((t) => t.name),
   /** Mean share of its peak that a resource of a trace did between two moments in seconds. */
   rate: (source, name, from, to) => meanRate(sources[source], tracks.find((t) => t.name === name).r, from / meta.unit_s, to / meta.unit_s),
-  /** Shares of a row's time between two moments, by part: instruction names and "waiting". */
+  /** Shares of a row's time between two moments, by part: names of phases and "waiting". */
   shares(key, from, to) {
     const row = rows.find((r) => r.key === key), t0 = from / meta.unit_s, t1 = to / meta.unit_s;
     const { sums } = rowShare(row, new Share(1), t0, 1 / (t1 - t0), false);
-    return Object.fromEntries([...sums].map((v, p) => [p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name, v / (row.lane1 - row.lane0)]).filter(([, v]) => v > 0));
+    return Object.fromEntries([...sums].map((v, p) => [partName(p), v / (row.lane1 - row.lane0)]).filter(([, v]) => v > 0));
   },
   /** Middle of an interval in CSS pixels of the page. */
   locate(i) {
     const r = barBox(i), at = canvas.getBoundingClientRect();
     return { x: at.left + (r.x + r.w / 2) / size.k, y: at.top + (r.y + r.h / 2) / size.k, width: r.w / size.k };
   },
-  describe: (i) => ({ name: instructionOf(i).name, kind: meta.kinds[kind[i]], role: meta.roles[role[i]], layer: place(i), lane: lane[i], begin_s: begin[i] * meta.unit_s, duration_s: length[i] * meta.unit_s, releaser: releaser[i], twin: twin[i], cause: kind[i] === COUNTER_WAIT ? cause(i) : "", operands: Object.fromEntries(operands(record[i])) }),
+  describe: (i) => ({ name: phaseOf(i).name, kind: meta.kinds[kind[i]], role: meta.roles[role[i]], layer: place(i), lane: lane[i], begin_s: begin[i] * meta.unit_s, duration_s: length[i] * meta.unit_s, releaser: releaser[i], twin: twin[i], cause: kind[i] === COUNTER_WAIT ? cause(i) : "", operands: Object.fromEntries(operands(record[i])) }),
 };

@@ -156,7 +156,7 @@ function busyBar(row, x, y, wide) {
   ctx.fillStyle = colours.text; ctx.fillRect(x, y, wide * busy, 4 * size.k);
 }
 
-/** The whole trace in a strip: shares of all workers' time by instruction, made once per size and theme. */
+/** The whole trace in a strip: shares of all workers' time by phase, made once per size and theme. */
 let overview = null;
 const strip = () => ({ x: gutter(), y: 8 * size.k, w: size.w - gutter() - 10 * size.k, h: 34 * size.k });
 function makeOverview() {

@@ -261,7 +261,7 @@ function operandText(r) {
 }
 /** The longest of a few texts that fits, and under work its operands where there is room. */
 function drawText(i, r) {
-  const k = size.k, wait = isWait(i), name = instructionOf(i).name, point = Math.round(Math.min(12 * k, r.h * 0.72));
+  const k = size.k, wait = isWait(i), name = phaseOf(i).name, point = Math.round(Math.min(12 * k, r.h * 0.72));
   const left = Math.max(r.x, gutter()), room = Math.min(r.x + r.w, size.w) - left - 10 * k;
   const texts = wait ? [label(i), `← ${kind[i] === PAGE_WAIT ? "page" : cause(i)}`]
     : layer[i] < PROLOGUE ? [`${name}  [${layer[i]}]`, name] : [name];

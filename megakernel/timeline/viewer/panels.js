@@ -10,9 +10,9 @@ function headline() {
 function legend() {
   const used = new Set(shadeOf), item = (key, swatch, name) => `<button data-toggle="${key}" aria-pressed="${!hidden.has(key)}">${swatch}${name}</button>`;
   const families = meta.families.map(([name], f) => {
-    const own = opcodes.map((op, n) => [meta.instructions[op], n]).filter(([it, n]) => it.family === f && used.has(n));
+    const own = meta.phases.map((phase, n) => [phase, n]).filter(([phase, n]) => phase.family === f && used.has(n));
     if (!own.length) return "";
-    return `<span class="family">${own.length > 1 ? `<i>${name}</i>` : ""}${own.map(([it, n]) => item(n, `<i class="swatch" style="background:${colours.shade[n]}"></i>`, it.name)).join("")}</span>`;
+    return `<span class="family">${own.length > 1 ? `<i>${name}</i>` : ""}${own.map(([{ name }, n]) => item(n, `<i class="swatch" style="background:${colours.shade[n]}"></i>`, name)).join("")}</span>`;
   });
   const others = item("wait", '<i class="swatch wait"></i>', "wait") + item("load", '<i class="swatch load"></i>', "load");
   $("legend").innerHTML = `${families.join("")}<span class="family">${others}</span>`;
@@ -22,7 +22,7 @@ const bar = (name, value, parts, wanted) => {
   const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
   return wanted ? `<button data-find="${wanted}">${cells}</button>` : cells;
 };
-const shadeOfName = (name) => colours.shade[opcodes.findIndex((op) => meta.instructions[op].name === name)];
+const shadeOfName = (name) => colours.shade[meta.phases.findIndex((phase) => phase.name === name)];
 
 function summary() {
   $("summary").innerHTML = (meta.comparison ? comparison(meta.comparison) : "") + sources.map(summaryOf).join("");
@@ -42,11 +42,11 @@ function summaryOf(source) {
     ${number(percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers")}
     ${number(percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1")}</div>
     <h2>Overlap</h2><div class="numbers">
-    ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, opcode) ÷ time in which some worker computes")}
+    ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, phase) ÷ time in which some worker computes")}
     ${number(percent(o.inside_worker), "loads hidden", "LOAD time before the own COMPUTE begins that passes under waits or another instruction's COMPUTE ÷ all such time")}
     ${number(percent(o.loads_under_compute), "loads under compute", "LOAD time under COMPUTE of the same worker ÷ LOAD time")}
     ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
-    ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, opcode) ÷ time in which some worker computes") : ""}
+    ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, phase) ÷ time in which some worker computes") : ""}
     ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote, nothing computing ÷ (workers × step)")}</div>
     ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>${s.without_attention ? "<p>Without attention, whose work this trace does not tell.</p>" : ""}` : ""}
     <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shadeOfName(x.name)]], x.name)).join("")}</div>
@@ -67,10 +67,10 @@ function details() {
   const panel = $("details");
   panel.hidden = selected < 0;
   if (selected < 0) return;
-  const i = selected, r = record[i], it = instructionOf(i), lines = [], family = meta.families[it.family][0], source = sourceOfLane(lane[i]);
+  const i = selected, r = record[i], phase = phaseOf(i), lines = [], family = meta.families[phase.family][0], source = sourceOfLane(lane[i]);
   const line = (name, value) => lines.push(`<tr><td>${name}</td><td>${value}</td></tr>`);
   const link = (j, text) => `<button class="link" data-select="${j}">${escape(text)}</button>`;
-  const where = (j) => `${instructionOf(j).name} · ${place(j)} · ${laneName(lane[j])}`;
+  const where = (j) => `${phaseOf(j).name} · ${place(j)} · ${laneName(lane[j])}`;
   line("begin", time(begin[i] - source.shift, 6));
   line("end", time(endOf(i) - source.shift, 6));
   line("duration", `<b>${time(length[i], 4)}</b>`);
@@ -102,14 +102,14 @@ function details() {
   const parts = siblings(i).filter((j) => j !== i).map((j) => `<tr><td>${link(j, named(j))}</td><td>${time(length[j])}</td></tr>`);
   const after = [];
   for (let j = 0; j < count; j++) if (releaser[j] === i) after.push(j);
-  const released = after.slice(0, 8).map((j) => `<tr><td>${laneName(lane[j])}</td><td>${link(j, instructionOf(j).name)}</td></tr>`);
+  const released = after.slice(0, 8).map((j) => `<tr><td>${laneName(lane[j])}</td><td>${link(j, phaseOf(j).name)}</td></tr>`);
   if (after.length > 8) released.push(`<tr><td></td><td>${after.length - 8} more</td></tr>`);
   const section = (title, content) => (content.length ? `<h2>${title}</h2><table>${content.join("")}</table>` : "");
-  panel.innerHTML = `<h3><i class="swatch" style="background:${colours.shade[shadeOf[i]]}"></i>${escape(it.name)}</h3>
+  panel.innerHTML = `<h3><i class="swatch" style="background:${colours.shade[shadeOf[i]]}"></i>${escape(phase.name)}</h3>
     <p>${named(i)} · ${place(i)} · ${laneName(lane[i])} · ${family}</p><table>${lines.join("")}</table>
     ${section("Operands", operandRows)}${section("Waits for", waits)}${section("Same instruction", parts)}
     ${section("Released", released)}${section("Regions (rows, columns)", boxes)}
-    <h2>Meaning</h2><code>${escape(it.semantics)}</code>`;
+    <h2>Meaning</h2>${phase.meaning.map((text) => `<p><code>${escape(text)}</code></p>`).join("")}`;
   document.querySelector("aside").scrollTop = 0;
 }
 
@@ -127,7 +127,7 @@ function measured() {
       }
     }
     const parts = [...sums].map((v, p) => [v / all, p]).filter(([v]) => v > 0.0005).sort((x, y) => y[0] - x[0]);
-    const shares = parts.map(([v, p]) => bar(p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name, percent(v), [[v, p === WAITING ? colours.wait : colours.shade[p]]]));
+    const shares = parts.map(([v, p]) => bar(partName(p), percent(v), [[v, p === WAITING ? colours.wait : colours.shade[p]]]));
     const rates = tracks.map(({ r, name }) => { const v = meanRate(s, r, a, b); return bar(name, `${rate(v * s.resources[r].peak, s.resources[r].unit)} · ${percent(v)}`, [[v, colours.curve]]); });
     return `<h2>${s.letter} share of the workers' time</h2><div class="bars">${shares.join("")}</div><h2>${s.letter} resources, of peak</h2><div class="bars">${rates.join("")}</div>`;
   }).join("");
@@ -144,7 +144,7 @@ function tooltip(x, y, row, track) {
 }
 function aboutInterval(i) {
   const values = operands(record[i]).map(([n, v]) => `${n} ${v}`).join(", ");
-  const first = isWait(i) ? `${instructionOf(i).name} ${label(i)}` : label(i);
+  const first = isWait(i) ? `${phaseOf(i).name} ${label(i)}` : label(i);
   return `<b>${escape(first)}</b> &nbsp;${time(length[i])}<small>${place(i)} · ${laneName(lane[i])}${role[i] ? ` · ${meta.roles[role[i]]}` : ""}${values ? ` · ${escape(values)}` : ""}</small>`;
 }
 /** What a row's workers do in one column of pixels. */
@@ -153,6 +153,5 @@ function aboutColumn(row, x) {
   if (x < gutter() || row.type !== "rank") return "";
   const { sums } = rowShare(row, new Share(1), toTime(x), scale(), false);
   const parts = [...sums].map((v, p) => [v / workers, p]).filter(([v]) => v > 0.005).sort((a, b) => b[0] - a[0]).slice(0, 6);
-  const name = (p) => (p === WAITING ? "waiting" : meta.instructions[opcodes[p]].name);
-  return `<b>${row.text}</b> at ${time(toTime(x), 6)}${parts.map(([v, p]) => `<small>${percent(v)} ${name(p)}</small>`).join("")}`;
+  return `<b>${row.text}</b> at ${time(toTime(x), 6)}${parts.map(([v, p]) => `<small>${percent(v)} ${partName(p)}</small>`).join("")}`;
 }

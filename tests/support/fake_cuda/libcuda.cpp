@@ -384,11 +384,6 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   return kOk;
 }
 
-int cuGetErrorName(int status, const char** name) {
-  *name = status == kTooLarge ? "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE" : "CUDA_ERROR";
-  return kOk;
-}
-
 // How the bindings find everything else: by the name without its version.
 int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);

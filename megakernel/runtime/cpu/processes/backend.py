@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import MegakernelError
-from ....isa import Buffer, Dims, Dtype, StepTable, slot_work
-from ....machine import cpu_count
+from ....isa import Buffer, Dims, Dtype, StepTable
 from ....model.checkpoint import Checkpoint
 from ....program import Program
-from ....trace import DTYPE, Trace, TraceHeader
-from ...backend import Output
-from ...buffers import check_program, check_table, write_history
-from .. import native
+from ....trace import DTYPE, Intervals
+from ...buffers import write_history
+from ..base import DEADLOCK_S, Loaded, RanksBackend, RanksLaunch
 from . import torchrun
 from .board import Board
 from .channel import Delay, Ended, Launch, Load, Measure, Message, Open, Place, Reset, Weight, ready
@@ -30,10 +29,9 @@ from .shared_memory import LINE, Mapping, aligned, create
 
 _STOP_S = 5.0  # ranks leave an aborted launch within this, or are ended
 _CLOCK_ROUNDS = 200
-_DEADLOCK_S = 60.0
 
 
-class ProcessBackend:
+class ProcessBackend(RanksBackend):
     """A CpuBackend whose ranks are processes; `threads` are shared among them. See CpuBackend for the arguments.
 
     `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. A rank that
@@ -49,20 +47,16 @@ class ProcessBackend:
         dtype: Dtype,
         threads: int | None = None,
         null: bool = False,
-        deadlock_s: float = _DEADLOCK_S,
+        deadlock_s: float = DEADLOCK_S,
         audit: bool = False,
     ) -> None:
-        if dims.dtype != dtype:
-            raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
-        self.name = "null" if null else "cpu"
-        self.dims = dims
-        self.pages = pages
-        self.threads = threads or cpu_count()
+        super().__init__(dims, pages, dtype, threads, null)
         self._checkpoint = checkpoint
         self._session = Open(
             rank=0,
             model=checkpoint.name,
-            tied=checkpoint.config.tied,
+            config={name: value for name, value in vars(checkpoint.config).items() if name != "rope"},
+            storage={buffer.name: stored.name for buffer, stored in checkpoint.storage.items()},
             dims=asdict(dims),
             pages=pages,
             threads=max(self.threads // dims.tp, 1),
@@ -71,47 +65,28 @@ class ProcessBackend:
             audit=audit,
         )
         self.link_bytes = np.zeros(dims.tp, np.int64)  # that each rank stored at others since it was started
-        self._closed = False
         self._ranks: _Ranks | None = _Ranks(checkpoint, self._session)
-        self._running: ProcessLaunch | None = None
-
-    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> ProcessLaunch:
-        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
-        if self._running is not None:
-            raise MegakernelError("the launch before has not ended: wait for it or abort it")
-        check_program(self.dims, program)
-        check_table(program, table, self.pages)
-        launch = ProcessLaunch(self, self._live(), program, table, trace)
-        self._running = launch
-        launch.begin()
-        return launch
-
-    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        """Execute one step: `start`, then `wait`."""
-        return self.start(program, table, trace=trace).wait()
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)] of every rank; between launches."""
         heaps = self._live().local.heaps
         for rank in range(self.dims.tp):
             with heaps.file(Buffer.HISTORY, rank).opened():
                 write_history(heaps.array(Buffer.HISTORY, rank), slot, start, tokens)
 
-    def close(self) -> None:
-        """Abort what runs, end the processes, release memory. Further launches are errors."""
-        if self._running is not None:
-            self._running.abort()
-        if self._ranks is not None:
-            self._ranks.close()
-        self._ranks, self._closed = None, True
+    def _launch(self, program: Program, table: StepTable, trace: bool) -> RanksLaunch:
+        return _Launch(self, program, table, trace)
 
     def _live(self) -> _Ranks:
         """The ranks; new ones where a rank has died."""
-        if self._closed:
-            raise MegakernelError("the backend is closed: make another one")
+        self._check_open()
         if self._ranks is None:
             self._ranks = _Ranks(self._checkpoint, self._session)
         return self._ranks
+
+    def _release(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
 
     # -- for tests
 
@@ -121,96 +96,34 @@ class ProcessBackend:
         return [peer.pid for peer in self._live().peers]
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
         ranks = self._live()
-        ranks.local.delay(Delay(segment, record, layer, seconds))
+        ranks.local.ranks.delay(segment, record, layer, seconds)
         ranks.ask(Delay(segment, record, layer, seconds))
 
 
-class ProcessLaunch:
-    """A launch on all ranks."""
+class _Launch(RanksLaunch):
+    loaded: _Loaded | None
 
-    def __init__(self, backend: ProcessBackend, ranks: _Ranks, program: Program, table: StepTable, trace: bool) -> None:
-        self._backend, self._ranks, self._program, self._table, self._traced = backend, ranks, program, table, trace
-        self._begin = time.perf_counter()
+    def __init__(self, backend: ProcessBackend, program: Program, table: StepTable, trace: bool) -> None:
+        super().__init__(backend, program, table, trace)
+        self._owner, self._ranks = backend, backend._live()
         self._ended: dict[int, tuple[Ended, list[int]]] = {}
-        self._loaded: _Loaded | None = None
 
-    def begin(self) -> None:
-        """Let every rank go."""
-        try:
-            self._loaded = self._ranks.load(self._program)
-            self._ranks.start(self._loaded, self._table, self._traced)
-        except BaseException:
-            self.abort()
-            raise
+    def _load(self) -> None:
+        self.loaded = self._ranks.load(self._program)
 
-    def wait(self) -> Output:
-        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+    def _go(self) -> None:
+        assert self.loaded is not None
+        self._ranks.start(self.loaded, self._table, self._traced)
+
+    def _finish(self) -> None:
         ranks = self._ranks
-        try:
-            while not ranks.local.poll():
-                self._listen(0.0)
-            while any(peer.busy for peer in ranks.peers):
-                self._listen(1.0)
-        except BaseException:
-            self.abort()
-            raise
-        self._backend._running = None
+        while not ranks.local.poll():
+            self._listen(0.0)
+        while any(peer.busy for peer in ranks.peers):
+            self._listen(1.0)
         ended = [self._ended[peer.rank][0].link_bytes for peer in ranks.peers]
-        self._backend.link_bytes[:] = [ranks.local.link_bytes, *ended]
-        seconds = time.perf_counter() - self._begin
-        rows, heaps = self._program.dims.logit_rows, ranks.local.heaps
-        return Output(
-            tokens=heaps.array(Buffer.TOKENS_OUT, 0)[:rows],
-            logprobs=heaps.array(Buffer.LOGPROBS_OUT, 0)[:rows],
-            logits=self._logits(),
-            seconds=seconds,
-            trace=self._trace() if self._traced else None,
-        )
-
-    def _logits(self) -> NDArray[np.float32]:
-        """Every row from the rank that sampled it."""
-        heaps, rows, own = self._ranks.local.heaps, self._program.dims.logit_rows, self._program.dims.own_logit_rows
-        logits: NDArray[np.float32] = heaps.array(Buffer.LOGITS, 0)[:rows]
-        for rank in range(1, self._program.ranks):
-            part = slice(rank * own, min((rank + 1) * own, rows))
-            with heaps.file(Buffer.LOGITS, rank).opened():
-                logits[part] = heaps.array(Buffer.LOGITS, rank)[part]
-        return logits
-
-    def _trace(self) -> Trace:
-        """Intervals of all ranks."""
-        intervals, dropped = self._ranks.local.intervals()
-        parts = [intervals]
-        for rank in sorted(self._ended):
-            ended, descriptors = self._ended[rank]
-            parts.append(Mapping(descriptors[0]).array(0, DTYPE, (ended.intervals,)))
-            dropped += ended.dropped
-        header = TraceHeader(
-            program=self._program.hash,
-            source="cpu",
-            tick_s=1e-9,
-            read_s=native.library().mk_clock_cost(),
-            clock_error_s=self._ranks.clock_error_s,
-            dropped=dropped,
-        )
-        return Trace(header, np.concatenate(parts), slot_work(self._table)[None])
-
-    def abort(self) -> None:
-        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
-        if self._backend._running is not self:
-            return
-        try:
-            usable = self._ranks.stop(self._loaded)
-        except BaseException:
-            usable = False
-            raise
-        finally:
-            self._backend._running = None
-            if not usable:
-                self._ranks.close()
-                self._backend._ranks = None
+        self._owner.link_bytes[:] = [ranks.local.link_bytes, *ended]
 
     def _listen(self, seconds: float) -> None:
         """Take in what ranks say within `seconds`: that they are done, or why not."""
@@ -219,13 +132,42 @@ class ProcessLaunch:
             assert isinstance(answer, Ended)
             self._ended[peer.rank] = answer, descriptors
 
+    def _stop(self) -> None:
+        usable = False
+        try:
+            usable = self._ranks.stop(self.loaded)
+        finally:
+            if not usable:
+                self._ranks.close()
+                self._owner._ranks = None
+
+    def _results(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        heaps = self._ranks.local.heaps
+        return heaps.array(Buffer.TOKENS_OUT, 0), heaps.array(Buffer.LOGPROBS_OUT, 0), self._logits()
+
+    def _logits(self) -> NDArray[np.float32]:
+        """Every row from the rank that sampled it."""
+        heaps, rows, own = self._ranks.local.heaps, self._program.dims.logit_rows, self._program.dims.own_logit_rows
+        logits: NDArray[np.float32] = heaps.array(Buffer.LOGITS, 0)
+        for rank in range(1, self._program.ranks):
+            part = slice(rank * own, min((rank + 1) * own, rows))
+            with heaps.file(Buffer.LOGITS, rank).opened():
+                logits[part] = heaps.array(Buffer.LOGITS, rank)[part]
+        return logits
+
+    def _intervals(self) -> tuple[Intervals, int, float]:
+        intervals, dropped = self._ranks.local.ranks.intervals()
+        parts = [intervals]
+        for rank in sorted(self._ended):
+            ended, descriptors = self._ended[rank]
+            parts.append(Mapping(descriptors[0]).array(0, DTYPE, (ended.intervals,)))
+            dropped += ended.dropped
+        return np.concatenate(parts), dropped, self._ranks.clock_error_s
+
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A program that all ranks have. `program` keeps the object alive whose id is its key."""
-
+class _Loaded(Loaded):
     index: int
-    program: Program
     words: NDArray[np.int32]  # the step table that all ranks read
 
 
@@ -284,7 +226,7 @@ class _Ranks:
         file.array(start, np.uint8, (len(data),))[:] = np.frombuffer(data, np.uint8)
         index = len(self._programs)
         self._share(Load(index, counters, start, len(data)), [memory])
-        loaded = _Loaded(index, program, file.array(0, np.int32, (words,)))
+        loaded = _Loaded(program, index, file.array(0, np.int32, (words,)))
         self._programs[id(program)] = loaded
         return loaded
 
@@ -304,7 +246,6 @@ class _Ranks:
                 os.close(descriptor)
 
     def start(self, loaded: _Loaded, table: StepTable, trace: bool) -> None:
-        """Let every rank go."""
         loaded.words[:] = table.words
         self.board.clear()
         for peer in self.peers:
@@ -314,7 +255,7 @@ class _Ranks:
     def saying(self, seconds: float) -> list[Peer]:
         """Ranks that answer, or have died, now or within `seconds`."""
         busy = [peer for peer in self.peers if peer.busy]
-        found = set(ready(busy, seconds))
+        found = ready([peer.fileno() for peer in busy], seconds)
         return [peer for peer in busy if peer.fileno() in found]
 
     def stop(self, loaded: _Loaded | None) -> bool:
@@ -342,7 +283,7 @@ class _Ranks:
     def close(self) -> None:
         """End the processes, or let those of a job go back to waiting."""
         if hasattr(self, "local"):
-            self.local.close()
+            self.local.ranks.close()
         for peer in self.peers:
             if self._own:
                 peer.end()
@@ -354,7 +295,8 @@ class _Broadcast:
     """A Checkpoint that also sends every tensor that is loaded to the other ranks."""
 
     def __init__(self, checkpoint: Checkpoint, peers: list[Peer]) -> None:
-        self.name, self.config, self.dtype = checkpoint.name, checkpoint.config, checkpoint.dtype
+        self.name, self.config = checkpoint.name, checkpoint.config
+        self.dtype, self.storage = checkpoint.dtype, checkpoint.storage
         self._checkpoint, self._peers = checkpoint, peers
         self._staging: Mapping | None = None
         self._sent = False

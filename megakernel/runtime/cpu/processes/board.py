@@ -41,7 +41,6 @@ class Board:
         return bytes(self._words[rank]).rstrip(b"\0").decode()
 
     def abort(self) -> None:
-        """End the launch on every rank."""
         self._abort[:] = 1
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, get_args
 
 # Large things travel through shared memory, so messages stay far below a socket's limit.
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
@@ -21,11 +21,15 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class Open:
-    """Driver: make an executor of rank `rank` of `dims`. Descriptor: the board."""
+    """Driver: make an executor of rank `rank` of `dims`. Descriptor: the board.
+
+    `config` has the fields of the model's ModelConfig but for `rope`, `storage` the checkpoint's by name.
+    """
 
     rank: int
     model: str
-    tied: bool
+    config: dict[str, Any]
+    storage: dict[str, str]
     dims: dict[str, Any]
     pages: int
     threads: int
@@ -125,13 +129,7 @@ class Failed:
 
 
 Message = Open | Weight | Place | Load | Launch | Reset | Delay | Measure | Close | Done | Ended | Failed
-_TYPES: dict[str, type[Any]] = {
-    t.__name__: t for t in (Open, Weight, Place, Load, Launch, Reset, Delay, Measure, Close, Done, Ended, Failed)
-}
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
+_TYPES: dict[str, type[Any]] = {t.__name__: t for t in get_args(Message)}
 
 
 class Channel:
@@ -172,7 +170,7 @@ class Channel:
         self._socket.close()
 
 
-def ready(files: Sequence[HasFileno | int], seconds: float | None) -> set[int]:
+def ready(files: Sequence[int], seconds: float | None) -> set[int]:
     """Descriptors among `files` at which there is something to read, or an end, within `seconds` (None: ever)."""
     poll = select.poll()
     for file in files:
@@ -181,5 +179,4 @@ def ready(files: Sequence[HasFileno | int], seconds: float | None) -> set[int]:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

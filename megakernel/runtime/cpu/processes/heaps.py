@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from numpy.typing import NDArray
@@ -41,20 +42,12 @@ class Heaps:
 
     def plan(self, dims: Dims) -> tuple[Place, int] | None:
         """New places for what programs of `dims` need larger than it is, and the bytes they take on each rank."""
-        buffers: list[int] = []
-        offsets: list[int] = []
-        shapes: list[list[int]] = []
-        size = 0
-        for buffer in SHARED:
-            # Shards are largest on rank 0, and a buffer is as large on each rank as on any.
-            shape = BUFFERS[buffer].shape(dims, 0)
-            if math.prod(shape) <= self._elements[buffer]:
-                continue
-            buffers.append(int(buffer))
-            offsets.append(size)
-            shapes.append(list(shape))
-            size += aligned(math.prod(shape) * BUFFERS[buffer].resolve_dtype(dims).itemsize)
-        return (Place(buffers, offsets, shapes), size) if buffers else None
+        # Shards are largest on rank 0, and a buffer is as large on each rank as on any.
+        shapes = {b: BUFFERS[b].shape(dims, 0) for b in SHARED}
+        moved = {b: list(shape) for b, shape in shapes.items() if math.prod(shape) > self._elements[b]}
+        sizes = (aligned(math.prod(moved[b]) * BUFFERS[b].resolve_dtype(dims).itemsize) for b in moved)
+        *offsets, size = accumulate(sizes, initial=0)
+        return (Place(list(map(int, moved)), offsets, list(moved.values())), size) if moved else None
 
     def place(self, message: Place, files: Sequence[Mapping]) -> list[Buffer]:
         """Take new places, in each rank's file; the buffers that have moved."""
@@ -65,7 +58,6 @@ class Heaps:
         return moved
 
     def array(self, buffer: Buffer, rank: int) -> NDArray[Any]:
-        """A rank's copy."""
         files, offset, shape = self._places[buffer]
         return files[rank].array(offset, BUFFERS[buffer].resolve_dtype(self._dims).numpy, shape)
 
@@ -81,5 +73,4 @@ class Heaps:
         raise MegakernelError(f"{size} bytes were stored at another rank outside of every buffer")
 
     def file(self, buffer: Buffer, rank: int) -> Mapping:
-        """The file that a rank's copy lies in."""
         return self._places[buffer][0][rank]

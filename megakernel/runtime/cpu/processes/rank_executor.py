@@ -12,11 +12,10 @@ from ....errors import MegakernelError
 from ....isa import Dims, StepTable
 from ....model.checkpoint import Checkpoint
 from ....program import Program
-from ....trace import Intervals
 from ..audit import audit
 from ..ranks import COUNTER_BYTES, CpuRanks
 from .board import Board
-from .channel import Delay, Launch, Load, Open, Place, Reset
+from .channel import Launch, Load, Open, Place, Reset
 from .heaps import SHARED, Heaps
 from .shared_memory import Mapping
 
@@ -34,7 +33,7 @@ class RankExecutor:
     def __init__(self, message: Open, checkpoint: Checkpoint, board: Board) -> None:
         dims = Dims(**message.dims)
         self._rank, self._audit = message.rank, message.audit
-        self._ranks = CpuRanks(
+        self.ranks = CpuRanks(
             checkpoint,
             dims,
             message.pages,
@@ -48,7 +47,7 @@ class RankExecutor:
         self.heaps = Heaps(dims)
         self._running: _Loaded | None = None
         if self._audit:
-            self._ranks.audit(board.words_address(message.rank) if message.rank else None)
+            self.ranks.audit(board.words_address(message.rank) if message.rank else None)
         self._programs: dict[int, _Loaded] = {}
 
     def take(self, message: Place | Load, descriptors: Sequence[int]) -> None:
@@ -59,52 +58,42 @@ class RankExecutor:
         files = [Mapping(fd, window=self._audit and rank != self._rank) for rank, fd in enumerate(descriptors)]
         for buffer in self.heaps.place(message, files):
             for rank in range(len(files)):
-                self._ranks.bind(rank, buffer, self.heaps.array(buffer, rank)[None])
+                self.ranks.bind(rank, buffer, self.heaps.array(buffer, rank)[None])
         for rank, file in enumerate(files):
             if self._audit and rank != self._rank:
-                self._ranks.watch(file.address, file.size)
+                self.ranks.watch(file.address, file.size)
 
     def _load(self, message: Load, file: Mapping) -> None:
         program = Program.from_bytes(file.array(message.start, np.uint8, (message.size,)).tobytes(), "of the driver")
-        self._ranks.fit(program.dims)
+        self.ranks.fit(program.dims)
         counters = file.array(message.counters, np.uint8, (program.ranks, program.total_counters * COUNTER_BYTES))
         words = file.array(0, np.int32, (len(StepTable(program.dims).words),))
-        self._programs[message.index] = _Loaded(program, self._ranks.load(program, counters), words)
+        self._programs[message.index] = _Loaded(program, self.ranks.load(program, counters), words)
 
     def start(self, message: Launch) -> None:
         """Begin a launch with what the step table's words are now."""
         self._running = self._programs[message.index]
-        self._ranks.start(self._running.handle, self._running.words, message.trace)
+        self.ranks.start(self._running.handle, self._running.words, message.trace)
 
     def poll(self) -> bool:
         """Whether the launch has ended within a slice. Raises MegakernelError where it was stopped."""
         try:
-            if not self._ranks.wait():
+            if not self.ranks.wait():
                 return False
-        except MegakernelError as e:
+        except MegakernelError:
             self._running = None
-            raise MegakernelError(f"the launch made no progress and was stopped: {e}") from None
+            raise
         ended, self._running = self._running, None
         if self._audit and ended:
             table = StepTable(ended.program.dims, ended.words)
-            audit(ended.program, table, self._ranks.stores(), self.heaps.locate)
+            audit(ended.program, table, self.ranks.stores(), self.heaps.locate)
         return True
 
     def reset(self, message: Reset) -> None:
-        self._ranks.reset(self._programs[message.index].handle)
+        self.ranks.reset(self._programs[message.index].handle)
         if self._audit:
-            self._ranks.stores()  # of the failed launch
-
-    def delay(self, message: Delay) -> None:
-        self._ranks.delay(message.segment, message.record, message.layer, message.seconds)
+            self.ranks.stores()  # of the failed launch
 
     @property
     def link_bytes(self) -> int:
-        return self._ranks.link_bytes(self._rank)
-
-    def intervals(self) -> tuple[Intervals, int]:
-        return self._ranks.intervals()
-
-    def close(self) -> None:
-        """Abort what runs, release everything."""
-        self._ranks.close()
+        return self.ranks.link_bytes(self._rank)

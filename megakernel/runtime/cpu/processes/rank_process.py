@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import threading
+from collections import abc
+from dataclasses import astuple
 from typing import NoReturn
 
 import numpy as np
@@ -14,26 +16,10 @@ from numpy.typing import NDArray
 
 from ....errors import MegakernelError
 from ....isa import Buffer, Dims, Dtype
-from ....model.config import LlamaConfig
+from ....model.config import ModelConfig
 from . import channel
 from .board import Board
-from .channel import (
-    Channel,
-    Close,
-    Delay,
-    Done,
-    Ended,
-    Failed,
-    Gone,
-    Launch,
-    Load,
-    Measure,
-    Message,
-    Open,
-    Place,
-    Reset,
-    Weight,
-)
+from .channel import Channel, Done, Gone
 from .rank_executor import RankExecutor
 from .shared_memory import Mapping, create
 
@@ -47,13 +33,11 @@ class Incoming:
 
     dtype: Dtype
 
-    def __init__(self, connection: Channel, message: Open) -> None:
-        d = Dims(**message.dims)
+    def __init__(self, connection: Channel, message: channel.Open) -> None:
         self.name = message.model
-        self.dtype = Dtype(d.dtype)
-        self.config = LlamaConfig(
-            d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context, tied=message.tied
-        )
+        self.dtype = Dtype(message.dims["dtype"])
+        self.storage: abc.Mapping[Buffer, Dtype] = {Buffer[b]: Dtype[t] for b, t in message.storage.items()}
+        self.config = ModelConfig(**message.config)
         self._channel = connection
         self._staging: Mapping | None = None
         self._owes = False  # the driver waits to reuse the staging memory
@@ -63,9 +47,9 @@ class Incoming:
         while True:
             self.release()
             message, descriptors = self._channel.receive()
-            if isinstance(message, Close):
+            if isinstance(message, channel.Close):
                 raise _Closed
-            assert isinstance(message, Weight)
+            assert isinstance(message, channel.Weight)
             if descriptors:
                 self._staging = Mapping(descriptors[0])
             assert self._staging is not None
@@ -107,65 +91,63 @@ class _Server:
             try:
                 self._channel.send(*self._obey(message, descriptors))
             except _Closed:
-                self._channel.send(Failed("the driver gave up"))  # the answer to Open
+                self._channel.send(channel.Failed("the driver gave up"))  # the answer to Open
                 self._channel.send(Done())
             except MegakernelError as e:
-                self._channel.send(Failed(str(e)))
+                self._channel.send(channel.Failed(str(e)))
 
     def _heed(self, seconds: float | None) -> bool:
         """Whether the driver says something within `seconds` (None: ever). Raises Gone where it has ended."""
-        found = channel.ready([self._channel, *self._driver], seconds)
+        found = channel.ready([self._channel.fileno(), *self._driver], seconds)
         if any(fd in found for fd in self._driver):
             raise Gone
         return bool(found)
 
-    def _obey(self, message: Message, descriptors: list[int]) -> tuple[Message, list[int]]:
-        """The answer."""
-        if isinstance(message, Open):
+    def _obey(self, message: channel.Message, descriptors: list[int]) -> tuple[channel.Message, list[int]]:
+        if isinstance(message, channel.Open):
             self._open(message, descriptors[0])
             return Done(), []
-        if isinstance(message, Weight):
+        if isinstance(message, channel.Weight):
             return Done(), []  # of a buffer of which this rank needs nothing
-        if isinstance(message, Close):
+        if isinstance(message, channel.Close):
             self.close()
             return Done(), []
         assert self._executor is not None and self._board is not None
         match message:
-            case Place() | Load():
+            case channel.Place() | channel.Load():
                 self._executor.take(message, descriptors)
-            case Launch():
+            case channel.Launch():
                 return self._launch(self._executor, message)
-            case Reset():
+            case channel.Reset():
                 self._executor.reset(message)
-            case Delay():
-                self._executor.delay(message)
-            case Measure():
+            case channel.Delay():
+                self._executor.ranks.delay(*astuple(message))
+            case channel.Measure():
                 self._board.answer_clock(message.rounds)
         return Done(), []
 
-    def _open(self, message: Open, board: int) -> None:
+    def _open(self, message: channel.Open, board: int) -> None:
         self.close()
         self._board = Board(Dims(**message.dims).tp, board)
         weights = Incoming(self._channel, message)
         self._executor = RankExecutor(message, weights, self._board)
         weights.release()
 
-    def _launch(self, executor: RankExecutor, message: Launch) -> tuple[Message, list[int]]:
+    def _launch(self, executor: RankExecutor, message: channel.Launch) -> tuple[channel.Message, list[int]]:
         executor.start(message)
         while not executor.poll():
             if self._heed(0.0):
                 raise Gone  # nothing is said during a launch
         if not message.trace:
-            return Ended(executor.link_bytes, 0, 0), []
-        intervals, dropped = executor.intervals()
+            return channel.Ended(executor.link_bytes, 0, 0), []
+        intervals, dropped = executor.ranks.intervals()
         memory = create("a trace", intervals.nbytes)
         Mapping(os.dup(memory)).array(0, intervals.dtype, intervals.shape)[:] = intervals
-        return Ended(executor.link_bytes, len(intervals), dropped), [memory]
+        return channel.Ended(executor.link_bytes, len(intervals), dropped), [memory]
 
     def close(self) -> None:
-        """Release the model."""
         if self._executor is not None:
-            self._executor.close()
+            self._executor.ranks.close()
         self._executor = self._board = None
 
 

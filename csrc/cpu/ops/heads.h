@@ -1,0 +1,66 @@
+#pragma once
+#include "../../common/index.h"
+#include "../simd.h"
+
+namespace mk::MK_SIMD {
+
+// Each even lane's value in both lanes of its pair, each odd lane's, and the two swapped.
+#if defined(__clang__)
+#define MK_SHUFFLE(v, mask) shuffle_lanes(v, mask)
+MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
+  F32 out;
+  for (int i = 0; i < kLanes; ++i) out[i] = v[lanes[i]];
+  return out;
+}
+#else
+#define MK_SHUFFLE(v, mask) __builtin_shuffle(v, mask)
+#endif
+
+// n columns (even, starting on a pair) rotated: (a, b) -> (a cos - b sin, b cos + a sin).
+template <class T>
+inline void rotate(const float* t, const float* rope, int n, T* out) {
+  const I32 lane = lane_index();
+  const I32 even = lane & ~1, odd = lane | 1, swapped = lane ^ 1;
+  const F32 sign = select((lane & 1) != 0, splat(1.0f), splat(-1.0f));
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 v = load(t + i, n - i), angle = load(rope + i, n - i);
+    const F32 turned = MK_SHUFFLE(v, swapped) * sign * MK_SHUFFLE(angle, odd);
+    store(out + i, v * MK_SHUFFLE(angle, even) + turned, n - i);
+  }
+}
+
+// Columns [first, first + n) of q, k and v of row r, q and k rotated, to the output and the KV cache. They
+// may cross heads and the q, k, v borders.
+template <class T>
+inline void store_heads(const Call& call, int r, int first, int n, float* t) {
+  const Dims& d = *call.dims;
+  const StepView& s = *call.step;
+  const float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
+  const int32_t seq = s.row_seq[r], position = s.positions[r], offset = position % d.kv_page;
+  const int32_t page = seq < 0 ? 0 : s.block_tables[int64_t{seq} * d.pages_per_seq() + position / d.kv_page];
+  for (int i = 0, width; i < n; i += width) {
+    const int col = first + i;
+    const int element = col % d.head_dim;
+    width = lower_of(d.head_dim - element, n - i);
+    if (col < d.q_cols()) {
+      rotate(t + i, rope + element, width, call.output<T>() + int64_t{r} * d.q_cols() + col);
+    } else if (seq < 0) {
+      continue;
+    } else if (col < d.q_cols() + d.kv_cols()) {
+      const int head = (col - d.q_cols()) / d.head_dim;
+      T* k = call.at<T>(Buffer::K_CACHE) + k_index(d, page, head, element) + offset;
+      T rotated[kPanel];
+      for (int j = 0; j < width; j += kPanel) {
+        const int m = lower_of(width - j, kPanel);
+        rotate(t + i + j, rope + element + j, m, rotated);
+        for (int e = 0; e < m; ++e) k[int64_t{j + e} * d.kv_page] = rotated[e];
+      }
+    } else {
+      const int head = (col - d.q_cols() - d.kv_cols()) / d.head_dim;
+      T* v = call.at<T>(Buffer::V_CACHE) + v_index(d, page, head, offset) + element;
+      for (int j = 0; j < width; j += kLanes) store(v + j, load(t + i + j, width - j), width - j);
+    }
+  }
+}
+
+}  // namespace mk::MK_SIMD

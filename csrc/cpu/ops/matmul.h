@@ -1,0 +1,74 @@
+// A matmul, and what each result does with columns [first, first + n) of row r: t.
+#pragma once
+#include "../gemm.h"
+#include "heads.h"
+#include "store.h"
+
+namespace mk::MK_SIMD {
+
+// output[r] += t.
+inline void add_residual(const Call& call, int r, int first, int n, float* t) {
+  float* x = call.output<float>() + int64_t{r} * call.dims->hidden + first;
+  for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i, n - i) + load(t + i, n - i), n - i);
+}
+
+// output[this rank][r] = t, where the residual of r is kept.
+template <class T>
+inline void store_partial(const Call& call, int r, int first, int n, float* t) {
+  const Dims& d = *call.dims;
+  store_to(call, call.phase->output, residual_ranks(d, r),
+           int64_t{d.reduce_row(d.rank, r)} * d.hidden + first, narrow(t, n, T{}), n);
+}
+
+// output[r] = silu(t of the first matrix) * t of the second.
+template <class T>
+inline void store_gated(const Call& call, int r, int first, int n, float* t) {
+  T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 gate = load(t + i, n - i), up = load(t + kPanel + i, n - i);
+    store(out + i, gate / (exp(-gate) + 1.0f) * up, n - i);
+  }
+}
+
+// output[r] = t, over the rank's part of the vocabulary, at the rank that samples row r.
+inline void store_logits(const Call& call, int r, int first, int n, float* t) {
+  const Dims& d = *call.dims;
+  const int sampler = r / d.own_logit_rows();
+  store_to(call, call.phase->output, {sampler, sampler + 1}, int64_t{r} * d.vocab + d.first_vocab() + first,
+           t, n);
+}
+
+// With weights of type W.
+template <class T, class W>
+void matmul(const Call& call, const Tile& tile) {
+  switch (call.phase->result) {
+    case Result::kNone:
+      return;
+    case Result::kHeads:
+      return gemm<T, W, store_heads<T>>(call, tile);
+    case Result::kResidual:
+      return gemm<T, W, add_residual>(call, tile);
+    case Result::kPartial:
+      return gemm<T, W, store_partial<T>>(call, tile);
+    case Result::kGated:
+      return gemm<T, W, store_gated<T>>(call, tile);
+    case Result::kLogits:
+      return gemm<T, W, store_logits>(call, tile);
+  }
+}
+
+template <class T>
+void matmul(const Call& call, const Tile& tile) {
+  switch (call.phase->storage) {
+    case Dtype::F32:
+      return matmul<T, float>(call, tile);
+    case Dtype::BF16:
+      return matmul<T, Bf16>(call, tile);
+    case Dtype::Q8_0:
+      return matmul<T, Q8Block>(call, tile);
+    case Dtype::I32:  // no weights have this type
+      return;
+  }
+}
+
+}  // namespace mk::MK_SIMD

@@ -1,0 +1,146 @@
+"""The operations that interpreters know. A phase of a model is one of them with its parameters (`phases.py`).
+
+Generated from these tables: `csrc/common/isa.h` and `docs/instructions.md`. A new operation, result or set of rows
+needs a case in every backend; one that lacks it does not build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class Operation(IntEnum):
+    JOIN = 1
+    DRAIN = 2
+    GATHER = 3
+    ROPE = 4
+    NORM = 5
+    MATMUL = 6
+    ATTENTION = 7
+    REDUCE = 8
+    SAMPLE = 9
+
+
+class Family(Enum):
+    """Operations of one kind, with the colour they have in every view (Okabe-Ito, readable by the colour-blind)."""
+
+    GATHER = "#999999"
+    NORM = "#F0E442"
+    MATMUL = "#0072B2"
+    ATTENTION = "#D55E00"
+    REDUCE = "#009E73"
+    SAMPLING = "#CC79A7"
+    CONTROL = "#000000"
+
+
+class Rows(IntEnum):
+    """The rows that a rank computes in a phase.
+
+    EVERY    all token rows
+    OWN      the token rows of the row blocks that the rank owns; all where every rank keeps the residual
+    LOGIT    all rows that get logits
+    SAMPLED  the logit rows that the rank samples
+    """
+
+    EVERY = 0
+    OWN = 1
+    LOGIT = 2
+    SAMPLED = 3
+
+
+class Result(IntEnum):
+    """What a matmul does with its results, after it has added the bias.
+
+    NONE      no matmul
+    HEADS     q and k are rotated by ROPE; q goes to Q, k and v to their place in the KV cache
+    RESIDUAL  added to the residual stream
+    PARTIAL   stored as this rank's part of a sum over ranks, where the residual of the row is kept
+    GATED     silu(first matrix) * second matrix
+    LOGITS    stored at the rank that samples the row
+    """
+
+    NONE = 0
+    HEADS = 1
+    RESIDUAL = 2
+    PARTIAL = 3
+    GATED = 4
+    LOGITS = 5
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """`operands` are those of a record, in order. `layout` names the C++ struct that is laid over them."""
+
+    family: Family
+    layout: str
+    operands: tuple[str, ...]
+    meaning: str
+
+
+_RUN = "Run", ("row", "rows")
+_TILE = "Tile", ("row", "rows", "col", "cols")
+
+OPERATIONS: dict[Operation, OperationSpec] = {
+    Operation.JOIN: OperationSpec(
+        Family.CONTROL,
+        "Join",
+        (),
+        "nothing: turns waits into a counter, where one record holds too few or ranks meet at the end of a launch",
+    ),
+    Operation.DRAIN: OperationSpec(
+        Family.CONTROL,
+        "Drain",
+        ("queue", "end"),
+        "claims the next instruction of the rank's queue and runs it (its waits, work and signals), again and again, "
+        "until the first `end` of this layer's queue are claimed by any worker",
+    ),
+    Operation.GATHER: OperationSpec(Family.GATHER, *_RUN, "output[r] = weights[token(r)]"),
+    Operation.ROPE: OperationSpec(
+        Family.GATHER, *_RUN, "output[r] = cos, sin of position(r) * weights (product in float32)"
+    ),
+    Operation.NORM: OperationSpec(
+        Family.NORM,
+        *_RUN,
+        "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once; to every rank where rows have "
+        "owners. Of logit rows: output[i] = norm of inputs[logit_rows[i]], of rows that this rank owns; padding rows "
+        "give zeros (rank 0's)",
+    ),
+    Operation.MATMUL: OperationSpec(
+        Family.MATMUL,
+        *_TILE,
+        "t = inputs[r] weights^T + bias, the inputs normalised first where the phase has a norm; then what its result "
+        "says",
+    ),
+    # Groups: the q, k, v of `group_heads` consecutive KV heads share a counter per row block; the wait word names the
+    # grid [row block][group], the signal word the grid [row block].
+    Operation.ATTENTION: OperationSpec(
+        Family.ATTENTION,
+        "Attention",
+        ("slot", "group_heads", "groups"),
+        "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks, each block's (m, l, o) "
+        "fresh, merged in ascending order; of a split's items the last to arrive merges; signals rows x KV heads. "
+        "With a replicated O projection the output goes to the rank that owns the rows, to every rank where all do",
+    ),
+    Operation.REDUCE: OperationSpec(
+        Family.REDUCE,
+        *_TILE,
+        "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, over the ranks that have a part of `weights`, in "
+        "float32, in that order",
+    ),
+    Operation.SAMPLE: OperationSpec(
+        Family.SAMPLING,
+        *_RUN,
+        "penalties, bias, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties by "
+        "id; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT on rank 0, its raw "
+        "log-softmax to LOGPROBS_OUT on rank 0",
+    ),
+}
+
+RESULTS: dict[Result, str] = {
+    Result.HEADS: "q and k columns rotated pairwise by ROPE[r]; q to Q, k and v to their page; rounded once",
+    Result.RESIDUAL: "output[r] += t, in float32",
+    Result.PARTIAL: "output[this rank][r] = t at the rank that keeps the residual of r (at every rank where all do)",
+    Result.GATED: "output[r] = silu(t of the first matrix) * (t of the second), rounded once",
+    Result.LOGITS: "output[i] = t, over the rank's part of the vocabulary, at the rank that samples row i; float32",
+}

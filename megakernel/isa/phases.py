@@ -1,0 +1,232 @@
+"""A model's forward pass as data: phases in the order in which a step runs them.
+
+A model file (`megakernel/model/families`) writes the phases. Regions, costs, pages and dependencies follow from a
+phase's parameters; nothing knows a phase by its name, which is for people. A record's first byte is the number of its
+phase.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from .buffers import BUFFERS, Buffer
+from .dims import Dims
+from .dtypes import Dtype
+from .operations import OPERATIONS, Family, Operation, OperationSpec, Result, Rows
+from .record import OPERAND_WORD, Column, Records
+
+NO_BUFFER = -1
+MAX_PHASES = 31  # of a program, those of the control operations included
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One operation with its parameters; all instructions of a phase are alike but for their operands.
+
+    `weights`  the matrix or matrices of a matmul, the scale of a norm, the table of a gather; of a reduction the matrix
+               whose partial products it adds
+    `bias`     added to the results; None where the model has none
+    `norm`     the scale of an RMS norm that a matmul applies to its inputs on the way in
+    `ahead`    the weights are those of the layer so many further on, or of the last layer
+    `storage`  the type that a matmul's weights have in memory; None is the compute type
+
+    `number` is the phase's place in its `Forward`.
+    """
+
+    name: str
+    operation: Operation
+    rows: Rows = Rows.OWN
+    weights: Buffer | None = None
+    inputs: Buffer | None = None
+    output: Buffer | None = None
+    result: Result = Result.NONE
+    bias: Buffer | None = None
+    norm: Buffer | None = None
+    ahead: int = 0
+    storage: Dtype | None = None
+    number: int = 0
+
+    @property
+    def spec(self) -> OperationSpec:
+        return OPERATIONS[self.operation]
+
+    @property
+    def family(self) -> Family:
+        return self.spec.family
+
+    @property
+    def control(self) -> bool:
+        return self.family is Family.CONTROL
+
+    @property
+    def is_matmul(self) -> bool:
+        return self.operation is Operation.MATMUL
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return self.spec.operands
+
+    def columns(self, records: Records) -> dict[str, Column]:
+        """Operand columns of records of this phase."""
+        return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
+
+    # -- sizes on rank `dims.rank`
+
+    def inner(self, dims: Dims) -> int:
+        """Length of a matmul's dot products, or of a norm's rows."""
+        return self._shape(dims)[-1]
+
+    def width(self, dims: Dims) -> int:
+        """Output columns of a matmul; none where there is nothing to multiply."""
+        return self._shape(dims)[-2] if self.is_matmul and self.inner(dims) else 0
+
+    def matrices(self, dims: Dims) -> int:
+        """Matrices of a matmul that lie side by side: each output column has one column of each."""
+        shape = self._shape(dims)
+        return shape[0] if len(shape) == 3 else 1
+
+    def storage_type(self, dims: Dims) -> Dtype:
+        return Dtype(dims.dtype) if self.storage is None else self.storage
+
+    def ranks(self, dims: Dims) -> int:
+        """Ranks 0 .. n - 1 have a part of the weights' inner length; shards are dealt in order."""
+        return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
+
+    def _shape(self, dims: Dims) -> tuple[int, ...]:
+        return (0, 0) if self.weights is None else BUFFERS[self.weights].shape(dims, 0)
+
+
+@dataclass(frozen=True)
+class PhaseField:
+    """A field of the C++ struct `Phase`: a phase as one rank sees it. `kind` is an enum of isa.h or int32_t."""
+
+    name: str
+    kind: str
+    what: str
+    value: Callable[[Phase, Dims], int]
+
+
+def _buffer(name: str) -> Callable[[Phase, Dims], int]:
+    def value(phase: Phase, dims: Dims) -> int:
+        buffer: Buffer | None = getattr(phase, name)
+        return NO_BUFFER if buffer is None else int(buffer)
+
+    return value
+
+
+PHASE_FIELDS: tuple[PhaseField, ...] = (
+    PhaseField("operation", "Operation", "", lambda p, d: p.operation),
+    PhaseField("rows", "Rows", "", lambda p, d: p.rows),
+    PhaseField("result", "Result", "of a matmul", lambda p, d: p.result),
+    PhaseField("weights", "Buffer", "", _buffer("weights")),
+    PhaseField("bias", "Buffer", "kNone: there is none, as in the next", _buffer("bias")),
+    PhaseField("norm", "Buffer", "scale of the norm on the way in", _buffer("norm")),
+    PhaseField("inputs", "Buffer", "", _buffer("inputs")),
+    PhaseField("output", "Buffer", "", _buffer("output")),
+    PhaseField("ahead", "int32_t", "layers from this one to that of the weights", lambda p, d: p.ahead),
+    PhaseField("storage", "Dtype", "of a matmul's weights", lambda p, d: p.storage_type(d)),
+    PhaseField("inner", "int32_t", "length of a dot product", lambda p, d: p.inner(d)),
+    PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d)),
+    PhaseField("matrices", "int32_t", "side by side", lambda p, d: p.matrices(d)),
+    PhaseField(
+        "ranks",
+        "int32_t",
+        "of a reduction: ranks that have partials",
+        lambda p, d: p.ranks(d) if p.operation is Operation.REDUCE else 0,
+    ),
+)
+
+# Present in every program, with these numbers.
+JOIN = Phase("join", Operation.JOIN, number=1)
+DRAIN = Phase("drain", Operation.DRAIN, number=2)
+CONTROL = (JOIN, DRAIN)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The phases of a step, numbered in the order in which it runs them: once, for each layer, once."""
+
+    prologue: tuple[Phase, ...]
+    body: tuple[Phase, ...]
+    epilogue: tuple[Phase, ...]
+
+    @staticmethod
+    def of(*segments: Sequence[Phase]) -> Forward:
+        """Number the phases of three segments."""
+        if sum(map(len, segments)) > MAX_PHASES - len(CONTROL):
+            raise MegakernelError(f"a forward pass has at most {MAX_PHASES - len(CONTROL)} phases")
+        numbers = itertools.count(1 + len(CONTROL))
+        return Forward(*(tuple(replace(p, number=next(numbers)) for p in s) for s in segments))
+
+    @cached_property
+    def segments(self) -> tuple[tuple[Phase, ...], ...]:
+        return self.prologue, self.body, self.epilogue
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """All but the control phases, in order."""
+        return (*self.prologue, *self.body, *self.epilogue)
+
+    @cached_property
+    def by_number(self) -> dict[int, Phase]:
+        """All phases; a record's first byte is the key."""
+        return {phase.number: phase for phase in (*CONTROL, *self.phases)}
+
+    @cached_property
+    def by_name(self) -> dict[str, Phase]:
+        return {phase.name: phase for phase in self.by_number.values()}
+
+    def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
+        """Numbers of the phases of an operation; of matmuls with one result, where it is given."""
+        return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
+
+    def __iter__(self) -> Iterator[Phase]:
+        return iter(self.phases)
+
+    def words(self, dims: Dims) -> NDArray[np.int32]:
+        """[MAX_PHASES + 1, fields]: the C++ `Phase`s as rank `dims.rank` sees them; zeros where there is none."""
+        out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
+        for number, phase in self.by_number.items():
+            out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]
+        return out
+
+    # -- as JSON
+
+    def to_json(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [{k: v for k, v in asdict(phase).items() if v is not None} for phase in segment]
+            for name, segment in zip(("prologue", "body", "epilogue"), self.segments, strict=True)
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Forward:
+        """What `to_json` gave. Raises MegakernelError for anything else."""
+        try:
+            return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise MegakernelError(f"the program's list of phases makes no sense: {e}") from e
+
+
+_ENUMS: dict[str, type[int]] = {
+    "operation": Operation,
+    "rows": Rows,
+    "result": Result,
+    "storage": Dtype,
+    **dict.fromkeys(("weights", "inputs", "output", "bias", "norm"), Buffer),
+}
+
+
+def _phase(row: Mapping[str, Any]) -> Phase:
+    known = {field.name for field in fields(Phase)}
+    if not isinstance(row.get("name"), str) or set(row) - known:
+        raise ValueError(f"a phase has the fields {sorted(row)}")
+    values: dict[str, Any] = {k: _ENUMS[k](v) if k in _ENUMS else v if k == "name" else int(v) for k, v in row.items()}
+    return Phase(**values)

@@ -1,0 +1,61 @@
+"""What a backend's processor asks of a program: one declared object for each, which nothing infers from a size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import pages
+from .dims import Dims, Units
+
+_ANY = 1 << 30  # more rows than a program has
+
+
+@dataclass(frozen=True)
+class Target:
+    """`units` are what can compute its matmuls, those for few rows first; `by_name` is what a person calls them.
+
+    row_unit   row blocks are multiples of it: rows that are stored at once, or 1
+    col_unit   column tiles start on multiples of it; None where the machine's file says
+    pages      whether workers stream operands through a ring of pages, of which the machine has so many
+    any_split  whether the share of any attention slot may end inside a row's KV range, and so leave partials
+    """
+
+    name: str
+    units: tuple[Units, ...]
+    row_unit: Mapping[Units, int]
+    col_unit: Mapping[Units, int | None]
+    pages: bool
+    any_split: bool
+
+    def chosen(self, name: str) -> Units:
+        """The units that `--matmul` names; the only ones where there is no choice."""
+        return self.units[0] if len(self.units) == 1 else Units[name.upper()]
+
+    def tile_rows(self, units: Units, inner: int) -> int:
+        """Most rows of a tile whose inputs are at most `inner` elements long."""
+        return pages.dot_rows(inner) if units is Units.DOTS else _ANY
+
+
+CPU = Target(
+    "cpu",
+    units=(Units.CORE,),
+    row_unit={Units.CORE: 1},
+    col_unit={Units.CORE: None},
+    pages=False,
+    any_split=False,
+)
+HOPPER = Target(
+    "hopper",
+    units=(Units.DOTS, Units.TENSOR),
+    row_unit={Units.DOTS: 1, Units.TENSOR: pages.BOX_ROWS},
+    col_unit={Units.DOTS: pages.DOT_UNIT, Units.TENSOR: None},
+    pages=True,
+    any_split=True,
+)
+TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
+
+
+def target_of(dims: Dims) -> Target:
+    """The target that a program of these sizes was compiled for."""
+    return next(target for target in TARGETS.values() if dims.units in target.units)

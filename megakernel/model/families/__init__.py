@@ -1,0 +1,34 @@
+"""The model families: each file reads as a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space
+from ..config import ModelConfig
+from .family import Family, Norm
+from .llama import LLAMA
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA,)}
+
+__all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
+
+
+def forward(
+    config: ModelConfig, dims: Dims, norm: Norm = Norm.OWN, storage: Mapping[Buffer, Dtype] | None = None
+) -> Forward:
+    """The forward pass of a model as `dims` shares it. `storage`: types of weights that are not the compute type."""
+    made = FAMILIES[config.family].forward(config, dims, norm)
+
+    def stored(phase: Phase) -> Phase:
+        kind = (storage or {}).get(phase.weights) if phase.is_matmul and phase.weights is not None else None
+        return replace(phase, storage=kind)
+
+    return Forward.of(*(tuple(map(stored, segment)) for segment in made.segments)) if storage else made
+
+
+def weights(config: ModelConfig, dims: Dims) -> list[Buffer]:
+    """The weight buffers that a model has, in the order of their numbers; the LM head also where it is tied."""
+    named = {value for phase in forward(config, dims) for value in vars(phase).values() if isinstance(value, Buffer)}
+    return [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT and buffer in named]

@@ -1,0 +1,67 @@
+"""What a model family declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from ...isa import Buffer, Dims, Forward
+from ..config import ModelConfig
+
+
+class Norm(Enum):
+    """Where the norms of a layer are computed; the bits are the same.
+
+    OWN     a layer begins with its own attention norm
+    NEXT    a layer ends with the attention norm of the next one
+    INSIDE  each matmul that reads normalised rows normalises them itself, on the way in
+    """
+
+    OWN = "own"
+    NEXT = "next"
+    INSIDE = "inside"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What safetensors and GGUF files call the tensors of a buffer, in the order of its rows; `{}` is the layer.
+
+    The rows of the first `rotated` tensors are those that RoPE turns in pairs.
+    """
+
+    safetensors: tuple[str, ...]
+    gguf: tuple[str, ...]
+    rotated: int = 0
+
+
+class Reader(Protocol):
+    """What a family reads its own keys of config.json with; each method raises MegakernelError that names the key."""
+
+    def flag(self, key: str, default: bool = False) -> bool: ...
+
+    def count(self, key: str, default: int | None = None) -> int: ...
+
+    def only(self, key: str, *allowed: object) -> None:
+        """Refuse any value but `allowed`; an absent key is allowed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """`name` is the model_type of config.json and `architecture` the class there; `gguf` are the architectures in GGUF
+    files.
+
+    `weights` names what the files hold. `interleaved`: in GGUF files the rows of a RoPE pair are adjacent.
+    `read` gives the fields of a ModelConfig that follow from the family or its own keys, `keys` are those keys.
+    """
+
+    name: str
+    architecture: str
+    gguf: tuple[str, ...]
+    forward: Callable[[ModelConfig, Dims, Norm], Forward]
+    weights: Mapping[Buffer, Weight]
+    read: Callable[[Reader], dict[str, Any]]
+    keys: frozenset[str] = frozenset()
+    interleaved: bool = True

@@ -1,0 +1,162 @@
+"""What the CPU backends have in common, whatever executes their ranks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ...errors import MegakernelError
+from ...isa import Dims, Dtype, StepTable, slot_work
+from ...machine import cpu_count
+from ...program import Program
+from ...trace import Intervals, Trace, TraceHeader
+from ..backend import Output
+from ..buffers import check_program, check_table
+from . import native
+
+DEADLOCK_S = 60.0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A program that the ranks have. It keeps the object alive by whose id it is found again."""
+
+    program: Program
+
+    @cached_property
+    def hash(self) -> str:
+        return self.program.hash
+
+
+class RanksBackend(ABC):
+    """One model's weights and KV pool, and at most one launch at a time."""
+
+    def __init__(self, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool) -> None:
+        if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
+            raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
+        if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8:
+            raise MegakernelError(
+                "the cpu backend needs pages of 16 n tokens that divide the KV block, and heads of 8 n elements"
+            )
+        self.name = "null" if null else "cpu"
+        self.dims = dims
+        self.pages = pages
+        self.threads = threads or cpu_count()
+        self._running: RanksLaunch | None = None
+        self._closed = False
+
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> RanksLaunch:
+        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        if self._running is not None:
+            raise MegakernelError("the launch before has not ended: wait for it or abort it")
+        self._check_open()
+        check_program(self.dims, program)
+        check_table(program, table, self.pages)
+        self._running = launch = self._launch(program, table, trace)
+        try:
+            launch.begin()
+        except BaseException:
+            launch.abort()
+            raise
+        return launch
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
+
+    def close(self) -> None:
+        """Abort what runs, release threads, processes and weights. Further launches are errors."""
+        if self._running is not None:
+            self._running.abort()
+        self._closed = True
+        self._release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MegakernelError("the backend is closed: make another one")
+
+    @abstractmethod
+    def _launch(self, program: Program, table: StepTable, trace: bool) -> RanksLaunch:
+        """A launch that has not begun."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give everything back; what is given back already stays so."""
+
+
+class RanksLaunch(ABC):
+    """A launch on all ranks. `loaded` is what they run, as soon as they have it."""
+
+    def __init__(self, backend: RanksBackend, program: Program, table: StepTable, trace: bool) -> None:
+        self._backend, self._program, self._table, self._traced = backend, program, table, trace
+        self._begun = 0.0
+        self.loaded: Loaded | None = None
+
+    def wait(self) -> Output:
+        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+        try:
+            self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self._backend._running = None
+        seconds = time.perf_counter() - self._begun
+        tokens, logprobs, logits = (array[: self._program.dims.logit_rows] for array in self._results())
+        return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
+
+    def abort(self) -> None:
+        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        if self._backend._running is not self:
+            return
+        try:
+            self._stop()
+        finally:
+            self._backend._running = None
+
+    def _trace(self) -> Trace:
+        assert self.loaded is not None
+        intervals, dropped, clock_error_s = self._intervals()
+        header = TraceHeader(
+            program=self.loaded.hash,
+            source="cpu",
+            tick_s=1e-9,
+            read_s=native.clock_cost(),
+            clock_error_s=clock_error_s,
+            dropped=dropped,
+        )
+        return Trace(header, intervals, slot_work(self._table)[None])
+
+    def begin(self) -> None:
+        """Load the program and let every rank go."""
+        self._load()
+        self._begun = time.perf_counter()
+        self._go()
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Set `loaded`."""
+
+    @abstractmethod
+    def _go(self) -> None:
+        """Start what is loaded on every rank."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Return when every rank is done. Raises MegakernelError where one cannot get on."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Return when no rank runs, and the backend can launch again."""
+
+    @abstractmethod
+    def _results(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Tokens, logprobs and logits of at least the step's rows."""
+
+    @abstractmethod
+    def _intervals(self) -> tuple[Intervals, int, float]:
+        """By rank, worker and begin; how many did not fit; seconds by which the ranks' clocks may differ."""

@@ -1,0 +1,168 @@
+"""Every backend, registered once: `--backend`, `doctor`, the engine and the benchmarks read this table.
+
+A backend's modules are imported when it is used, so that a machine without GPU packages runs the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..errors import MegakernelError
+from ..isa import KV_BLOCK, Buffer, Dims, Dtype
+from ..isa.launch import PAGES
+from ..machine import Machine, host
+from ..model.checkpoint import Checkpoint, weight_dims
+from ..model.config import ModelConfig
+from ..settings import SETTINGS
+from .backend import Backend
+
+RANKS = ("threads", "processes")
+Storage = Mapping[Buffer, Dtype]  # of a Checkpoint
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend is made from. `threads` of a CPU, `ranks` (one of RANKS) says what executes the ranks there."""
+
+    checkpoint: Checkpoint
+    dims: Dims
+    pages: int
+    dtype: Dtype
+    threads: int | None = None
+    ranks: str = "threads"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """`lack` says why a model, computed in a type and with weights stored in others, cannot run on it here, or None;
+    `machine` is one rank's share of the machine, by the threads that are asked for and the number of ranks.
+
+    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `automatic`: `auto` may
+    take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
+    """
+
+    what: str
+    create: Callable[[Request], Backend]
+    machine: Callable[[int | None, int], Machine]
+    lack: Callable[[ModelConfig, Dtype, Storage], str | None] = lambda config, dtype, storage: None
+    dtype: Dtype | None = None
+    automatic: bool = False
+    devices: bool = False
+    arithmetic: bool = True
+
+
+def _host_share(threads: int | None, ranks: int) -> Machine:
+    return host(max(1, host(threads).workers // ranks))
+
+
+def _reference(request: Request) -> Backend:
+    from .reference import ReferenceBackend
+
+    return ReferenceBackend(request.checkpoint, request.dims, request.pages, dtype=request.dtype)
+
+
+def _cpu(request: Request, null: bool = False) -> Backend:
+    from .cpu import CpuBackend
+    from .cpu.processes import ProcessBackend, join_ranks
+
+    checkpoint, dims, pages = request.checkpoint, request.dims, request.pages
+    if dims.tp > 1 and (request.ranks == "processes" or join_ranks(dims.tp)):
+        audit = SETTINGS["audit"].value() == "1"
+        return ProcessBackend(
+            checkpoint, dims, pages, dtype=request.dtype, threads=request.threads, null=null, audit=audit
+        )
+    return CpuBackend(checkpoint, dims, pages, dtype=request.dtype, threads=request.threads, null=null)
+
+
+def _cuda(request: Request) -> Backend:
+    from .cuda.backend import CudaBackend
+
+    return CudaBackend(request.checkpoint, request.dims, request.pages, dtype=request.dtype)
+
+
+def _cuda_share(threads: int | None, ranks: int) -> Machine:
+    from .cuda.availability import machine
+
+    return machine(ranks)
+
+
+def _cuda_lack(config: ModelConfig, dtype: Dtype, storage: Storage) -> str | None:
+    from .cuda.availability import missing
+    from .cuda.limits import refusal
+
+    if storage:
+        names = ", ".join(sorted({stored.name.lower() for stored in storage.values()}))
+        return f"weights in {names} are not supported by the cuda backend: use --weights auto"
+    return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
+
+
+# `auto` takes the first that it may and that lacks nothing.
+REGISTRY: dict[str, Registered] = {
+    "cuda": Registered("a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, automatic=True, devices=True),
+    "cpu": Registered("CPU threads", _cpu, _host_share, automatic=True),
+    "reference": Registered("NumPy, slow", _reference, _host_share),
+    "null": Registered("no arithmetic; measures all the rest", partial(_cpu, null=True), _host_share, arithmetic=False),
+}
+BACKENDS = ("auto", *REGISTRY)
+
+
+def registered(name: str) -> Registered:
+    """The backend `name`. Raises MegakernelError where there is none."""
+    if name not in REGISTRY:
+        raise MegakernelError(f"unknown backend {name!r}: known are {', '.join(BACKENDS)}")
+    return REGISTRY[name]
+
+
+def choose_backend(
+    name: str, config: ModelConfig, dtype: Dtype | None, storage: Storage | None = None
+) -> tuple[str, Dtype | None]:
+    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `storage` is the checkpoint's.
+
+    Raises MegakernelError where `name` is unknown or cannot run this model here.
+    """
+    candidates = [n for n, r in REGISTRY.items() if r.automatic] if name == "auto" else [name]
+    lack = None
+    for candidate in candidates:
+        backend = registered(candidate)
+        wanted = backend.dtype if dtype is None else dtype
+        lack = backend.lack(config, Dtype.F32 if wanted is None else wanted, storage or {})
+        if lack is None:
+            return candidate, wanted
+    raise MegakernelError(f"the {candidates[-1]} backend cannot run here: {lack}")
+
+
+def create(
+    name: str,
+    checkpoint: Checkpoint,
+    dims: Dims,
+    pages: int,
+    *,
+    dtype: Dtype,
+    threads: int | None = None,
+    ranks: str = "threads",
+) -> Backend:
+    """The backend `name` (auto as `choose_backend` says) with the checkpoint's weights and a KV pool of `pages` pages.
+
+    `threads` defaults to the cores this process may use; the reference backend has one. In a torchrun job, ranks on a
+    CPU are always its processes, and the call returns on rank 0 only. Raises MegakernelError for a backend that is
+    unknown or not in this build.
+    """
+    if ranks not in RANKS:
+        raise MegakernelError(f"ranks={ranks!r} is unknown: known are {', '.join(RANKS)}")
+    if name == "auto":
+        name, _ = choose_backend(name, checkpoint.config, dtype, checkpoint.storage)
+    return registered(name).create(Request(checkpoint, dims, pages, dtype, threads, ranks))
+
+
+def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
+    """What one of `ranks` ranks has of this machine: to compile for."""
+    return registered(name).machine(threads, ranks)
+
+
+def join_ranks(tp: int) -> bool:
+    """In a torchrun job of `tp` ranks, what every process calls first; only rank 0 goes on. False elsewhere."""
+    from .cpu.processes import join_ranks as join
+
+    return join(tp)

@@ -1,0 +1,146 @@
+"""From placed tasks and counters to the records of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import DRAIN, JOIN, Operation
+from ..isa import record as rec
+from ..isa.record import Records
+from ..program import Program, Segment
+from .derive import BODY, EPILOGUE
+from .place import Placed
+from .sync import Join, Sync, Words
+from .tasks import PhaseTasks, Tasks
+
+
+def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, queue: str) -> Program:
+    """The program of `tasks`; `queue` says what workers claim at run time (see Options)."""
+    ranks = tasks.dims.tp
+    segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
+    for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
+        joins = [join for join in sync.joins if join.segment == number]
+        records = _encode(parts, where, sync.waits[number], sync.signals[number], joins, workers)
+        if number == BODY and queue != "none":
+            attention = tasks.candidate.forward.numbers(Operation.ATTENTION) if queue == "attention" else None
+            records, queues = _with_queue(records, ranks, workers, attention)
+        segments.append(_streams(records, ranks * workers))
+    if sync.barrier:
+        segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, workers)
+    return Program(
+        dims=tasks.dims,
+        forward=tasks.candidate.forward,
+        machine=machine,
+        ranks=ranks,
+        workers=workers,
+        counters=sync.totals_first.shape[-1],
+        prologue=segments[0],
+        body=segments[1],
+        epilogue=segments[2],
+        totals_first=sync.totals_first,
+        totals_middle=sync.totals_middle,
+        totals_last=sync.totals_last,
+        queues=queues,
+    )
+
+
+def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:
+    out = np.zeros((len(tasks), rec.WORDS), dtype=np.int32)
+    out[:, 0] = tasks.phase.number
+    for i, name in enumerate(tasks.phase.operands):
+        out[:, rec.OPERAND_WORD + i] = tasks.columns[name]
+    rec.waits(out)[:] = waits
+    rec.signals(out)[:] = signals
+    return out
+
+
+def _join(waits: Words, signals: Words) -> Records:
+    """[1, WORDS]: one `join`."""
+    return rec.encode(JOIN.number, (), waits, signals)[None]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Records of a segment, with the stream and the place in the order of all streams of each."""
+
+    records: Records
+    stream: NDArray[np.int64]  # rank * workers + worker
+    order: NDArray[np.float64]
+
+
+def _encode(
+    parts: list[PhaseTasks],
+    placed: list[Placed],
+    waits: list[Words],
+    signals: list[Words],
+    joins: list[Join],
+    workers: int,
+) -> _Placed:
+    """A join runs where its first consumer does."""
+    records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
+    records += [_join(join.waits, join.signal) for join in joins]
+    order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
+    stream = [tasks.rank * workers + p.worker for tasks, p in zip(parts, placed, strict=True)]
+    for join in joins:
+        first = join.members[np.argmin(placed[join.tasks].order[join.members])]
+        order.append(np.array([placed[join.tasks].order[first] - 0.5]))
+        stream.append(stream[join.tasks][[first]])
+    return _Placed(np.concatenate(records), np.concatenate(stream), np.concatenate(order))
+
+
+def _streams(placed: _Placed, count: int) -> Segment:
+    """Each stream's records in order."""
+    sorting = np.lexsort((placed.order, placed.stream))
+    offsets = np.zeros(count + 1, dtype=np.int32)
+    np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
+    return Segment(placed.records[sorting], offsets)
+
+
+def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
+    """The body with a queue for each rank instead of the instructions of some phases, or of all.
+
+    Every worker of the rank drains the queue where it begins. Attention follows all that its items may wait for
+    and precedes all that waits for it, in the order of all streams, so all of it may be claimed at once.
+    """
+    rank = body.stream // workers
+    claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
+    queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)
+    lengths = np.repeat(np.diff(queues.offsets), workers)
+    drains = np.zeros((ranks * workers, rec.WORDS), dtype=np.int32)
+    drains[:, 0] = DRAIN.number
+    drains[:, rec.OPERAND_WORD + DRAIN.operands.index("end")] = lengths
+    begin = np.full(ranks, np.inf)
+    np.minimum.at(begin, rank[claimed], body.order[claimed])
+    used, left = lengths > 0, ~claimed
+    rest = _Placed(
+        np.concatenate([body.records[left], drains[used]]),
+        np.concatenate([body.stream[left], np.flatnonzero(used)]),
+        np.concatenate([body.order[left], np.repeat(begin, workers)[used]]),
+    )
+    return rest, queues
+
+
+def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
+    """Every stream ends after every instruction of every rank.
+
+    All workers of a rank meet at the first counter, where one of them says so to all ranks' second.
+    """
+    gather, leave = counters
+    none = np.zeros(0, np.int32)
+    ends = []
+    for stream in range(len(epilogue.offsets) - 1):
+        rank, worker = divmod(stream, workers)
+        ends.append(_join(none, np.array([rec.counter_word(gather, rank=rank)], np.int32)))
+        if worker == 0:
+            all_ranks = np.array([rec.counter_word(leave, rank=rec.ALL_RANKS)], np.int32)
+            ends.append(_join(np.array([rec.counter_word(gather)], np.int32), all_ranks))
+        ends.append(_join(np.array([rec.counter_word(leave)], np.int32), none))
+    after = np.repeat(
+        np.arange(len(epilogue.offsets) - 1), [3 if s % workers == 0 else 2 for s in range(len(epilogue.offsets) - 1)]
+    )
+    records = np.insert(epilogue.records, epilogue.offsets[1:][after], np.concatenate(ends), axis=0)
+    added = np.concatenate([[0], np.cumsum(np.bincount(after))])
+    return Segment(records, (epilogue.offsets + added).astype(np.int32))

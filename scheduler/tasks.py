@@ -1,0 +1,63 @@
+"""What the stages of a compilation hand to each other: the instructions of a step before they have a place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..isa import Column, Dims, Forward, Phase
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a step: its sizes, how ranks share it, and its phases."""
+
+    dims: Dims
+    forward: Forward
+
+
+@dataclass(frozen=True)
+class PhaseTasks:
+    """All instructions of one phase on one rank, as operand columns of equal length.
+
+    `block` groups them: what one task of a block needs, and what it must precede, holds for the block. It is the
+    row block that the instruction's rows lie in: token rows, or logit rows in the epilogue.
+    """
+
+    phase: Phase
+    columns: dict[str, Column]
+    block: Column
+    rank: int = 0
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """A step's instructions: three segments of phases in program order, the ranks' tasks of a phase together."""
+
+    candidate: Candidate
+    prologue: list[PhaseTasks]
+    body: list[PhaseTasks]
+    epilogue: list[PhaseTasks]
+
+    @property
+    def dims(self) -> Dims:
+        return self.candidate.dims
+
+    @property
+    def segments(self) -> tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]:
+        return self.prologue, self.body, self.epilogue
+
+    @cached_property
+    def rank_dims(self) -> list[Dims]:
+        """Sizes as each rank sees them."""
+        return [replace(self.dims, rank=rank) for rank in range(self.dims.tp)]
+
+
+def ordinals(tasks: list[PhaseTasks]) -> list[int]:
+    """Which phase of its segment each belongs to, counted in program order over the phases that have tasks."""
+    changes = [a.phase is not b.phase for a, b in itertools.pairwise(tasks)]
+    return list(itertools.accumulate(changes, initial=0))

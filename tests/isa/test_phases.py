@@ -1,0 +1,71 @@
+"""Phases as data: numbered, written to files and read back, and seen by each rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Buffer, Dtype, Forward, Operation, Phase, Result, Rows
+from megakernel.model import KNOWN_SHAPES
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import Norm, forward, weights
+
+LLAMA = KNOWN_SHAPES["llama-3.2-1b"]
+DIMS = weight_dims(LLAMA, Dtype.BF16)
+
+
+@pytest.mark.parametrize("norm", Norm)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_forward_pass_survives_a_file(norm: Norm, tp: int) -> None:
+    made = forward(LLAMA, replace(DIMS, tp=tp), norm, {Buffer.W_O: Dtype.F32})
+    assert Forward.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert [p.number for p in made] == list(range(3, 3 + len(made.phases)))
+    assert made.by_number[JOIN.number] is JOIN and made.by_number[DRAIN.number] is DRAIN
+    assert {p.storage for p in made if p.weights is Buffer.W_O and p.is_matmul} == {Dtype.F32}
+
+
+@pytest.mark.parametrize(
+    "damage", [{"operation": 99}, {"weights": 1000}, {"name": 3}, {"colour": "red"}, {"rows": "all"}]
+)
+def test_a_phase_that_makes_no_sense_is_one_sentence(damage: dict[str, object]) -> None:
+    value = forward(LLAMA, DIMS).to_json()
+    value["body"][1] |= damage
+    with pytest.raises(MegakernelError, match="list of phases makes no sense"):
+        Forward.from_json(value)
+
+
+def test_there_are_not_more_phases_than_a_record_can_name() -> None:
+    many = [Phase(str(i), Operation.NORM, Rows.OWN, Buffer.ATTN_NORM, Buffer.X, Buffer.H) for i in range(MAX_PHASES)]
+    assert len(Forward.of(many[2:], [], []).phases) == MAX_PHASES - 2
+    with pytest.raises(MegakernelError, match="at most 29 phases"):
+        Forward.of(many[:9], many[9:], [])
+
+
+def test_where_the_norms_are_computed_changes_who_computes_them_and_nothing_else() -> None:
+    own, inside = (forward(LLAMA, DIMS, norm) for norm in (Norm.OWN, Norm.INSIDE))
+    scales = [p.weights for p in own.body if p.operation is Operation.NORM]
+    assert scales == [Buffer.ATTN_NORM, Buffer.MLP_NORM] == [p.norm for p in inside.body if p.norm is not None]
+    kept = [p for p in own.body if p.operation is not Operation.NORM]
+    apart = [replace(p, norm=None, inputs=q.inputs, number=q.number) for p, q in zip(inside.body, kept, strict=True)]
+    assert apart == kept
+
+
+def test_ranks_see_their_own_sizes() -> None:
+    dims = replace(DIMS, tp=8, rank=7, ffn=300)  # ten units of 32 columns: the last six ranks have one
+    made = forward(LLAMA, dims)
+    words = made.words(dims)
+    column = [f.name for f in PHASE_FIELDS].index("inner")
+    (partial,) = (p for p in made if p.weights is Buffer.W_DOWN and p.result is Result.PARTIAL)
+    (total,) = (p for p in made if p.weights is Buffer.W_DOWN and p.operation is Operation.REDUCE)
+    assert words[partial.number, column] == partial.inner(dims) == dims.rank_ffn == 300 - 288
+    assert total.ranks(dims) == 8 and total.ranks(replace(dims, ffn=40)) == 2
+
+
+def test_a_model_has_the_weights_that_its_phases_name() -> None:
+    biases = {Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP, Buffer.B_DOWN}
+    assert not biases & set(weights(LLAMA, DIMS))
+    assert biases <= set(weights(replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True), DIMS))
+    assert biases & set(weights(replace(LLAMA, qkv_bias=True), replace(DIMS, tp=2))) == {Buffer.B_QKV}

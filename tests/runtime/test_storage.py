@@ -1,0 +1,254 @@
+"""Weights that lie in memory in a type of their own: the bits of what they stand for, and the bytes of the file."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_support import DIMS, PAGES, Array, RandomCheckpoint, make_table
+from numpy.typing import NDArray
+from program_parts import record
+
+from megakernel import LLM, SamplingParams
+from megakernel.cli import main
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, from_f32, to_f32
+from megakernel.machine import host
+from megakernel.model.checkpoint import Checkpoint
+from megakernel.model.stored import WEIGHT_TYPES, stored_as
+from megakernel.program import Program
+from megakernel.roofline import step_work
+from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
+from megakernel.runtime.cpu import CpuBackend, native
+from megakernel.runtime.cpu.processes.backend import ProcessBackend
+from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.options import Options
+
+WIDTHS = ("portable", "avx2", "avx512")
+TYPES = [Dtype.F32, Dtype.BF16]
+# Depths of several chunks that end in part of a block; columns that end in part of a panel.
+ODD = replace(DIMS, hidden=301, ffn=333)
+# Ranks whose parts are whole blocks.
+SHARED = replace(DIMS, heads=8, head_dim=32, ffn=288)
+
+
+class Dequantised:
+    """What the blocks of a quantised checkpoint stand for, stored as float32. Its LM head is no embedding table."""
+
+    def __init__(self, quantised: Checkpoint, dims: Dims) -> None:
+        self.name, self.dtype = quantised.name, quantised.dtype
+        self.config = replace(quantised.config, tied=False)
+        self.storage: Mapping[Buffer, Dtype] = dict.fromkeys(quantised.storage, Dtype.F32)
+        self._quantised, self._dims = quantised, dims
+
+    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+        stored = self._quantised.storage.get(buffer)
+        if stored is None:
+            return self._quantised.load(buffer, layer, dtype)
+        inner = BUFFERS[buffer].shape(self._dims, 0)[-1]
+        return from_f32(to_f32(self._quantised.load(buffer, layer, stored), stored)[..., :inner], dtype)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
+    monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
+    try:
+        native.simd()
+    except MegakernelError as e:
+        pytest.skip(str(e))
+
+
+def quantised(dims: Dims, dtype: Dtype = Dtype.F32, *, tied: bool = False) -> tuple[Checkpoint, Dequantised]:
+    """A checkpoint in q8_0, and what it stands for."""
+    dims = replace(dims, dtype=int(dtype))
+    checkpoint = stored_as(RandomCheckpoint(dims, tied), "q8_0")
+    return checkpoint, Dequantised(checkpoint, dims)
+
+
+def compiled(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
+    return compile_program(
+        checkpoint.config,
+        host(2),
+        dtype=checkpoint.dtype,
+        tokens=rows,
+        logit_rows=rows,
+        max_seqs=3,
+        max_context=400,
+        tp=tp,
+        options=Options(**options),
+        storage=checkpoint.storage,
+    )
+
+
+def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
+    """Of every row of a prompt of `rows` tokens."""
+    program = compiled(checkpoint, rows, tp, **options)
+    backend = kind(checkpoint, program.dims, PAGES, dtype=checkpoint.dtype)
+    try:
+        tokens = np.random.default_rng(rows).integers(0, program.dims.vocab, rows).tolist()
+        sample = [SampleRow(i, store=False) for i in range(rows)]
+        chunk = Chunk(0, 0, tokens, range(program.dims.pages_per_seq), sample)
+        found: Array = backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy()
+    finally:
+        backend.close()
+    return found
+
+
+def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:
+    tolerance = 2**-7 if dtype is Dtype.BF16 else 1e-5
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+# One row, a few, more than a register block, more than a pass over the weights.
+@pytest.mark.parametrize("rows", [1, 2, 13, 100])
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("simd", WIDTHS)
+def test_the_bits_of_what_the_blocks_stand_for(
+    monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
+) -> None:
+    """And what the reference computes. The LM head is the embedding table, in another type."""
+    use(monkeypatch, simd)
+    blocks, floats = quantised(ODD, dtype, tied=True)
+    found = logits(CpuBackend, blocks, rows)
+    np.testing.assert_array_equal(found, logits(CpuBackend, floats, rows))
+    assert_close(found, logits(ReferenceBackend, blocks, rows), dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
+def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
+    """So that equal bits mean something; and float32 ones are not rounded to the type that is computed in."""
+    blocks, floats = quantised(ODD, dtype)
+    whole = RandomCheckpoint(replace(ODD, dtype=int(dtype)))
+    found = [logits(CpuBackend, c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
+    assert (found[0] != found[2]).mean() > 0.9
+    assert (found[2] == found[3]).all() == (dtype is Dtype.F32)
+    assert_close(found[3], logits(ReferenceBackend, stored_as(whole, "f32"), 2), dtype)
+
+
+@pytest.mark.parametrize("simd", WIDTHS)
+def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
+    """Each float16: subnormal numbers are exact, infinite ones and NaN do not become numbers."""
+    use(monkeypatch, simd)
+    scales = np.arange(1 << 16, dtype=np.uint16)
+    dims = replace(DIMS, ffn=32, vocab=len(scales), hidden=32, layers=1)
+    values = np.random.default_rng(3).integers(-128, 128, (len(scales), 32)).astype(np.int8)
+    values[:, 0] = -128
+    head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
+
+    class Scales(RandomCheckpoint):
+        def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
+            return head if buffer is Buffer.LM_HEAD else super().load(buffer, layer, dtype)
+
+    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Dtype.Q8_0})
+    program = compiled(checkpoint, 5)
+    backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
+    tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.vocab)
+    with np.errstate(invalid="ignore"):
+        expected = to_f32(head, Dtype.Q8_0)
+    for step in (0, 31):  # one weight of each column at a time: exactly
+        backend.buffer(Buffer.Y)[:] = 0
+        backend.buffer(Buffer.Y)[0, step] = 1
+        backend.execute(tile, 0, make_table(program.dims, {0: (0, 1)}), program.forward)
+        found = backend.buffer(Buffer.LOGITS)[0]
+        finite = np.isfinite(expected).all(axis=1)
+        assert finite.sum() == 2 * 31 * 1024
+        np.testing.assert_array_equal(found[finite], expected[finite, step])
+        assert not np.isfinite(found[~finite]).any()
+    backend.close()
+
+
+# -- ranks
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("o", ["sharded", "replicated"])
+def test_ranks_share_blocks(tp: int, o: str) -> None:
+    """On eight ranks, the first has more of the FFN than the others."""
+    blocks, floats = quantised(SHARED, Dtype.BF16)
+    found = logits(CpuBackend, blocks, 13, tp, o=o)
+    np.testing.assert_array_equal(found, logits(CpuBackend, floats, 13, tp, o=o))
+    assert_close(found, logits(ReferenceBackend, blocks, 13, tp, o=o), Dtype.BF16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
+@pytest.mark.parametrize("tied", [False, True])
+def test_processes_have_the_bits_of_threads(tied: bool) -> None:
+    blocks, _ = quantised(SHARED, tied=tied)
+    np.testing.assert_array_equal(logits(ProcessBackend, blocks, 13, 2), logits(CpuBackend, blocks, 13, 2))
+
+
+@pytest.mark.parametrize("kind", [CpuBackend, ProcessBackend])
+def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
+    """The second rank's heads begin at column 72."""
+    blocks, _ = quantised(DIMS)
+    with pytest.raises(MegakernelError, match=r"cannot share W_O in q8_0: a rank's part begins inside a block$"):
+        logits(kind, blocks, 2, 2, o="sharded")
+    assert np.isfinite(logits(kind, blocks, 2, 2, o="replicated")).all()
+
+
+# -- memory
+
+
+@pytest.mark.parametrize(("shape", "columns"), [((64, 96), 64), ((2, 40, 301), 2 * 48), ((7, 32), 16), ((0, 32), 0)])
+def test_packed_weights_have_the_bytes_of_the_file(shape: tuple[int, ...], columns: int) -> None:
+    """And those of the columns that fill up the last panel of a matrix."""
+    matrix = native.CMatrix.of(shape, Dtype.Q8_0)
+    packed = native.library().mk_packed_bytes(ctypes.byref(matrix))
+    assert packed == columns * Dtype.Q8_0.row_bytes(shape[-1])
+
+
+def test_a_step_reads_the_bytes_of_the_blocks() -> None:
+    """34 for 32 weights and for what is left of a row, instead of 4 for each."""
+    whole, (blocks, _) = RandomCheckpoint(SHARED), quantised(SHARED)
+    read = []
+    for checkpoint in (whole, blocks):
+        program = compiled(checkpoint, 1)
+        read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
+    d = SHARED
+    wide = {d.hidden: d.layers * (d.qkv_cols + 2 * d.ffn) + d.vocab, d.q_cols: d.layers * d.hidden}
+    wide[d.ffn] = d.layers * d.hidden
+    saved = sum(rows * (4 * k - Dtype.Q8_0.row_bytes(k)) for k, rows in wide.items())
+    assert read[0] - read[1] == saved
+
+
+# -- what is refused
+
+
+def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MegakernelError, match=r"^cannot store weights in 'q4': known are auto, f32, q8_0$"):
+        LLM("random:smollm2-135m", weights="q4")
+    assert main(["generate", "--model", "random:smollm2-135m", "--weights", "q4", "--prompt-ids", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot store weights in 'q4'" in error
+
+
+def test_cuda_refuses_them_and_auto_takes_another() -> None:
+    """With a GPU and without."""
+    blocks, _ = quantised(DIMS)
+    with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported by the cuda backend"):
+        LLM(blocks, backend="cuda", max_context=32, max_seqs=1)
+    assert choose_backend("auto", blocks.config, None, blocks.storage) == ("cpu", None)
+
+
+# -- whole models
+
+
+def test_the_engine_without_arithmetic() -> None:
+    blocks, _ = quantised(DIMS)
+    with LLM(blocks, backend="null", max_context=32, max_seqs=1) as llm:
+        result = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0]
+    assert result.token_ids == [0] * 4
+
+
+@pytest.mark.parametrize("weights", [name for name in WEIGHT_TYPES if name != "auto"])
+def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
+    with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=16)
+        answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+    assert answer.text == "The capital of France is Paris."

@@ -1,0 +1,119 @@
+"""What is said in one place only: names of phases, owners of rows, and what the two languages share."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from native_harness import build
+
+from megakernel import codegen
+from megakernel.isa import DIM_FIELDS, Dims, Dtype
+from megakernel.model import KNOWN_SHAPES
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import FAMILIES, Norm, forward
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("megakernel", "scheduler", "serving", "csrc")
+SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".js", ".html"}
+
+
+def sources(*, besides: str) -> Iterator[tuple[Path, str]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*")):
+            if path.suffix in SUFFIXES and not str(path.relative_to(ROOT)).startswith(besides):
+                yield path.relative_to(ROOT), path.read_text()
+
+
+def phase_names() -> set[str]:
+    """Names that mean a phase and nothing else: those of two words."""
+    config = KNOWN_SHAPES["llama-3.2-1b"]
+    dims = weight_dims(config, Dtype.BF16)
+    programs = [
+        forward(replace(config, family=family), replace(dims, tp=tp), norm)
+        for family, norm, tp in product(FAMILIES, Norm, (1, 2))
+    ]
+    names = {phase.name for program in programs for phase in program}
+    return {name for name in names if "_" in name}
+
+
+def test_only_model_files_name_phases() -> None:
+    names = phase_names()
+    assert {"qkv_rope", "o_partial", "next_norm"} <= names
+    pattern = re.compile(rf"\b({'|'.join(sorted(names))})\b(?!\.weight)")
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path, text in sources(besides="megakernel/model/families")
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        ("the owner of a row block", r"%\s*(d\.|dims\.|self\.|d_\.)?tp\b"),
+        ("a row's place in REDUCE", r"/\s*(d\.|dims\.)?row_block\s*//?\s*(d\.|dims\.)?tp"),
+    ],
+)
+def test_facts_of_sharing_are_worked_out_in_dims_alone(what: str, pattern: str) -> None:
+    allowed = {"csrc/common/isa.h"}
+    allowed |= {f"megakernel/{name}.py" for name in ("isa/dims", "roofline/plan", "roofline/fleet")}
+    found = [str(path) for path, text in sources(besides="-") if str(path) not in allowed and re.search(pattern, text)]
+    assert found == [], what
+
+
+HARNESS = """
+#include "{isa}"
+extern "C" void derived(const mk::Dims* d, int32_t* out) {{
+  const mk::Sizes s = mk::sizes_of(*d);
+  int i = 0;
+  {values}
+}}
+"""
+
+
+def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
+    names = codegen._DERIVED
+    values = "\n  ".join(f"out[i++] = d->{name}(), out[i++] = s.{name}();" for name in names)
+    values += "\n  for (int r = 0; r < d->tokens; ++r) out[i++] = s.owner(r), out[i++] = d->reduce_row(d->rank, r);"
+    source = tmp_path / "derived.cpp"
+    source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
+    library = build(str(source), tmp_path)
+    kinds = tuple((name, ctypes.c_float if kind is float else ctypes.c_int32) for name, kind in DIM_FIELDS)
+    words = type("Words", (ctypes.Structure,), {"_fields_": kinds})
+    rng = np.random.default_rng(3)
+    base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
+    for _ in range(50):
+        tp, kv_heads = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 9))
+        most = {"ffn": 3000, "vocab": 3000, "tokens": 50, "row_block": 9, "logit_rows": 20, "max_context": 500}
+        sizes = {name: int(rng.integers(1, end)) for name, end in most.items()}
+        sizes |= {"heads": kv_heads * int(rng.integers(1, 5)), "kv_heads": kv_heads, "kv_page": 16}
+        sizes |= {"tp": tp, "rank": int(rng.integers(0, tp))}
+        sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
+        dims = replace(base, **sizes)
+        out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
+        d = words(*(getattr(dims, name) for name, _ in DIM_FIELDS))
+        library.derived(ctypes.byref(d), ctypes.c_void_p(out.ctypes.data))
+        want = [value for name in names for value in [getattr(dims, name)] * 2]
+        want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
+        assert out.tolist() == want
+
+
+def test_an_expression_that_has_no_translation_is_refused() -> None:
+    with pytest.raises(AssertionError, match="no C"):
+        codegen._c(ast.parse("[x for x in y]", mode="eval").body)
+
+
+def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
+    """What is added to Dims is translated, or listed here."""
+    own = {name for name in vars(Dims) if not name.startswith("_") and name not in dict(DIM_FIELDS)}
+    assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) == {"query_heads", "owners"}
