@@ -147,7 +147,7 @@ class _Keys:
     def only(self, key: str, *allowed: object) -> None:
         value = self.raw.get(key)
         if value is not None and value not in allowed:
-            known = " or ".join(repr(a) for a in allowed) or "null"
+            known = " or ".join(map(_short, allowed)) or "null"
             raise MegakernelError(f"{self.source}: {key} = {_short(value)} is not supported, only {known}")
 
 

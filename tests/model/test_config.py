@@ -40,6 +40,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def parse(**changes: Any) -> ModelConfig:
@@ -47,11 +50,16 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 def test_plain_config() -> None:
-    plain = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
-    assert parse() == plain
-    assert parse(attention_bias=True) == replace(plain, qkv_bias=True, o_bias=True)
-    assert parse(mlp_bias=True, tie_word_embeddings=True) == replace(plain, mlp_bias=True, tied=True)
-    assert parse(bos_token_id=1, eos_token_id=[2, 3]) == replace(plain, bos_id=1, eos_ids=(2, 3))
+    assert parse() == PLAIN
+    assert parse(attention_bias=True) == replace(PLAIN, qkv_bias=True, o_bias=True)
+    assert parse(mlp_bias=True, tie_word_embeddings=True) == replace(PLAIN, mlp_bias=True, tied=True)
+    assert parse(bos_token_id=1, eos_token_id=[2, 3]) == replace(PLAIN, bos_id=1, eos_ids=(2, 3))
+
+
+def test_qwen2_always_has_biases_and_may_name_a_window_that_it_does_not_use() -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 256, "max_window_layers": 1, "layer_types": [FULL, FULL]}
+    for window in ({}, unused):
+        assert parse(**QWEN2, **window) == replace(PLAIN, family="qwen2", qkv_bias=True)
 
 
 def test_heads_default_and_given_head_size() -> None:
@@ -88,6 +96,9 @@ def test_linear_and_default_rope() -> None:
         ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
         ("sliding_window", {"sliding_window": 4096}),
+        ("use_sliding_window", {**QWEN2, "use_sliding_window": True}),
+        ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
+        ("attention_bias", {**QWEN2, "attention_bias": True}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),
         ("yarn", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),

@@ -101,7 +101,7 @@ def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -
 def test_other_architecture(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tiny_gguf(path, "gemma3")
-    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama'"):
+    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama', 'qwen2'"):
         open_checkpoint(str(path))
 
 

@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: Llama's forward pass with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import Family, Reader
+from .llama import WEIGHTS, forward
+
+
+def read(config: Reader) -> dict[str, Any]:
+    """A window of attention is accepted only where no layer uses it."""
+    config.only("use_sliding_window", False)
+    config.only("layer_types", ["full_attention"] * config.count("num_hidden_layers"))
+    return {"qkv_bias": True}
+
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    ("qwen2",),
+    forward,
+    WEIGHTS,
+    read,
+    frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}),
+    interleaved=False,
+)

@@ -1,0 +1,89 @@
+"""Every family: its files name the same weights, and any number of ranks computes what transformers does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_helpers import write_gguf
+from runner import Piece, Runner
+from tiny_llama import TinyCheckpoint, error, hf_logits, make_llama, rounded
+
+from megakernel.isa import Buffer, Dtype
+from megakernel.model import ModelConfig, open_checkpoint
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import FAMILIES, weights
+
+TOLERANCE = 1e-4
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
+    "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
+}
+# What GGUF files call each family, and whether the rows of a RoPE pair are adjacent there.
+GGUF = [("llama", "llama", True), ("qwen2", "qwen2", False)]
+TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
+
+
+def held(config: ModelConfig) -> list[tuple[Buffer, int]]:
+    """Every weight buffer that comes from files, and of those with one for each layer the first two."""
+    buffers = [b for b in weights(config, weight_dims(config, Dtype.F32)) if b is not Buffer.INV_FREQ]
+    return [(buffer, layer) for buffer in buffers for layer in (0, 1)]
+
+
+def test_every_family_is_tested() -> None:
+    assert set(SHAPES) == {family for family, _, _ in GGUF} == set(FAMILIES)
+    assert {name for _, name, _ in GGUF} == {name for family in FAMILIES.values() for name in family.gguf}
+
+
+@pytest.mark.parametrize(("family", "architecture", "permuted"), GGUF)
+def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: str, permuted: bool) -> None:
+    model, checkpoint = make_llama(1, family, rms_eps=2.0**-17, **SHAPES[family])  # float32 in GGUF files
+    model.save_pretrained(tmp_path)
+    write_gguf(tmp_path / "m.gguf", model, architecture, permuted=permuted)
+    for stored in (open_checkpoint(str(tmp_path)), open_checkpoint(str(tmp_path / "m.gguf"))):
+        assert replace(stored.config, family=family) == checkpoint.config
+        for buffer, layer in held(checkpoint.config):
+            want = checkpoint.load(buffer, layer, Dtype.F32)
+            np.testing.assert_array_equal(stored.load(buffer, layer, Dtype.F32), want, err_msg=buffer.name)
+
+
+def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32):
+    """What the reference backend's ranks make of TOKENS, in two steps: tokens, log-probabilities, logits."""
+    runner = Runner(checkpoint, "reference", dtype, tp=tp)
+    outputs = [runner.step([Piece(3, start, TOKENS[start:end])]) for start, end in ((0, 30), (30, 41))]
+    return [np.concatenate([getattr(out, name) for out in outputs]) for name in ("tokens", "logprobs", "logits")]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", SHAPES)
+def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> None:
+    model, checkpoint = make_llama(3, family, **SHAPES[family])
+    tokens, logprobs, logits = run(checkpoint, tp)
+    want = hf_logits(model, TOKENS)
+    assert error(logits, want) < TOLERANCE
+    assert (tokens == want.argmax(axis=1)).all()
+    np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("family", SHAPES)
+def test_bf16_is_as_good_as_transformers_in_bf16(family: str, tp: int) -> None:
+    model, checkpoint = make_llama(4, family, **SHAPES[family])
+    checkpoint = rounded(model, checkpoint)
+    want = hf_logits(model, TOKENS)
+    with torch.no_grad():
+        theirs = model.to(torch.bfloat16)(torch.tensor([TOKENS])).logits[0].float().numpy()
+    assert 0 < error(run(checkpoint, tp, Dtype.BF16)[2], want) <= 1.5 * error(theirs, want)
+
+
+@pytest.mark.parametrize("projection", "qkv")
+def test_planted_dropped_bias(projection: str) -> None:
+    model, checkpoint = make_llama(3, "qwen2", **SHAPES["qwen2"])
+    logits = run(checkpoint, 1)[2]
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, f"{projection}_proj").bias.zero_()
+    assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
