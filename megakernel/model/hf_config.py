@@ -144,8 +144,8 @@ class _Keys:
             raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not true or false")
         return default if value is None else value
 
-    def only(self, key: str, *allowed: object) -> None:
-        value = self.raw.get(key)
+    def only(self, key: str, *allowed: object, default: object = None) -> None:
+        value = self.raw.get(key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(_short, allowed)) or "null"
             raise MegakernelError(f"{self.source}: {key} = {_short(value)} is not supported, only {known}")

@@ -42,6 +42,7 @@ LLAMA3 = {
 }
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
@@ -65,6 +66,13 @@ def test_qwen2_always_has_biases_and_may_name_a_window_that_it_does_not_use() ->
 def test_heads_default_and_given_head_size() -> None:
     config = parse(num_key_value_heads=None, head_dim=24)
     assert (config.kv_heads, config.head_dim) == (4, 24)
+
+
+def test_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
+    assert parse(**MISTRAL, sliding_window=None, head_dim=24) == replace(PLAIN, family="mistral", head_dim=24)
+    for window in ({}, {"sliding_window": 2048}):
+        with pytest.raises(MegakernelError, match=r"sliding_window = (4096|2048) is not supported, only null"):
+            parse(**MISTRAL, **window)
 
 
 @pytest.mark.parametrize(

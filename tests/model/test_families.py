@@ -21,10 +21,16 @@ from megakernel.model.families import FAMILIES, weights
 TOLERANCE = 1e-4
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
+    "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
 }
 # What GGUF files call each family, and whether the rows of a RoPE pair are adjacent there.
-GGUF = [("llama", "llama", True), ("qwen2", "qwen2", False)]
+GGUF = [
+    ("llama", "llama", True),
+    ("mistral", "llama", True),
+    ("mistral", "mistral3", True),
+    ("qwen2", "qwen2", False),
+]
 TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
 

@@ -86,6 +86,9 @@ def test_rope_scaling(tmp_path: Path) -> None:
         ("attention.value_length", {"llama__attention__value_length": 32}),
         ("expert_count", {"llama__expert_count": 8}),
         ("attention.sliding_window", {"llama__attention__sliding_window": 4096}),
+        ("rope.scaling.type 'yarn'", {"mistral3__rope__scaling__type": "yarn"}),
+        ("mistral3.attention.temperature_scale", {"mistral3__attention__temperature_scale": 0.1}),
+        ("qwen2.attention.sliding_window", {"qwen2__attention__sliding_window": 4096}),
         ("logit_scale", {"llama__logit_scale": 2.0}),
         ("vocab_size", {"llama__vocab_size": "many"}),
         ("freq_base", {"llama__rope__freq_base": float("nan")}),
@@ -93,7 +96,7 @@ def test_rope_scaling(tmp_path: Path) -> None:
 )
 def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -> None:
     path = tmp_path / "m.gguf"
-    tiny_gguf(path, **metadata)
+    tiny_gguf(path, next(iter(metadata)).split("__")[0], **metadata)
     with pytest.raises(MegakernelError, match=named):
         open_checkpoint(str(path))
 
@@ -101,7 +104,7 @@ def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -
 def test_other_architecture(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tiny_gguf(path, "gemma3")
-    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama', 'qwen2'"):
+    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama', 'mistral3', 'qwen2'"):
         open_checkpoint(str(path))
 
 

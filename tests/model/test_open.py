@@ -23,6 +23,7 @@ from megakernel.model.families import weights
         ("llama-3.1-8b", 8030, 128),
         ("llama-3.1-70b", 70554, 128),
         ("smollm2-135m", 135, 64),
+        ("mistral-7b", 7248, 128),
         ("qwen2.5-0.5b", 494, 64),
     ],
 )

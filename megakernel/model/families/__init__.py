@@ -9,9 +9,10 @@ from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space
 from ..config import ModelConfig
 from .family import Family, Norm
 from .llama import LLAMA
+from .mistral import MISTRAL
 from .qwen2 import QWEN2
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2)}
 
 __all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
 

@@ -43,8 +43,8 @@ class Reader(Protocol):
 
     def count(self, key: str, default: int | None = None) -> int: ...
 
-    def only(self, key: str, *allowed: object) -> None:
-        """Refuse any value but `allowed`; an absent key is allowed."""
+    def only(self, key: str, *allowed: object, default: object = None) -> None:
+        """Refuse any value but null and `allowed`. An absent key has the value `default`."""
         ...
 
 

@@ -1,0 +1,18 @@
+"""Mistral without a window of attention: Llama's forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import Family, Reader
+from .llama import WEIGHTS, forward
+
+
+def read(config: Reader) -> dict[str, Any]:
+    """A config.json that does not name a window means one of 4,096 tokens."""
+    config.only("sliding_window", default=4096)
+    return {}
+
+
+# Files of architecture "llama" hold Mistral models too; its forward pass is the same.
+MISTRAL = Family("mistral", "MistralForCausalLM", ("mistral3",), forward, WEIGHTS, read, frozenset({"sliding_window"}))
