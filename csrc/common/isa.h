@@ -62,9 +62,10 @@ enum class Buffer : int32_t {
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at that token
   REDUCE = 29,  // partials of a projection by rank: slot k, own_rows long, is stored by rank k
+  QK_NORM = 30,  // RMS norms of a head of q and of k
 };
-constexpr int32_t kBuffers = 30;
-constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false};
+constexpr int32_t kBuffers = 31;
+constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9 };
 constexpr int32_t kOperations = 10;
@@ -80,6 +81,7 @@ struct Phase {
   Buffer weights;
   Buffer bias;  // kNone: there is none, as in the next
   Buffer norm;  // scale of the norm on the way in
+  Buffer head_norm;  // scales of the norms of q and k heads
   Buffer inputs;
   Buffer output;
   int32_t ahead;  // layers from this one to that of the weights
@@ -89,7 +91,7 @@ struct Phase {
   int32_t matrices;  // side by side
   int32_t ranks;  // of a reduction: ranks that have partials
 };
-static_assert(sizeof(Phase) == 56);
+static_assert(sizeof(Phase) == 60);
 
 // Operands of each operation, laid over words 1..15 of its records.
 struct Join { };

@@ -82,6 +82,14 @@ MK_FN uint32_t pack_bf16(float low, float high) {
 #endif
 }
 
+MK_FN float one_over_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return rsqrtf(x);
+#else
+  return 1.0f / sqrtf(x);
+#endif
+}
+
 MK_FN float silu(float x) {
 #if defined(__CUDA_ARCH__)
   return __fdividef(x, 1.0f + __expf(-x));

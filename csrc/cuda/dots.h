@@ -6,7 +6,8 @@
 // Pages: dot_pages (plan.h).
 //
 // The bits of an output depend on its inner length alone: a lane adds its products in ascending order, then
-// the lanes' sums are added in a tree.
+// the lanes' sums are added in a tree. Of a head that is normalised a warp adds the squares of its columns in
+// ascending order, then the warps' sums are added in theirs.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -83,6 +84,76 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
+// Results for heads. Of those that are normalised a warp keeps its columns until the head's last are there.
+template <class P>
+class DotHeads {
+ public:
+  // The warp's two outputs of each row, of the unit at column `unit` of the tile.
+  MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
+    ToHeads to(c);
+    const bool normed = to.normed(m.tile.col + unit);
+    const int units = normed ? to.head_dim() / kUnit : 1, last = unit / kUnit % units, rows = m.tile.rows;
+    for_rows(p, 0, rows, [&](int r) {
+      MK_UNROLL for (int u = 0; u < kUnits; ++u) {
+        if (u == last) kept_[u][own(r)] = dots.at(r);
+      }
+    });
+    if (last + 1 < units) return;
+    const int first = m.tile.col + unit - last * kUnit + 2 * c.warp;
+    ToHeads::Row row[kOwnRows]{};
+    for_rows(p, 0, rows, [&](int r) { row[own(r)] = to.row(m.tile.row + r); });
+    MK_LOOP for (to.squares = normed;; to.squares = false) {
+      MK_LOOP for (int u = 0; u < units; ++u) {
+        const auto column = to.column(first + u * kUnit);
+        for_rows(p, 0, rows, [&](int r) {
+          Pair t{};
+          MK_UNROLL for (int k = 0; k < kUnits; ++k) {
+            if (k == u) t = kept_[k][own(r)];
+          }
+          to.store(row[own(r)], column, t.a, t.b);
+        });
+      }
+      if (!to.squares) return;
+      meet(p, c, to, rows, row);
+    }
+  }
+
+ private:
+  static constexpr int kUnit = 2 * kPieces, kUnits = kMaxHeadDim / kUnit,
+                       kOwnRows = P::kLanes == 1 ? kDotRows : 1;
+
+  MK_FN static int own(int row) { return P::kLanes == 1 ? row : 0; }
+  // Those of rows [begin, end) that the lane has.
+  template <class Each>
+  MK_FN static void for_rows(P& p, int begin, int end, const Each& each) {
+    if constexpr (P::kLanes == 1) {
+      for (int r = begin; r < end; ++r) each(r);
+    } else {
+      if (p.lane() >= begin && p.lane() < end) each(p.lane());
+    }
+  }
+
+  // The scales of a head's rows, from the sums of the warps. There is room for a part of the rows, twice: one
+  // barrier for each part is enough, since who writes there again has seen that all came to the one between.
+  MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
+    constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
+    MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
+      auto& squares = c.shared->squares[turn_];
+      const int end = lower_of(first + kPart, rows);
+      for_rows(p, first, end, [&](int r) { squares[c.warp][r - first] = row[own(r)].norm; });
+      p.consumer_sync();
+      for_rows(p, first, end, [&](int r) {
+        float sum = 0.0f;
+        MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) sum += squares[w][r - first];
+        row[own(r)].norm = to.scale(sum);
+      });
+    }
+  }
+
+  Pair kept_[kUnits][kOwnRows]{};
+  int turn_ = 0;
+};
+
 // An instruction on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
@@ -91,7 +162,10 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const bool normed = m.normed();
   int weights_left = dot_weight_pages(m);
   Dots<P> sums;
+  DotHeads<P> heads;
   int page = 0, held = 0;  // the lap's first input page
+
+  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the body before
   const auto release_inputs = [&] {
     for (int i = 0; i < inputs; ++i) pages.release(held + i);
   };
@@ -122,7 +196,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
     sums.reduce(p);
     switch (m.phase.result) {
       case Result::kHeads:
-        store_dots(p, sums, ToHeads(c), m, col);
+        heads.store(p, c, sums, m, unit);
         break;
       case Result::kResidual:
         store_dots(p, sums, ToResidual(c), m, col);

@@ -72,28 +72,57 @@ struct Both {
   Blocks gate, up;
 };
 
-// Hands each pair of results that the tile has to `to.store`; `cols` columns from `col` on.
+// Rows of the tile that a lane has a part of.
 template <class Accumulators, class To>
-MK_FN void store_results(const Accumulators& acc, const To& to, const Matmul& m, int col, int cols) {
-  typename To::Row rows[Accumulators::kRows]{};
-  MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-    if (acc.row(h) < m.tile.rows) rows[h] = to.row(m.tile.row + acc.row(h));
+struct OwnRows {
+  typename To::Row row[Accumulators::kRows]{};
+
+  MK_FN OwnRows(const Accumulators& acc, const To& to, const Tile& tile) {
+    MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
+      if (acc.row(h) < tile.rows) row[h] = to.row(tile.row + acc.row(h));
+    }
   }
-  MK_LOOP for (int first = 0; first < cols; first += kTurn * kBlockCols) {
+};
+
+// Hands each pair of results that the tile has to `to.store`: columns [begin, end) of the chunk, which is
+// columns from `col` on.
+template <class Accumulators, class To>
+MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumulators, To>& rows,
+                         const Matmul& m, int col, int begin, int end) {
+  MK_LOOP for (int first = begin; first < end; first += kTurn * kBlockCols) {
     const auto part = acc.template blocks<kTurn>(first / kBlockCols);
     MK_LOOP for (int i = 0; i < kTurn; ++i) {
       MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) {
         const int at = first + i * kBlockCols + acc.col(e);
-        if (at >= cols) continue;
+        if (at >= end) continue;
         const auto column = to.column(col + at);
         MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
           Pair pair{};
           MK_UNROLL for (int j = 0; j < kTurn; ++j) {
             if (j == i) pair = {part.low(j, h, e), part.high(j, h, e)};
           }
-          if (acc.row(h) < m.tile.rows) to.store(rows[h], column, pair.a, pair.b);
+          if (acc.row(h) < m.tile.rows) to.store(rows.row[h], column, pair.a, pair.b);
         }
       }
+    }
+  }
+}
+
+// The same of heads; those that are normalised one by one, first their squares: a lane adds those of its
+// columns in ascending order, then come those of the row's other lanes.
+template <class Accumulators>
+MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
+  OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);
+  int end = 0;
+  MK_LOOP for (int begin = 0; begin < cols; begin = to.squares ? begin : end) {
+    to.squares = !to.squares && to.normed(col + begin);
+    end = to.normed(col + begin) ? begin + to.head_dim() : cols;
+    store_results(acc, to, rows, m, col, begin, end);
+    MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
+      float& norm = rows.row[h].norm;
+      MK_UNROLL for (int mask = 1; mask < kBlockCols / 2 / Accumulators::kPairs; mask *= 2) norm +=
+          shuffle_xor(norm, mask);
+      norm = to.squares ? to.scale(norm) : 0.0f;
     }
   }
 }
@@ -134,11 +163,14 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
     using Part = decltype(taken(0));
     switch (m.phase.result) {
       case Result::kHeads:
-        store_results(acc, ToHeads(c), m, col, cols);
+        store_heads(acc, ToHeads(c), m, col, cols);
         break;
-      case Result::kLogits:
-        store_results(acc, ToLogits(c), m, col, cols);
+      case Result::kLogits: {
+        const ToLogits to(c);
+        OwnRows<Accumulators, ToLogits> rows(acc, to, m.tile);
+        store_results(acc, to, rows, m, col, 0, cols);
         break;
+      }
       case Result::kResidual: {
         const ToResidual to(c);
         page = fill_pages<4>(

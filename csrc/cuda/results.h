@@ -6,6 +6,7 @@
 #include "../common/index.h"
 #include "arithmetic.h"
 #include "ops/call.h"
+#include "ops/softmax.h"
 
 namespace mk {
 
@@ -33,12 +34,16 @@ MK_FN Pair biased(const float* bias, int col, float a, float b) {
   return {a + v.a, b + v.b};
 }
 
-// Queries to the output, keys and values to the cache; q and k rotated by the angles of the row's position.
+// Queries to the output, keys and values to the cache; q and k rotated by the angles of the row's position,
+// and normalised before where the phase says so. Of a head that is normalised all columns go to `store`
+// twice: first with `squares`, which adds up their squares in Row; of the sum over those who share the row,
+// `scale` makes the factor that Row must have the second time.
 class ToHeads {
  public:
   struct Row {
     const float* rope;
     uint16_t *q, *k, *v;  // k and v: of the row's token, element 0 of head 0; null for padding
+    float norm;           // of the head at hand: the sum of its squares, then the factor
   };
 
   MK_FN explicit ToHeads(const Call& c)
@@ -47,15 +52,25 @@ class ToHeads {
         q_cols_(d_.q_cols()),
         kv_cols_(d_.kv_cols()),
         head_dim_(d_.head_dim),
-        page_(d_.kv_page),
-        bias_(c.weights<float>(c.phase().bias)) {}
+        bias_(c.weights<float>(c.phase().bias)),
+        norm_(c.weights<float>(c.phase().head_norm)) {}
+
+  bool squares = false;
+
+  MK_FN int head_dim() const { return head_dim_; }
+  // Whether the column's head is normalised.
+  MK_FN bool normed(int col) const { return norm_ && col < q_cols_ + kv_cols_; }
+  MK_FN float scale(float squares) const {
+    return one_over_root(squares * (1.0f / static_cast<float>(head_dim_)) + d_.rms_eps);
+  }
 
   MK_FN Row row(int r) const {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
-            c_.at<uint16_t>(c_.phase().output) + int64_t{r} * d_.q_cols(), nullptr, nullptr};
-    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % d_.kv_page;
+            c_.at<uint16_t>(c_.phase().output) + int64_t{r} * d_.q_cols(), nullptr, nullptr,
+            norm_ ? 0.0f : 1.0f};
+    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % kKvBlock;
     if (seq >= 0) {
-      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / d_.kv_page];
+      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / kKvBlock];
       out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
       out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);
     }
@@ -68,40 +83,47 @@ class ToHeads {
     Buffer to;
     int element;
     int64_t at;
-    Pair bias;
+    Pair bias, scale;
   };
 
   MK_FN Column column(int col) const {
     const int k = col - q_cols_, v = k - kv_cols_;
     const Pair bias = bias_ ? *reinterpret_cast<const Pair*>(bias_ + col) : Pair{0, 0};
-    if (k < 0) return {Buffer::Q, col % head_dim_, col, bias};
+    const int element = col % head_dim_;
+    if (v >= 0) return {Buffer::V_CACHE, element, int64_t{v - element} * kKvBlock + element, bias, {1, 1}};
+    const Pair scale =
+        norm_ ? *reinterpret_cast<const Pair*>(norm_ + (k < 0 ? 0 : head_dim_) + element) : Pair{1, 1};
+    if (k < 0) return {Buffer::Q, element, col, bias, scale};
     // Heads follow each other, elements are a page's tokens apart.
-    if (v < 0) return {Buffer::K_CACHE, k % head_dim_, int64_t{k} * page_, bias};
-    const int head = v / head_dim_, element = v - head * head_dim_;
-    return {Buffer::V_CACHE, element, int64_t{head} * page_ * head_dim_ + element, bias};
+    return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 
-  MK_FN void store(const Row& row, const Column& column, float a, float b) const {
+  MK_FN void store(Row& row, const Column& column, float a, float b) const {
     a += column.bias.a, b += column.bias.b;
     if (column.to == Buffer::V_CACHE) {
       if (row.v) store_pair(row.v + column.at, a, b);
       return;
     }
+    if (squares) {
+      row.norm += a * a + b * b;
+      return;
+    }
+    a = a * row.norm * column.scale.a, b = b * row.norm * column.scale.b;
     const Pair angle = load_pair(row.rope + column.element);
     const float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
     if (column.to == Buffer::Q) {
       store_pair(row.q + column.at, x, y);
     } else if (row.k) {
       row.k[column.at] = to_bf16(x);
-      row.k[column.at + page_] = to_bf16(y);
+      row.k[column.at + kKvBlock] = to_bf16(y);
     }
   }
 
  private:
   const Call& c_;
   const Sizes& d_;
-  const int q_cols_, kv_cols_, head_dim_, page_;
-  const float* const bias_;
+  const int q_cols_, kv_cols_, head_dim_;
+  const float *const bias_, *const norm_;
 };
 
 // output += .

@@ -50,6 +50,7 @@ class Buffer(IntEnum):
     TOKENS_OUT = 27
     LOGPROBS_OUT = 28
     REDUCE = 29
+    QK_NORM = 30
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda d, p: (d.tp * d.own_rows if d.tp > 1 else 0, d.hidden),
         "partials of a projection by rank: slot k, own_rows long, is stored by rank k",
     ),
+    BufferSpec(_B.QK_NORM, _W, _F, lambda d, p: (2, d.head_dim), "RMS norms of a head of q and of k", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -35,6 +35,7 @@ class Phase:
                whose partial products it adds
     `bias`     added to the results; None where the model has none
     `norm`     the scale of an RMS norm that a matmul applies to its inputs on the way in
+    `head_norm`  the scales of the RMS norms of each head of q and of k, before they are rotated
     `ahead`    the weights are those of the layer so many further on, or of the last layer
     `storage`  the type that a matmul's weights have in memory; None is the compute type
 
@@ -50,6 +51,7 @@ class Phase:
     result: Result = Result.NONE
     bias: Buffer | None = None
     norm: Buffer | None = None
+    head_norm: Buffer | None = None
     ahead: int = 0
     storage: Dtype | None = None
     number: int = 0
@@ -129,6 +131,7 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("weights", "Buffer", "", _buffer("weights")),
     PhaseField("bias", "Buffer", "kNone: there is none, as in the next", _buffer("bias")),
     PhaseField("norm", "Buffer", "scale of the norm on the way in", _buffer("norm")),
+    PhaseField("head_norm", "Buffer", "scales of the norms of q and k heads", _buffer("head_norm")),
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
     PhaseField("ahead", "int32_t", "layers from this one to that of the weights", lambda p, d: p.ahead),
@@ -220,7 +223,7 @@ _ENUMS: dict[str, type[int]] = {
     "rows": Rows,
     "result": Result,
     "storage": Dtype,
-    **dict.fromkeys(("weights", "inputs", "output", "bias", "norm"), Buffer),
+    **dict.fromkeys(("weights", "inputs", "output", "bias", "norm", "head_norm"), Buffer),
 }
 
 

@@ -200,8 +200,9 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
         if phase.result is Result.HEADS:
-            bad = (columns["col"] % 2 != 0) | (columns["cols"] % 2 != 0)
-            yield from _each(part, rows[bad], "its column tile cuts a RoPE pair")
+            unit, what = (2, "RoPE pair") if phase.head_norm is None else (dims[0].head_dim, "head")
+            bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
+            yield from _each(part, rows[bad], f"its column tile cuts a {what}")
 
 
 def _counters(part: Part) -> Iterator[str]:

@@ -38,12 +38,12 @@ _BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
     Operation.GATHER: ({"weights", "output"}, set()),
     Operation.ROPE: ({"weights", "output"}, set()),
     Operation.NORM: ({"weights", "inputs", "output"}, set()),
-    Operation.MATMUL: ({"weights", "inputs", "output"}, {"bias", "norm"}),
+    Operation.MATMUL: ({"weights", "inputs", "output"}, {"bias", "norm", "head_norm"}),
     Operation.ATTENTION: ({"inputs", "output"}, set()),
     Operation.REDUCE: ({"weights", "inputs", "output"}, {"bias"}),
     Operation.SAMPLE: ({"inputs"}, set()),
 }
-_FIELDS = ("weights", "inputs", "output", "bias", "norm")
+_FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")
 _Kind = tuple[Space, Dtype | None, tuple[int, ...]]  # of a buffer; the type None is the compute type
 
 
@@ -105,6 +105,8 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     must, may = _BUFFERS[p.operation]
     if p.result is Result.PARTIAL:
         may = may - {"bias"}  # its reduction adds it, once
+    if p.result is not Result.HEADS:
+        may = may - {"head_norm"}
     if not must <= named <= must | may:
         yield f"it must name {_list(must)} and may name {_list(may)}; it names {_list(named)}"
         return
@@ -147,7 +149,7 @@ def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
         rows |= {Rows.LOGIT}
     if p.rows not in rows:
         yield f"it cannot have the rows {p.rows.name}"
-    layered = [b for b in (p.weights, p.bias, p.norm) if b is not None and BUFFERS[b].layered]
+    layered = [b for b in (p.weights, p.bias, p.norm, p.head_norm) if b is not None and BUFFERS[b].layered]
     if layered and segment == _EPILOGUE:
         yield f"{layered[0].name} has a copy for each layer, and the epilogue has no layer"
     if not 0 <= p.ahead <= (layers if layered else 0):
@@ -196,6 +198,7 @@ def _wanted(p: Phase, d: Dims) -> dict[str, _Kind]:
         "output": output,
         "bias": _vector(*matrices, width),
         "norm": _vector(inner),
+        "head_norm": _vector(2, d.head_dim),
     }
 
 

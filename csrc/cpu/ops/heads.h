@@ -1,6 +1,6 @@
 #pragma once
 #include "../../common/index.h"
-#include "../simd.h"
+#include "../gemm.h"
 
 namespace mk::MK_SIMD {
 
@@ -29,11 +29,27 @@ inline void rotate(const float* t, const float* rope, int n, T* out) {
   }
 }
 
+// The heads of q and k among columns [first, first + n), which are whole heads, normalised.
+inline void norm_heads(const Call& call, int first, int n, float* t) {
+  const Dims& d = *call.dims;
+  const int rotated = lower_of(n, d.q_cols() + d.kv_cols() - first);
+  const float* const weights = call.at<float>(call.phase->head_norm);
+  for (int i = 0; i < rotated; i += d.head_dim) {
+    const float* weight = weights + (first + i < d.q_cols() ? 0 : d.head_dim);
+    const float scale = rms_scale(t + i, d.head_dim, d.rms_eps);
+    for (int j = 0; j < d.head_dim; j += kLanes) {
+      const int m = d.head_dim - j;
+      store(t + i + j, normalised(t + i + j, weight + j, scale, m), m);
+    }
+  }
+}
+
 // Columns [first, first + n) of q, k and v of row r, q and k rotated, to the output and the KV cache. They
-// may cross heads and the q, k, v borders.
+// may cross heads and the q, k, v borders, but where heads are normalised.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
+  if (call.phase->head_norm != Buffer::kNone) norm_heads(call, first, n, t);
   const StepView& s = *call.step;
   const float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
   const int32_t seq = s.row_seq[r], position = s.positions[r], offset = position % d.kv_page;
@@ -61,6 +77,17 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
       for (int j = 0; j < width; j += kLanes) store(v + j, load(t + i + j, width - j), width - j);
     }
   }
+}
+
+// A tile; where heads are normalised, in parts of as many heads as one pass holds.
+template <class T, class W>
+void heads(const Call& call, const Tile& tile) {
+  const int head = call.dims->head_dim;
+  const int most =
+      call.phase->head_norm == Buffer::kNone ? tile.cols : (kTilePanels - 1) * kPanel / head * head;
+  for (int done = 0; done < tile.cols; done += most)
+    gemm<T, W, store_heads<T>>(call,
+                               {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
 }
 
 }  // namespace mk::MK_SIMD

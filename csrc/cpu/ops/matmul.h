@@ -45,7 +45,7 @@ void matmul(const Call& call, const Tile& tile) {
     case Result::kNone:
       return;
     case Result::kHeads:
-      return gemm<T, W, store_heads<T>>(call, tile);
+      return heads<T, W>(call, tile);
     case Result::kResidual:
       return gemm<T, W, add_residual>(call, tile);
     case Result::kPartial:

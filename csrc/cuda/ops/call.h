@@ -26,8 +26,9 @@ MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
 struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
-  int32_t last;    // attention: whether this worker merges a split
-  int32_t listed;  // sample: logits in the list
+  float squares[2][kConsumerWarps][8];  // dots: of a head's columns that the warp has, by row
+  int32_t last;                         // attention: whether this worker merges a split
+  int32_t listed;                       // sample: logits in the list
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.

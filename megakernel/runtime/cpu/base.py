@@ -20,6 +20,7 @@ from ..buffers import check_program, check_table
 from . import native
 
 DEADLOCK_S = 60.0
+MOST_HEAD_DIM = 496  # of those whose norms are computed in one pass (csrc/cpu/ops/heads.h)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class RanksBackend(ABC):
     def __init__(self, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool) -> None:
         if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
             raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
-        if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8:
+        if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
             raise MegakernelError(
-                "the cpu backend needs pages of 16 n tokens that divide the KV block, and heads of 8 n elements"
+                "the cpu backend needs pages of 16 n tokens that divide the KV block, and heads of 8 n elements, "
+                f"{MOST_HEAD_DIM} at most"
             )
         self.name = "null" if null else "cpu"
         self.dims = dims

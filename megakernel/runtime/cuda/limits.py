@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ...isa import KV_BLOCK, Dims, Dtype, Phase
+from ...isa import KV_BLOCK, Dims, Dtype, Phase, Units
 from ...isa.launch import PAGES
-from ...isa.pages import norm_fits
+from ...isa.pages import CHUNK, PIECES, norm_fits
 from ...isa.record import Records
+
+_TURN = 32  # columns that a warp takes from its accumulators at a time (csrc/cuda/gemm.h)
 
 
 def refusal(dims: Dims) -> str | None:
@@ -32,4 +34,9 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
         rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims)
         if not norm_fits(rows, inner, dims):
             return f"normalises {rows} rows of {inner} elements itself, which its units and shared memory do not allow"
+    if phase.head_norm is not None:
+        dots, unit = dims.units == Units.DOTS, 2 * PIECES
+        if dims.head_dim % unit if dots else dims.head_dim % _TURN or CHUNK % dims.head_dim:
+            sizes = f"multiples of {unit}" if dots else f"multiples of {_TURN} that divide {CHUNK}"
+            return f"normalises heads of {dims.head_dim} elements, its units take {sizes}"
     return None

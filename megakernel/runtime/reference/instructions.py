@@ -144,6 +144,11 @@ def _heads(c: Context, row: int, col: int, t: F32) -> None:
     r = slice(row, row + len(t))
     column = np.arange(col, col + t.shape[1])
     rotated = int(np.count_nonzero(column < d.q_cols + d.kv_cols))
+    if c.phase.head_norm is not None:
+        assert col % d.head_dim == 0 and len(column) % d.head_dim == 0
+        heads = t[:, :rotated].reshape(len(t), -1, d.head_dim)
+        kind = (column[: rotated : d.head_dim] >= d.q_cols).astype(int)
+        t[:, :rotated] = _rms_norm(heads, c.read(c.phase.head_norm)[kind], d.rms_eps).reshape(len(t), -1)
     even = column[:rotated:2] % d.head_dim
     rope = c.read(Buffer.ROPE, r)
     cos, sin = rope[:, even], rope[:, even + 1]
