@@ -93,10 +93,13 @@ def cases() -> list[Case]:
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
     grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
+    normed = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, family="qwen3", qkv_bias=True)
     return [
         Case("few rows", biased, 5, "dots"),
         Case("few rows of one KV head", grouped, 2, "dots", "inside"),
         Case("many rows", biased, 150, "tensor"),
+        Case("few rows with norms of heads", normed, 5, "dots", "inside"),
+        Case("many rows with norms of heads", normed, 150, "tensor"),
         Case("heads of 80", odd, 40, "tensor", "next"),
         Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", "inside", tp=2),
         Case("four ranks", grouped, 150, "tensor", tp=4),

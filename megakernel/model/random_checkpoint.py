@@ -28,6 +28,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8, 128, 8.0, False),
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, Rope(100000.0), True),
     "mistral-7b": ModelConfig(32768, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, Rope(1000000.0), family="mistral"),
+    "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, Rope(1000000.0), True, "qwen3"),
     "qwen2.5-0.5b": ModelConfig(
         151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, Rope(1000000.0), True, "qwen2", qkv_bias=True
     ),

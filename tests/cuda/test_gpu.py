@@ -34,7 +34,8 @@ GRID: dict[str, dict[str, Any]] = {
     "mqa": {"heads": 8, "kv_heads": 1, "head_dim": 128},
     "heads of 80": {"head_dim": 80},
     "tied": {"tied": True},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "norms of heads": {"family": "qwen3", "head_dim": 128, "heads": 4},
     "llama3 rope": {"rope": ROPES["llama3"]},
 }
 

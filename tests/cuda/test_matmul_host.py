@@ -14,6 +14,7 @@ from twins import Twins
 from megakernel.isa import Buffer, Dims, Dtype, Result, Rows, Units
 from megakernel.model import families
 from megakernel.model.families import Norm
+from megakernel.runtime.cuda.limits import phase_refusal
 
 B = Buffer
 SMALL = replace(DIMS, dtype=int(Dtype.BF16), kv_page=DIMS.kv_block, units=int(Units.TENSOR))
@@ -27,8 +28,9 @@ ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
-def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN) -> Twins:
+def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN, family: str = "llama") -> Twins:
     checkpoint = RandomCheckpoint(replace(dims, tp=1), biased=biased)
+    checkpoint.config = replace(checkpoint.config, family=family)
     return Twins(checkpoint, families.forward(checkpoint.config, dims, norm), dims)
 
 
@@ -120,3 +122,85 @@ def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(model: str
         assert [key for key in got if got[key].tobytes() != expected[key].tobytes()] == []
         assert any((got[key] != inside.buffer(*key)).any() for key in got)
     assert inside.forward.by_name[name].rows is Rows.EVERY
+
+
+HEADS = [
+    (Units.TENSOR, 32),
+    (Units.TENSOR, 64),
+    (Units.TENSOR, 128),
+    (Units.DOTS, 16),
+    (Units.DOTS, 80),
+    (Units.DOTS, 128),
+]
+
+
+def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> Twins:
+    dims = replace(SMALL, units=int(units), head_dim=head_dim, heads=3, kv_heads=2, **sizes)
+    return make(dims, biased=biased, family="qwen3")
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("units", "head_dim"), HEADS)
+def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
+    """Tiles with heads of q, k and v; rows of two heads whose elements are small or large; rows of padding."""
+    twins = _normed_heads(units, head_dim, biased)
+    twins.buffer(0, B.H)[3:5] = [[0x2F80], [0x4700]]
+    assert twins.forward.by_name["qkv_rope"].head_norm is B.QK_NORM
+    for row, rows in ((32, 8), (0, 31)) if units is Units.TENSOR else ((3, 1), (0, 7), (0, 32), (32, 8)):
+        _run_all(twins, "qkv_rope", 0, row, rows, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("units", "head_dim", "taken"),
+    [
+        *((*heads, None) for heads in HEADS),
+        (Units.DOTS, 24, "heads of 24 elements, its units take multiples of 16"),
+        (Units.TENSOR, 16, "heads of 16 elements, its units take multiples of 32 that divide 256"),
+        (Units.TENSOR, 96, "heads of 96 elements, its units take multiples of 32 that divide 256"),
+    ],
+)
+def test_heads_that_are_not_normalised_are_refused(units: Units, head_dim: int, taken: str | None) -> None:
+    twins = _normed_heads(units, head_dim)
+    phase = twins.forward.by_name["qkv_rope"]
+    records = record(phase, 0, 1, 0, head_dim)[None]
+    assert phase_refusal(phase, records, twins.dims) == (taken and f"normalises {taken}")
+    assert phase_refusal(replace(phase, head_norm=None), records, twins.dims) is None
+
+
+def test_norms_of_heads_on_ranks() -> None:
+    for units, head_dim in HEADS:
+        twins = _normed_heads(units, head_dim, tp=2, tokens=64)
+        for rank in range(2):
+            _run_all(twins, "qkv_rope", rank, 32, 17, head_dim)
+
+
+@pytest.mark.parametrize(("units", "head_dim"), HEADS)
+def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_dim: int) -> None:
+    """And not on the cut: all rows and columns in a tile, or heads one by one, of a few rows."""
+    twins = _normed_heads(units, head_dim)
+    phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
+    total, written = phase.width(twins.dims), (B.Q, B.K_CACHE, B.V_CACHE)
+    whole = twins.run(record(phase, 0, 32, 0, total), 0, table)
+    keys = [key for key in whole if key[1] in written and key[2] == 0]
+    assert all((whole[key] != twins.buffer(*key)).any() for key in keys)
+    for row, end in ((0, 1), (1, 8), (8, 32)):
+        for col in range(0, total, head_dim):
+            part = twins.run(record(phase, row, end - row, col, head_dim), 0, table)
+            for key in keys:
+                twins.buffer(*key)[:] = part[key]
+    assert [key for key in keys if whole[key].tobytes() != twins.buffer(*key).tobytes()] == []
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32])
+def test_rows_and_heads_are_normalised_by_one_instruction(rows: int) -> None:
+    """As by a norm before the matmul, bit by bit."""
+    dims = replace(SMALL, units=int(Units.DOTS), head_dim=48, hidden=256)
+    inside, own = (make(dims, norm=norm, family="qwen3") for norm in (Norm.INSIDE, Norm.OWN))
+    table, name = _table(dims), "qkv_rope"
+    own.buffer(0, B.H)[:] = own.run(record(own.forward.by_name["attn_norm"], 0, rows), 1, table)[0, B.H, 0]
+    tile = 0, rows, 0, own.forward.by_name[name].width(dims)
+    expected = own.run(record(own.forward.by_name[name], *tile), 1, table)
+    inside.buffer(0, B.H)[:] = own.buffer(0, B.H)
+    got = inside.run(record(inside.forward.by_name[name], *tile), 1, table)
+    assert inside.forward.by_name[name].norm is not None
+    assert [key for key in got if got[key].tobytes() != expected[key].tobytes()] == []

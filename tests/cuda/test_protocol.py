@@ -27,6 +27,12 @@ CASES = [
     ("fewer heads than ranks", 4, Options(matmul="tensor", o="sharded", residual="replicated")),
     ("fewer heads than ranks", 8, Options(matmul="dots", o="sharded", residual="dealt")),
     ("wide", 2, Options(matmul="dots", o="sharded", residual="replicated", norm="inside")),
+    ("norms of heads", 1, Options(matmul="tensor", queue="body")),
+    ("norms of heads", 1, Options(matmul="dots", norm="inside")),
+    ("norms of wide heads", 1, Options(matmul="dots", queue="body")),
+    ("norms of wide heads", 1, Options(matmul="tensor", norm="next")),
+    ("norms of heads", 2, Options(matmul="tensor", o="replicated", residual="dealt")),
+    ("norms of wide heads", 2, Options(matmul="dots", o="sharded", residual="replicated", norm="inside")),
 ]
 
 

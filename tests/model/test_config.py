@@ -42,6 +42,7 @@ LLAMA3 = {
 }
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
@@ -66,6 +67,13 @@ def test_qwen2_always_has_biases_and_may_name_a_window_that_it_does_not_use() ->
 def test_heads_default_and_given_head_size() -> None:
     config = parse(num_key_value_heads=None, head_dim=24)
     assert (config.kv_heads, config.head_dim) == (4, 24)
+
+
+def test_qwen3_has_biases_where_it_says_so_and_the_windows_of_qwen2() -> None:
+    plain = replace(PLAIN, family="qwen3", head_dim=24)
+    unused = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 2, "layer_types": [FULL, FULL]}
+    assert parse(**QWEN3, **unused, head_dim=24, attention_bias=False) == plain
+    assert parse(**QWEN3, head_dim=24, attention_bias=True) == replace(plain, qkv_bias=True, o_bias=True)
 
 
 def test_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
@@ -106,6 +114,9 @@ def test_linear_and_default_rope() -> None:
         ("sliding_window", {"sliding_window": 4096}),
         ("use_sliding_window", {**QWEN2, "use_sliding_window": True}),
         ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
+        ("use_sliding_window", {**QWEN3, "use_sliding_window": True}),
+        ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
+        ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
+    "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
 }
 # What GGUF files call each family, and whether the rows of a RoPE pair are adjacent there.
 GGUF = [
@@ -30,6 +32,7 @@ GGUF = [
     ("mistral", "llama", True),
     ("mistral", "mistral3", True),
     ("qwen2", "qwen2", False),
+    ("qwen3", "qwen3", False),
 ]
 TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
@@ -93,3 +96,34 @@ def test_planted_dropped_bias(projection: str) -> None:
     with torch.no_grad():
         getattr(model.model.layers[1].self_attn, f"{projection}_proj").bias.zero_()
     assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("which", "qk")
+@pytest.mark.parametrize("plant", [torch.ones_like, lambda scale: scale.roll(1)], ids=["dropped", "in another order"])
+def test_planted_norm_of_heads(which: str, plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A norm without its weights, or with them in another order, as they are where pairs are not brought together."""
+    model, checkpoint = make_llama(3, "qwen3", **SHAPES["qwen3"])
+    logits = run(checkpoint, 1)[2]
+    scale = getattr(model.model.layers[1].self_attn, f"{which}_norm").weight
+    with torch.no_grad():
+        scale.copy_(plant(scale))
+    assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
+
+
+def test_norms_of_heads_lie_as_the_rows_that_they_scale() -> None:
+    model, checkpoint = make_llama(1, "qwen3", **SHAPES["qwen3"])
+    attention = model.model.layers[1].self_attn
+    for ours, norm in zip(
+        checkpoint.load(Buffer.QK_NORM, 1, Dtype.F32), (attention.q_norm, attention.k_norm), strict=True
+    ):
+        first, second = norm.weight.detach().numpy().reshape(2, -1)
+        np.testing.assert_array_equal(ours, np.stack([first, second], axis=1).ravel())
+
+
+@pytest.mark.parametrize("change", [{"hidden": 264}, {"heads": 3, "kv_heads": 1, "head_dim": 128}])
+def test_qwen3_has_a_head_size_of_its_own(change: dict[str, int]) -> None:
+    """q has more columns than the residual, or fewer."""
+    model, checkpoint = make_llama(6, "qwen3", **SHAPES["qwen3"] | change)
+    config = checkpoint.config
+    assert (config.heads * config.head_dim > config.hidden) == (config.head_dim == 128)
+    assert error(run(checkpoint, 2)[2], hf_logits(model, TOKENS)) < TOLERANCE

@@ -25,6 +25,7 @@ from megakernel.model.families import weights
         ("smollm2-135m", 135, 64),
         ("mistral-7b", 7248, 128),
         ("qwen2.5-0.5b", 494, 64),
+        ("qwen3-0.6b", 596, 128),
     ],
 )
 def test_known_shapes_have_the_published_size(name: str, millions: int, head_dim: int) -> None:
@@ -65,6 +66,8 @@ def test_random_norms_differ_so_that_a_swapped_one_shows() -> None:
     for i, a in enumerate(norms):
         assert all((a != b).mean() > 0.9 for b in norms[:i])
     np.testing.assert_array_equal(norms[1], same.load(Buffer.ATTN_NORM, 1, Dtype.F32))
+    q, k = open_checkpoint("random:qwen3-0.6b").load(Buffer.QK_NORM, 0, Dtype.BF16)
+    assert q.dtype == np.float32 and min(q.min(), k.min()) >= 0.5 and max(q.max(), k.max()) <= 1.5 and (q != k).any()
 
 
 def test_tied_random_checkpoint() -> None:

@@ -31,6 +31,7 @@ SHAPES = {
     "one layer": {"layers": 1},
     "mistral": {"family": "mistral", "sliding_window": None, "heads": 5, "kv_heads": 5, "hidden": 56, "ffn": 61},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
+    "qwen3": {"family": "qwen3", "heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "tied": True},
 }
 
 
@@ -59,7 +60,9 @@ def test_f32(name):
     assert error(got, reference(model, tokens)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "mistral", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "mistral", "qwen2", "qwen3"]
+)
 def test_bf16(name):
     """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
     model, checkpoint = make_llama(seed=2, **SHAPES[name])

@@ -20,8 +20,10 @@ from megakernel.scheduler import Options, compile_program
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 48, "ffn": 72},
-    "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 64, "ffn": 136, "qkv_bias": True, "o_bias": True},
+    "wide": {"heads": 4, "kv_heads": 1, "head_dim": 80, "hidden": 64, "ffn": 136, "attention_bias": True},
     "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
+    "norms of heads": {"family": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 64, "attention_bias": True},
+    "norms of wide heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 128, "hidden": 64},
 }
 LIMITS = {"max_seqs": 4, "max_context": 512}
 PAGES = 16

@@ -300,7 +300,7 @@ class LaunchImage:
 
 def buffers_of(forward: Forward) -> list[Buffer]:
     """Those that the phases name, and all that are not weights."""
-    named = {buffer for phase in forward for buffer in (phase.weights, phase.bias, phase.norm)}
+    named = {buffer for phase in forward for buffer in (phase.weights, phase.bias, phase.norm, phase.head_norm)}
     return [buffer for buffer, spec in BUFFERS.items() if spec.space is not Space.WEIGHT or buffer in named]
 
 

@@ -470,3 +470,18 @@ def test_three_layers_stand_for_all(queue: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_LAYERS", 99)
     assert short == [verify(mutant).ok for mutant in mutants]
     assert len(set(short)) == 2
+
+
+def test_a_tile_may_not_cut_a_head_that_is_normalised() -> None:
+    config = ModelConfig(40, 24, 20, layers=2, heads=6, kv_heads=3, head_dim=8, max_context=64, family="qwen3")
+    good = compile_program(config, host(2), dtype=Dtype.F32, tokens=3, logit_rows=1, max_seqs=1, max_context=8)
+    assert verify(good).violations == []
+    records = good.body.records.copy()
+    heads = record.phase_number(records) == good.forward.by_name["qkv_rope"].number
+    records[heads, record.OPERAND_WORD + 3] -= 2
+    found = verify(replace(good, body=replace(good.body, records=records))).violations
+    assert any("its column tile cuts a head" in violation for violation in found)
+    for result, complaint in ((Result.HEADS, "its head_norm ATTN_NORM are"), (Result.GATED, "may name bias, norm; it")):
+        phases = [replace(p, head_norm=Buffer.ATTN_NORM) if p.result is result else p for p in good.forward.body]
+        broken = replace(good, forward=replace(good.forward, body=tuple(phases)))
+        assert complaint in verify(broken).violations[0]

@@ -11,8 +11,9 @@ from .family import Family, Norm
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 __all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
 
