@@ -1,4 +1,4 @@
-"""A Llama forward pass compiled into one program of instruction streams, and the interpreters that run it."""
+"""A language model's forward pass compiled into one program of instruction streams, and interpreters that run it."""
 
 from __future__ import annotations
 

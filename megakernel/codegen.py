@@ -43,6 +43,7 @@ from .isa import (
     pages,
     phases,
     record,
+    targets,
 )
 from .isa.phases import NO_BUFFER
 
@@ -53,6 +54,7 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     *((record, _WORDS), (dims, "shard_unit"), (phases, "max_phases"), (record, "next indexed")),
+    (targets, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
 _CUDA = (

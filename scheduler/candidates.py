@@ -30,16 +30,16 @@ _CLAIMS_PER_WORKER = 4
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
-    """`options` with the matmul units of an engine whose largest bucket has `tokens` rows, in place of auto.
+    """`options` with the matmul units of an engine whose largest bucket has `tokens` rows, where auto has a choice.
 
     They belong to the numerics class, so all programs of an engine need the same. Dots read weights faster than
     matrix units can be fed with few rows, but hold all rows of a tile: auto takes them where one tile has the bucket.
     """
-    if options.matmul != "auto":
-        return options
     units = TARGETS[machine.target].units
+    if options.matmul != "auto" or len(units) == 1:
+        return options
     chosen = next((u for u in units if tokens <= _tile_rows(config, machine, tp, u)), units[-1])
-    return replace(options, matmul=chosen.name.lower() if len(units) > 1 else "tensor")
+    return replace(options, matmul=chosen.name.lower())
 
 
 def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) -> Machine:

@@ -86,7 +86,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
         return _Blocks(d.logit_rows, length, np.arange(ceil_div(d.logit_rows, length), dtype=np.int32))
     numbers = np.arange(d.row_blocks, dtype=np.int32)
     if phase.rows is Rows.OWN and not d.replicated_residual:
-        numbers = numbers[d.rank :: d.tp]
+        numbers = numbers[d.owner(numbers * d.row_block) == d.rank]
     return _Blocks(d.tokens, d.row_block, numbers)
 
 

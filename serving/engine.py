@@ -208,6 +208,7 @@ class Engine:
             yield self.step()
 
     def close(self) -> None:
+        """Abort what runs and free the backend."""
         self._reset()
         self.backend.close()
 

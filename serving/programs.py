@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Event, Lock
+from typing import Protocol
 
 from ..program import Program
+
+
+class Compile(Protocol):
+    """`compile_program` with everything fixed but the bucket."""
+
+    def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
 
 
 def bucket(count: int, most: int) -> int:
@@ -26,12 +32,9 @@ def buckets(most: int) -> list[int]:
 
 
 class Programs:
-    """Programs of one engine: same model, machine and limits, a bucket each. `warm` may run in a thread of its own.
+    """Programs of one engine: same model, machine and limits, a bucket each. `warm` may run in a thread of its own."""
 
-    `compile` is `compile_program` with everything fixed but `tokens` and `logit_rows`.
-    """
-
-    def __init__(self, compile: Callable[..., Program], most_tokens: int, most_logit_rows: int) -> None:
+    def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
         self._most_tokens, self._most_logit_rows = most_tokens, most_logit_rows
         self._cache: dict[tuple[int, int], Program] = {}

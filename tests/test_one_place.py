@@ -60,7 +60,7 @@ def test_only_model_files_name_phases() -> None:
 @pytest.mark.parametrize(
     ("what", "pattern"),
     [
-        ("the owner of a row block", r"%\s*(d\.|dims\.|self\.|d_\.)?tp\b"),
+        ("the owner of a row block", r"(%|::)\s*(d\.|dims\.|self\.|d_\.)?tp\b"),
         ("a row's place in REDUCE", r"/\s*(d\.|dims\.)?row_block\s*//?\s*(d\.|dims\.)?tp"),
     ],
 )

@@ -25,6 +25,7 @@ constexpr int32_t kShardUnit = 32;
 constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
+constexpr int32_t kMostHeadDim = 496;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 

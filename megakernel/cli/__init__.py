@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         raise MegakernelError(f"{level.env}={level.value()} is none of {', '.join(LOG_LEVELS)}")
     top = argparse.ArgumentParser(
         prog="megakernel",
-        description="Compile a Llama forward pass into one program, run it, and see where the time goes.",
+        description="Compile a language model's forward pass into one program, run it, and see where the time goes.",
         epilog="Start with: megakernel demo",
     )
     top.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")

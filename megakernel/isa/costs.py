@@ -55,21 +55,20 @@ def _cost(
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
     """Bytes of the weights of so many output columns of a matmul, as they lie in memory."""
-    bytes_ = cols.astype(np.float64) * phase.matrices(dims) * phase.storage_type(dims).row_bytes(phase.inner(dims))
-    return bytes_
+    return cols.astype(np.float64) * (phase.matrices(dims) * phase.storage_type(dims).row_bytes(phase.inner(dims)))
 
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
     """A tile of rows x cols outputs. The tiles of the rank's first row bring the weights, the others find them in a
     cache. A norm on the way in is computed once for each tile.
     """
-    first_row = d.rank * d.row_block if p.rows is Rows.OWN and not d.replicated_residual else 0
+    place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # among the rank's rows
     products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)
     return _cost(
         c["row"],
         matrix=2.0 * c["rows"] * products,
         vector=0.0 if p.norm is None else 4.0 * c["rows"] * p.inner(d),
-        memory=np.where(c["row"] == first_row, weight_bytes(p, c["cols"], d), 0.0),
+        memory=np.where(place == 0, weight_bytes(p, c["cols"], d), 0.0),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from . import pages
 from .dims import Dims, Units
 
+MOST_HEAD_DIM = 496  # elements: a CPU computes the norm of a head in one pass
 _ANY = 1 << 30  # more rows than a program has
 
 

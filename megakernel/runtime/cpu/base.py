@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import Dims, Dtype, StepTable, slot_work
+from ...isa.targets import MOST_HEAD_DIM
 from ...machine import cpu_count
 from ...program import Program
 from ...trace import Intervals, Trace, TraceHeader
@@ -20,7 +21,6 @@ from ..buffers import check_program, check_table
 from . import native
 
 DEADLOCK_S = 60.0
-MOST_HEAD_DIM = 496  # of those whose norms are computed in one pass (csrc/cpu/ops/heads.h)
 
 
 @dataclass(frozen=True)
