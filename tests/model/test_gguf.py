@@ -16,6 +16,7 @@ from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
 from megakernel.model import Rope, RopeKind, load_config, open_checkpoint
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.rope import inverse_frequencies
+from megakernel.model.stored import stored_as
 
 
 @pytest.mark.parametrize("quantise", [None, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])
@@ -53,6 +54,15 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, kind)})
     got = open_checkpoint(str(tmp_path / "m.gguf")).load(Buffer.W_DOWN, 0, Dtype.F32)
     np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
+
+
+def test_blocks_that_the_file_has_are_kept(tmp_path: Path) -> None:
+    """Scales are smaller or larger than quantising anew would make them."""
+    rows = np.random.default_rng(4).integers(0, 256, (256, 512 // 32 * 34), dtype=np.uint8)
+    tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type.Q8_0)})
+    checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), "q8_0")
+    assert checkpoint.storage[Buffer.W_DOWN] is Dtype.Q8_0
+    np.testing.assert_array_equal(checkpoint.load(Buffer.W_DOWN, 0, Dtype.Q8_0), rows)
 
 
 def test_shape_from_metadata(tmp_path: Path) -> None:
