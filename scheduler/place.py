@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Dims, Family
+from ..isa import Dims, OperationFamily
 from ..machine import Machine
 from .cost import NORM_LAG, REDUCE_LAG, panel_blocks, seconds, unit_seconds
 from .tasks import PhaseTasks, ordinals
@@ -91,7 +91,7 @@ def _turns(
     return [turns[k] for k in kind]
 
 
-_STAGES = (Family.MATMUL, Family.ATTENTION)
+_STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # Of the room between the end of a panel in a stage and its start in the next, what is left behind what lies between:
 # less than half of it, where an earlier panel may begin in the next stage, which is the more urgent.
 _LEFT = 7 / 16
@@ -127,7 +127,7 @@ def _workers(
     costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]
     chunks = []
     for i, (tasks, panel, key) in enumerate(parts):
-        if tasks.phase.family is not Family.ATTENTION:
+        if tasks.phase.family is not OperationFamily.ATTENTION:
             order = np.lexsort((tasks.columns["row"], tasks.columns.get("col", tasks.block), panel))
             for members in np.split(order, np.flatnonzero(np.diff(panel[order])) + 1):
                 chunks.append((float(key[members[0]]), i, members))

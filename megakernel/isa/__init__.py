@@ -7,7 +7,7 @@ from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, from_f32, to_f32
 from .items import item_work, slot_work
 from .link import link_bytes
-from .operations import OPERATIONS, RESULTS, Family, Operation, Result, Rows
+from .operations import OPERATIONS, RESULTS, Operation, OperationFamily, Result, Rows
 from .pages import Stream, attention_pages, kv_pages, matmul_pages, tile_work
 from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
 from .record import Column
@@ -36,11 +36,11 @@ __all__ = [
     "Columns",
     "Dims",
     "Dtype",
-    "Family",
     "Forward",
     "Index",
     "Kind",
     "Operation",
+    "OperationFamily",
     "Phase",
     "Result",
     "Rows",

@@ -22,7 +22,7 @@ class Operation(IntEnum):
     SAMPLE = 9
 
 
-class Family(Enum):
+class OperationFamily(Enum):
     """Operations of one kind, with the colour they have in every view (Okabe-Ito, readable by the colour-blind)."""
 
     GATHER = "#999999"
@@ -72,7 +72,7 @@ class Result(IntEnum):
 class OperationSpec:
     """`operands` are those of a record, in order. `layout` names the C++ struct that is laid over them."""
 
-    family: Family
+    family: OperationFamily
     layout: str
     operands: tuple[str, ...]
     meaning: str
@@ -83,31 +83,31 @@ _TILE = "Tile", ("row", "rows", "col", "cols")
 
 OPERATIONS: dict[Operation, OperationSpec] = {
     Operation.JOIN: OperationSpec(
-        Family.CONTROL,
+        OperationFamily.CONTROL,
         "Join",
         (),
         "nothing: turns waits into a counter, where one record holds too few or ranks meet at the end of a launch",
     ),
     Operation.DRAIN: OperationSpec(
-        Family.CONTROL,
+        OperationFamily.CONTROL,
         "Drain",
         ("queue", "end"),
         "claims the next instruction of the rank's queue and runs it (its waits, work and signals), again and again, "
         "until the first `end` of this layer's queue are claimed by any worker",
     ),
-    Operation.GATHER: OperationSpec(Family.GATHER, *_RUN, "output[r] = weights[token(r)]"),
+    Operation.GATHER: OperationSpec(OperationFamily.GATHER, *_RUN, "output[r] = weights[token(r)]"),
     Operation.ROPE: OperationSpec(
-        Family.GATHER, *_RUN, "output[r] = cos, sin of position(r) * weights (product in float32)"
+        OperationFamily.GATHER, *_RUN, "output[r] = cos, sin of position(r) * weights (product in float32)"
     ),
     Operation.NORM: OperationSpec(
-        Family.NORM,
+        OperationFamily.NORM,
         *_RUN,
         "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once; to every rank where rows have "
         "owners. Of logit rows: output[i] = norm of inputs[logit_rows[i]], of rows that this rank owns; padding rows "
         "give zeros (rank 0's)",
     ),
     Operation.MATMUL: OperationSpec(
-        Family.MATMUL,
+        OperationFamily.MATMUL,
         *_TILE,
         "t = inputs[r] weights^T + bias, the inputs normalised first where the phase has a norm; then what its result "
         "says",
@@ -115,7 +115,7 @@ OPERATIONS: dict[Operation, OperationSpec] = {
     # Groups: the q, k, v of `group_heads` consecutive KV heads share a counter per row block; the wait word names the
     # grid [row block][group], the signal word the grid [row block].
     Operation.ATTENTION: OperationSpec(
-        Family.ATTENTION,
+        OperationFamily.ATTENTION,
         "Attention",
         ("slot", "group_heads", "groups"),
         "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks, each block's (m, l, o) "
@@ -123,13 +123,13 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         "With a replicated O projection the output goes to the rank that owns the rows, to every rank where all do",
     ),
     Operation.REDUCE: OperationSpec(
-        Family.REDUCE,
+        OperationFamily.REDUCE,
         *_TILE,
         "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, over the ranks that have a part of `weights`, in "
         "float32, in that order",
     ),
     Operation.SAMPLE: OperationSpec(
-        Family.SAMPLING,
+        OperationFamily.SAMPLING,
         *_RUN,
         "penalties, bias, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties by "
         "id; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT on rank 0, its raw "

@@ -20,7 +20,7 @@ from ..errors import MegakernelError
 from .buffers import BUFFERS, Buffer
 from .dims import Dims
 from .dtypes import Dtype
-from .operations import OPERATIONS, Family, Operation, OperationSpec, Result, Rows
+from .operations import OPERATIONS, Operation, OperationFamily, OperationSpec, Result, Rows
 from .record import OPERAND_WORD, Column, Records
 
 NO_BUFFER = -1
@@ -61,12 +61,12 @@ class Phase:
         return OPERATIONS[self.operation]
 
     @property
-    def family(self) -> Family:
+    def family(self) -> OperationFamily:
         return self.spec.family
 
     @property
     def control(self) -> bool:
-        return self.family is Family.CONTROL
+        return self.family is OperationFamily.CONTROL
 
     @property
     def is_matmul(self) -> bool:

@@ -9,7 +9,7 @@ from html import escape
 from math import ceil, floor, log10
 
 from ..errors import MegakernelError
-from ..isa import Family
+from ..isa import OperationFamily
 from ..machine import Hardware
 
 _WIDTH, _HEIGHT = 960, 600
@@ -53,7 +53,7 @@ class Point:
     flops_per_byte: float
     flops_per_s: float
     mark: Mark = Mark.INSTRUCTION
-    family: Family = Family.CONTROL
+    family: OperationFamily = OperationFamily.CONTROL
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _shape(point: Point, x: float, y: float) -> str:
 
 def _legend(points: Sequence[Point]) -> list[str]:
     """A marker for each family and each other kind that the figure has, in a row under the title, from the right."""
-    kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else Family.CONTROL) for p in points)
+    kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else OperationFamily.CONTROL) for p in points)
     out, x = [], float(_WIDTH - _RIGHT)
     for mark, family in reversed(kinds):
         text = family.name.lower() if mark is Mark.INSTRUCTION else mark.value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..isa import Dims, Dtype, Family, Operation, Phase, attention_cost, cost, link_bytes
+from ..isa import Dims, Dtype, Operation, OperationFamily, Phase, attention_cost, cost, link_bytes
 from ..isa.access import Columns
 from ..machine import Hardware
 from .collectives import latency_s, measured_s
@@ -36,7 +36,7 @@ class PhaseCost:
     """
 
     instruction: str
-    family: Family
+    family: OperationFamily
     matrix_flops: float
     vector_flops: float
     memory_bytes: float

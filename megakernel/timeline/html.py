@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import RESULTS, Buffer, Family, Phase, Result, accesses
+from ..isa import RESULTS, Buffer, OperationFamily, Phase, Result, accesses
 from ..isa import access as acc
 from ..isa import record as rec
 from ..program import Program
@@ -111,18 +111,19 @@ def _unit_s(sources: list[_Source]) -> float:
 
 
 def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[str, Any]:
+    families = list(OperationFamily)
     return {
         "unit_s": unit_s,
         "span": max(_moments(s, unit_s)[1] for s in sources),
         "sources": [_about(s, unit_s) for s in sources],
         "layout": _LAYOUT,
-        "families": [[f.name.lower(), f.value] for f in Family],
+        "families": [[f.name.lower(), f.value] for f in families],
         "kinds": [k.name.lower().replace("_", " ") for k in IntervalKind],
         "roles": [r.name.lower().replace("_", " ") for r in Role],
         "resources": RESOURCES,
         "curveMost": _CURVE_MOST,
         "phases": [
-            {"name": p.name, "family": list(Family).index(p.family), "operands": p.operands, "meaning": _meaning(p)}
+            {"name": p.name, "family": families.index(p.family), "operands": p.operands, "meaning": _meaning(p)}
             for p in phases
         ],
         "buffers": [b.name for b in Buffer],

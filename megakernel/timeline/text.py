@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..isa import Family
+from ..isa import OperationFamily
 from ..program import Program
 from ..trace import Trace
 from .compare import Comparison
@@ -19,7 +19,7 @@ _LANES = 16  # lanes of the map; more are thinned out evenly
 _WAITS = 6  # rows of the wait table
 _WIDE = 110  # columns that hold both tables
 # Black on black would vanish: a terminal's own foreground stands in for it.
-_STYLES = {f: "default" if f is Family.CONTROL else f.value for f in Family}
+_STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
 
 def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
@@ -81,7 +81,7 @@ def _map(resolved: Resolved, console_width: int) -> Text:
     """A row per lane: each cell has the colour of the family with most time in it, a light shade where it waits."""
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
-    families = list(Family)
+    families = list(OperationFamily)
     waiting = len(families)
     of_phase = {number: families.index(p.family) for number, p in resolved.program.forward.by_number.items()}
     family = np.array([of_phase[number] for number in resolved.number.tolist()])
@@ -132,7 +132,7 @@ def _table(title: str, *columns: str) -> Table:
 def _instructions(s: Summary) -> Table:
     table = _table("Work", "phase", "count", "total", "mean", "share")
     for i in s.instructions:
-        name = Text.assemble(("■ ", _STYLES[Family[i.family.upper()]]), i.name)
+        name = Text.assemble(("■ ", _STYLES[OperationFamily[i.family.upper()]]), i.name)
         table.add_row(name, f"{i.count:,}", seconds(i.total_s), seconds(i.mean_s), percent(i.share))
     return table
 

@@ -12,7 +12,7 @@ import pytest
 from commands import fails, run, run_json
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, Family
+from megakernel.isa import Dtype, OperationFamily
 from megakernel.machine import hardware
 from megakernel.model import load_config
 from megakernel.model.checkpoint import weight_dims
@@ -245,9 +245,9 @@ def test_a_fleet_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 POINTS = [
-    Point("a & b", 1.0, 3e12, family=Family.MATMUL),
-    Point("c", 1.02, 3.05e12, family=Family.MATMUL),
-    Point("far", 500.0, 9e14, family=Family.ATTENTION),
+    Point("a & b", 1.0, 3e12, family=OperationFamily.MATMUL),
+    Point("c", 1.02, 3.05e12, family=OperationFamily.MATMUL),
+    Point("far", 500.0, 9e14, family=OperationFamily.ATTENTION),
     Point("all", 1.0, 3e12, Mark.STEP),
     Point("seen", 400.0, 2e14, Mark.ACHIEVED),
 ]
