@@ -14,6 +14,12 @@ def host_ceilings(threads: int) -> Ceilings:
     return measure_ceilings(threads, probe_read, probe_fma)
 
 
+def share_of(ceilings: Ceilings, machine: Machine) -> Machine:
+    """`machine`, one rank's, with its workers' share of what `ceilings` say of all ranks together."""
+    share = machine.workers / ceilings.threads
+    return replace(machine, memory_bytes_per_s=share * ceilings.read_bytes_per_s, matrix_flops=share * ceilings.flops)
+
+
 def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
     """The datasheet's rates of `ranks` devices together, each of them `machine`."""
     one = machine_ceilings(machine)

@@ -30,6 +30,7 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..serving import SamplingParams
+    from ..serving.ceilings import share_of
     from ..serving.latency import typical
     from ..timeline import render, summarise, write_html
 
@@ -48,16 +49,17 @@ def run(args: argparse.Namespace) -> int:
             _, decode = llm.trace_steps(measured, decode_steps=5)
         step = typical(decode)
         trace = step.output.trace
+        machine = share_of(ceilings, llm.machine)
         if trace is not None:
-            write_html(step.program, trace, args.output)
+            write_html(step.program, trace, args.output, machine=machine)
     page = args.output.resolve()
     if args.json:
-        overlap = summarise(step.program, trace).to_json() if trace is not None else {}
+        overlap = summarise(step.program, trace, machine).to_json() if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
     bench.show(figures)
     if trace is not None:
         output.stdout.print()
-        render(summarise(step.program, trace), step.program, trace, output.stdout)
+        render(summarise(step.program, trace, machine), step.program, trace, output.stdout)
         output.stdout.print(f"\ntimeline of this step: {page.as_uri()}", style="bold", soft_wrap=True)
     return 0

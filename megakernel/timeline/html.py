@@ -17,6 +17,7 @@ from ..errors import MegakernelError
 from ..isa import RESULTS, Buffer, OperationFamily, Phase, Result, accesses
 from ..isa import access as acc
 from ..isa import record as rec
+from ..machine import Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 from .compare import compare, identity, in_common, match
@@ -47,35 +48,44 @@ Columns = dict[str, NDArray[Any]]
 @dataclass(frozen=True)
 class _Source:
     """A trace and everything that the page says about it. `places`: of its phases in the page's list, by number.
-    `curves`: shares of the peaks, [ranks, RESOURCES, bins]."""
+    `peaks`: of RESOURCES; `curves`: shares of them, [ranks, RESOURCES, bins]."""
 
     resolved: Resolved
     places: NDArray[np.int64]
     cause: Causes
     releaser: NDArray[np.int64]
     summary: Summary
+    peaks: list[float]
     curves: NDArray[np.float64]
 
     @staticmethod
-    def of(program: Program, trace: Trace, places: NDArray[np.int64]) -> _Source:
+    def of(program: Program, trace: Trace, places: NDArray[np.int64], machine: Machine | None) -> _Source:
         resolved, cause = resolve(program, trace), causes(program)
         finish = finishes(resolved)
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
-        peak = np.array(peaks(machine_of(program), program.workers)) * bin_s
-        shares = curves(resolved, _bins(resolved)) / peak[:, None]
-        summary = summarise_resolved(resolved, cause, finish, releaser)
-        return _Source(resolved, places, cause, releaser, summary, shares)
+        peak = peaks(machine or machine_of(program), program.workers)
+        shares = curves(resolved, _bins(resolved)) / (np.array(peak) * bin_s)[:, None]
+        summary = summarise_resolved(resolved, cause, finish, releaser, machine)
+        return _Source(resolved, places, cause, releaser, summary, peak, shares)
 
 
-def write_html(program: Program, trace: Trace, path: Path, other: tuple[Program, Trace] | None = None) -> None:
-    """Write the page, `other` below the first trace where given.
+def write_html(
+    program: Program,
+    trace: Trace,
+    path: Path,
+    other: tuple[Program, Trace] | None = None,
+    *,
+    machine: Machine | None = None,
+) -> None:
+    """Write the page, `other` below the first trace where given. `machine`: whose rates are the peaks, as in
+    `summarise`.
 
     MegakernelError if a trace does not fit its program, the two have nothing in common or the file cannot be written.
     """
     pairs = [(program, trace), *([other] if other else [])]
     phases, places = in_common([program for program, _ in pairs])
-    sources = [_Source.of(*pair, own) for pair, own in zip(pairs, places, strict=True)]
+    sources = [_Source.of(*pair, own, machine) for pair, own in zip(pairs, places, strict=True)]
     unit_s = _unit_s(sources)
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {
@@ -155,7 +165,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
         "intervals": len(resolved),
         "span": _moments(source, unit_s)[1],
         "bins": _bins(resolved),
-        "peaks": peaks(machine_of(program), program.workers),
+        "peaks": source.peaks,
         "tops": source.curves.max(axis=(0, 2)).tolist(),
         "summary": source.summary.to_json(),
     }

@@ -292,7 +292,12 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) ->
     assert status == 0
     assert "> [bold]hello" in out and "tokens/s" in out and page.as_uri() in out
     keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "overlap", "timeline"}
-    assert keys <= run_json(capsys, *flags).keys()
+    figures = run_json(capsys, *flags)
+    assert keys <= figures.keys()
+    # Peaks are what was measured a moment ago, not the nominal rates of a core.
+    memory = next(r for r in figures["resources"] if r["name"] == "memory")
+    assert memory["peak"] == pytest.approx(figures["ceilings"]["read_bytes_per_s"])
+    assert f'"peaks":[{figures["ceilings"]["flops"]}' in page.read_text()
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
