@@ -5,16 +5,24 @@ The engine knows ids only. Readers make text of them where and when they like, s
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from .engine import Token
 from .sampling import SamplingParams
-from .text import Decoder, TextStream
+
+
+class Decoder(Protocol):
+    """What `Tokenizer.stream()` gives: text that never ends inside a UTF-8 character."""
+
+    def add(self, token: int) -> str: ...
+    def finish(self) -> str: ...
 
 
 class Transcript:
     """Collects the tokens of one choice. `decoder` detokenises; None: ids only, and `text` is None.
 
-    Where `finish_reason` says `stop` though no token did, a stop string came: tell the engine by `Engine.stop`. Tokens
-    after that are dropped.
+    `text` is cut before the first stop string. Where `finish_reason` says `stop` though no token did, a stop string
+    came: tell the engine by `Engine.stop`. Tokens after that are dropped.
     """
 
     def __init__(self, params: SamplingParams, decoder: Decoder | None) -> None:
@@ -22,12 +30,14 @@ class Transcript:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
-        self._min_tokens = params.min_tokens
-        self._stream = TextStream(decoder, params.stop_strings) if decoder else None
+        self._min_tokens, self._stop = params.min_tokens, params.stop_strings
+        self._decoder = decoder
+        self._text = ""
+        self._shown = 0  # characters of the text that `add` has given
 
     @property
     def text(self) -> str | None:
-        return self._stream.text if self._stream else None
+        return self._text if self._decoder else None
 
     def add(self, token: Token) -> str:
         """Append a token: the text that became certain with it. The token of reason `stop` has no text."""
@@ -37,16 +47,34 @@ class Transcript:
         self.logprobs.append(token.logprob)
         self.top_logprobs.append(token.top_logprobs)
         self.finish_reason = token.finish_reason
-        stream = self._stream
-        if stream is None:
+        if self._decoder is None:
             return ""
-        search = len(self.token_ids) >= self._min_tokens
-        if self.finish_reason != "stop":
-            stream.add(token.token_id, search)
-        if stream.stopped:
+        stopped = token.finish_reason != "stop" and self._append(self._decoder.add(token.token_id))
+        if token.finish_reason is not None and not stopped:
+            stopped = self._append(self._decoder.finish())  # text that was held back as half a character
+        if stopped:
             self.finish_reason = "stop"
-        elif self.finish_reason is not None:
-            stream.finish(search)
-            if stream.stopped:
-                self.finish_reason = "stop"
-        return stream.take(final=self.finish_reason is not None)
+        held = self._partial_stop() if self.finish_reason is None else 0
+        before, self._shown = self._shown, max(self._shown, len(self._text) - held)
+        return self._text[before : self._shown]
+
+    def _append(self, piece: str) -> bool:
+        """Whether a stop string ends in `piece`; then the text is cut."""
+        before = len(self._text)
+        self._text += piece
+        if len(self.token_ids) < self._min_tokens or not piece:
+            return False
+        found = [self._text.find(s, max(0, before - len(s) + 1)) for s in self._stop]
+        starts = [at for at in found if at >= 0]
+        if starts:
+            self._text = self._text[: min(starts)]
+        return bool(starts)
+
+    def _partial_stop(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            tail = self._text[-length:]
+            if any(s.startswith(tail) for s in self._stop):
+                return length
+        return 0

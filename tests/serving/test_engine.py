@@ -19,7 +19,6 @@ from megakernel.serving.engine import Engine, Token
 from megakernel.serving.logprobs import top_logprobs
 from megakernel.serving.memory import kv_capacity, weight_bytes
 from megakernel.serving.programs import bucket
-from megakernel.serving.text import TextStream
 from megakernel.serving.transcript import Transcript
 
 
@@ -186,14 +185,17 @@ def test_the_context_ends_a_choice() -> None:
         assert (len(ids), reason) == (made, "length")
 
 
+def pieces(stop: str, *tokens: int, end: str | None = None) -> list[str]:
+    """What a reader gets of tokens, of which the last one has the reason `end`."""
+    engine, _ = fake_engine(lambda position: position)
+    request, transcript = engine.add([1], SamplingParams()), Transcript(SamplingParams(stop=stop), Letters())
+    reasons = [None] * (len(tokens) - 1) + [end]
+    return [transcript.add(Token(request, 0, t, 0.0, {}, r)) for t, r in zip(tokens, reasons, strict=True)]
+
+
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
-    stream = TextStream(Letters(), ["BCD"])
-    shown = []
-    for token in (1, 2, 3, 5, 2):
-        stream.add(token)
-        shown.append(stream.take(final=False))
-    assert shown == ["A", "", "", "BCE", ""]
-    assert stream.take(final=True) == "B"
+    assert pieces("BCD", 1, 2, 3, 5, 2, end="length") == ["A", "", "", "BCE", "B"]
+    assert pieces("BCD", 1, 2, 3, 5, 2) == ["A", "", "", "BCE", ""]
 
 
 # -- scores
