@@ -14,7 +14,6 @@ from prometheus_client.registry import Collector
 
 from ..async_engine import AsyncEngine
 from ..live import Live
-from ..live_metrics import LiveCollector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -46,8 +45,7 @@ class Metrics(Collector):
     def __init__(self, engine: AsyncEngine, live: Live, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.registry.register(LiveCollector(live))
-        self._engine = engine
+        self._engine, self._live = engine, live
         self._labels = {"model_name": model, "engine": "0"}
         self._prompt_tokens = self._generated = 0
         self._finished: Counter[str] = Counter()
@@ -110,3 +108,19 @@ class Metrics(Collector):
         yield success
         for histogram in (self._ttft, self._itl, self._e2e, self._prompt_length, self._output_length):
             yield histogram.family(self._labels)
+        # The record of steps: the quotient of two rates is the roofline fraction of any time.
+        totals, ceilings = self._live.totals(), self._live.ceilings
+        for name, what, value in (
+            ("steps", "steps run", totals.steps),
+            ("step_seconds", "wall time of steps", totals.wall_s),
+            ("step_bound_seconds", "least time of those steps at the measured ceilings", totals.bound_s),
+            ("flops", "necessary FLOPs of steps", totals.flops),
+            ("bytes", "necessary bytes of steps, weights and KV", totals.bytes),
+            ("token_rows", "token rows computed, prompts included", totals.rows),
+        ):
+            yield CounterMetricFamily(f"megakernel:{name}", what, value=value)
+        for name, what, value in (
+            ("ceiling_flops_per_second", "multiply-adds that this machine does, as FLOPs", ceilings.flops),
+            ("ceiling_bytes_per_second", "bytes that this machine reads", ceilings.read_bytes_per_s),
+        ):
+            yield GaugeMetricFamily(f"megakernel:{name}", what, value=value)
