@@ -46,9 +46,6 @@ class Totals:
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
-    def __sub__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
-
     def rates(self, ceilings: Ceilings) -> dict[str, float | None]:
         """Per-second and per-step figures, and fractions of the ceilings; None where no step has run."""
         wall, steps = self.wall_s or math.nan, self.steps or math.nan
@@ -66,19 +63,12 @@ class Totals:
         return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One step, and the ceiling that binds it."""
-
-    sums: Totals
-    limit: str
-
-
 class Live:
     """The record of one engine. One thread steps and adds, any thread reads.
 
     `stats` are the engine's now, `tied` says that the LM head reads the embedding table, `max_seqs` is how many
-    sequences may run at once, and `about` holds words on the engine, for people.
+    sequences may run at once, and `about` holds words on the engine, for people. `tracing`: somebody wants the next
+    step traced.
     """
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
@@ -86,19 +76,14 @@ class Live:
         self._stats = stats
         self._tied, self._max_seqs, self._about = tied, max_seqs, about
         self._lock = threading.Lock()
-        self._steps: deque[_Sample] = deque(maxlen=_KEPT)
+        self._steps: deque[tuple[Totals, str]] = deque(maxlen=_KEPT)  # of each step, and the ceiling that binds it
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
         self._last_token: dict[Sequence, float] = {}
         self._traced: tuple[Program, Trace] | None = None
         self._trace_made = threading.Event()
-        self._tracing = False
-
-    @property
-    def tracing(self) -> bool:
-        """Whether somebody wants the next step traced."""
-        return self._tracing
+        self.tracing = False
 
     def add(self, step: Step, wall_s: float, stats: Stats) -> None:
         """Record a step that has just ended after `wall_s`, and what the engine holds then."""
@@ -110,12 +95,12 @@ class Live:
         bound = reached.fraction * wall_s
         sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))
         with self._lock:
-            self._steps.append(_Sample(sums, reached.limit))
+            self._steps.append((sums, reached.limit))
             self._totals += sums
             self._stats = stats
             self._latencies(step, now)
             if step.output.trace is not None:
-                self._traced, self._tracing = (step.program, step.output.trace), False
+                self._traced, self.tracing = (step.program, step.output.trace), False
                 self._trace_made.set()
 
     def _latencies(self, step: Step, now: float) -> None:
@@ -147,9 +132,9 @@ class Live:
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
         """The next step's program and trace; without work within `wait_s` the last traced one's, None without any."""
         self._trace_made.clear()
-        self._tracing = True
+        self.tracing = True
         self._trace_made.wait(wait_s)
-        self._tracing = False
+        self.tracing = False
         return self._traced
 
     def snapshot(self) -> dict[str, Any]:
@@ -160,11 +145,11 @@ class Live:
             stats = self._stats
         recent = Totals()
         by_limit: dict[str, float] = {}
-        for sample in reversed(steps):
+        for sums, limit in reversed(steps):
             if recent.wall_s >= WINDOW_S:
                 break
-            recent += sample.sums
-            by_limit[sample.limit] = by_limit.get(sample.limit, 0.0) + sample.sums.wall_s
+            recent += sums
+            by_limit[limit] = by_limit.get(limit, 0.0) + sums.wall_s
         shown = steps[-_SHOWN:]
         return {
             "about": self._about,
@@ -177,9 +162,9 @@ class Live:
             "ttft_s": _percentiles(ttft),
             "itl_s": _percentiles(itl),
             "steps": {
-                name: [getattr(s.sums, name) for s in shown] for name in ("wall_s", "bound_s", "rows", "sequences")
+                name: [getattr(sums, name) for sums, _ in shown] for name in ("wall_s", "bound_s", "rows", "sequences")
             }
-            | {"limit": [s.limit for s in shown]},
+            | {"limit": [limit for _, limit in shown]},
         }
 
 

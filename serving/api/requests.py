@@ -71,18 +71,18 @@ Stop = Annotated[
 ]
 
 
-class Body(BaseModel):
-    # Strict: "5" is not a number and 1 is not true. JSON knows no infinity.
+class Strict(BaseModel):
+    # "5" is not a number and 1 is not true. JSON knows no infinity.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
+
+class Body(Strict):
     model: Annotated[str, Field(description="a name that /v1/models lists; the first of them where absent")] | None = (
         None
     )
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
@@ -150,16 +150,12 @@ class CompletionRequest(Sampled):
         return self
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         str | list[TextPart] | None, _one_message('must be text or a list of {"type": "text", "text": ...}')
@@ -172,9 +168,7 @@ class Message(BaseModel):
         return {"role": self.role, "content": text}
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class ResponseFormat(Strict):
     type: Literal["text"]
 
 
