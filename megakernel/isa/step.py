@@ -8,7 +8,6 @@ float32 bits. A table is valid when it meets the invariants that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,6 +117,3 @@ class StepTable:
             return views[name]
         except KeyError:
             raise AttributeError(name) from None
-
-    def fields(self) -> Iterator[tuple[str, NDArray[np.int32] | NDArray[np.float32]]]:
-        return iter(self._views.items())

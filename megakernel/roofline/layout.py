@@ -226,14 +226,12 @@ def _why(
     return f"bound by {longest}{ahead}{bubbles}"
 
 
-def pipeline_hop_s(tokens: float, model: int, microbatches: int, bytes_per_s: float) -> float:
-    """A microbatch's activations to the next stage: 2 B D / (W N_mb)."""
-    return 2.0 * tokens * model / (bytes_per_s * microbatches)
-
-
 def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
-    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them, on the critical path."""
-    return (microbatches + stages - 2) * pipeline_hop_s(tokens, model, microbatches, bytes_per_s)
+    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them, on the critical path.
+
+    Each takes a microbatch's activations to the next stage: 2 B D / (W N_mb).
+    """
+    return (microbatches + stages - 2) * 2.0 * tokens * model / (bytes_per_s * microbatches)
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:

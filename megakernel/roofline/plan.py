@@ -28,10 +28,6 @@ class Plan:
     ranked: tuple[LayoutTime, ...]
     refused: tuple[Refusal, ...]
 
-    @property
-    def best(self) -> LayoutTime:
-        return self.ranked[0]
-
 
 def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
     """The layouts of `gpus` GPUs for a step.

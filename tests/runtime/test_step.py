@@ -9,7 +9,7 @@ import pytest
 from hand_program import make_dims
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dims, StepTable, Units, slot_work
+from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 
@@ -129,8 +129,8 @@ def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
         assert {head for _, head in naive_cover(own)} == set(range(heads))
         assert bool((own.item_split >= 0).any()) == (heads > 0)
         if heads == held[0]:
-            items = [name for name, _ in own.fields() if name.startswith("item_")]
-            assert all((getattr(own, name) == getattr(table, name)).all() for name in ("slot_items", *items))
+            names = [field.name for field in STEP_FIELDS if field.per_rank]
+            assert all((getattr(own, name) == getattr(table, name)).all() for name in names)
 
 
 @pytest.mark.parametrize("slots", [2, 13, 132])
