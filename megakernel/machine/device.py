@@ -12,8 +12,7 @@ from .files import names, read
 from .hardware import Chip, Hardware, Link, Node, Rates
 
 HOST = "host"
-# A CPU core in a GPU's words: AVX-512's registers and the first-level cache of a server's core. Nominal.
-_LANES, _VECTOR_REGISTERS, _L1_BYTES = 16, 32, 32 << 10
+_LANES = 16  # of a CPU core's vector unit, AVX-512's; nominal
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,8 @@ def host_hardware(flops_per_s: float | None = None, read_bytes_per_s: float | No
             sms=machine.workers,
             subpartitions_per_sm=1,
             fp32_lanes_per_subpartition=_LANES,
-            registers_per_sm=_VECTOR_REGISTERS * _LANES,
-            registers_per_thread=_VECTOR_REGISTERS,
-            warps_per_sm=1,
-            threads_per_warp=_LANES,
-            smem_bytes_per_sm=_L1_BYTES,
             hbm_bytes=machine.memory_bytes,
             hbm_bytes_per_s=read_bytes_per_s or machine.memory_bytes_per_s,
-            host_link_bytes_per_s=machine.memory_bytes_per_s,
         ),
         # bf16 weights are widened and multiplied in fp32, at its rate.
         rates=Rates(bf16=flops_per_s or machine.matrix_flops, fp32=flops_per_s or machine.matrix_flops),

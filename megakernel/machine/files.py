@@ -130,7 +130,7 @@ def _value(field: Field[Any], value: object, where: str) -> object:
     if wanted.startswith("tuple"):
         if not isinstance(value, list):
             raise MegakernelError(f"{where} must be a list")
-        return tuple(_number(one, where, whole="int" in wanted) for one in value)
+        return tuple(_number(one, where, whole=False) for one in value)
     if wanted == "str":
         if not isinstance(value, str):
             raise MegakernelError(f"{where} must be text")

@@ -21,15 +21,8 @@ class Chip:
     sms: int
     subpartitions_per_sm: int  # each with a tensor core and a warp scheduler
     fp32_lanes_per_subpartition: int
-    registers_per_sm: int  # of 32 bits
-    registers_per_thread: int  # most that one thread can have
-    warps_per_sm: int  # most that can be resident
-    threads_per_warp: int
-    smem_bytes_per_sm: float  # shared memory and L1 together
     hbm_bytes: float
     hbm_bytes_per_s: float
-    host_link_bytes_per_s: float  # to the CPU's memory
-    base_clock_hz: float | None = None
     boost_clock_hz: float | None = None
     l2_bytes: float = 0.0
     l2_bytes_per_clock: float = 0.0  # what an SM gets of it when all ask; measured
@@ -81,7 +74,6 @@ class Node:
     nic_bytes_per_s_per_gpu: float  # out of the node
     switches: int = 0
     switch_ports: int = 0
-    links_per_switch: tuple[int, ...] = ()  # how a GPU's links are dealt to the switches
 
     @property
     def egress_bytes_per_s(self) -> float:
@@ -136,7 +128,6 @@ class Curve:
     gpus: int
     message_bytes: tuple[float, ...]
     bus_bytes_per_s: tuple[float, ...]
-    in_network_bus_bytes_per_s: float | None = None  # large messages, reduced in the switch
 
     def at(self, message_bytes: float) -> float:
         """Bytes/s at one size: straight lines between the points in logarithms of both.
@@ -161,11 +152,6 @@ class Level:
     degree: int
     child_gpus: int
     child_bytes_per_s: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Of all children's links together."""
-        return self.degree * self.child_bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,18 @@ def test_every_figure_has_a_source(path: Path) -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_units_are_in_the_names(name: str) -> None:
-    counts = {"generation", "sms", "warps_per_sm", "threads_per_warp", "subpartitions_per_sm", "registers_per_sm"}
-    counts |= {"registers_per_thread", "fp32_lanes_per_subpartition"}
-    units = ("_hz", "_s", "_bytes", "_bytes_per_sm", "_bytes_per_clock", "_w", "_per_hour")
+    counts = {"generation", "sms", "subpartitions_per_sm", "fp32_lanes_per_subpartition"}
+    units = ("_hz", "_s", "_bytes", "_bytes_per_clock", "_w", "_per_hour")
     chip = hardware(name).chip
     for key in vars(chip):
         assert key in counts or key.endswith(units), key
 
 
-@pytest.mark.parametrize("name", [n for n in KNOWN if hardware(n).node.links_per_switch])
-def test_links_and_switches_agree(name: str) -> None:
+@pytest.mark.parametrize(("name", "links"), book.LINKS_PER_SWITCH.items())
+def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
     node = hardware(name).node
-    assert len(node.links_per_switch) == node.switches and sum(node.links_per_switch) == hardware(name).link.ports
-    assert all(links * node.gpus <= node.switch_ports for links in node.links_per_switch)
+    assert len(links) == node.switches and sum(links) == hardware(name).link.ports
+    assert all(n * node.gpus <= node.switch_ports for n in links)
 
 
 @pytest.mark.parametrize("name", [n for n in KNOWN if hardware(n).fabric])
@@ -90,7 +89,7 @@ def test_nodes_of_a_chip() -> None:
     four = hardware("h100x4")
     assert four.node.gpus == 4 and four.node.egress_bytes_per_s == 200e9
     assert four.levels(4)[0].degree == 4
-    assert hardware("gb200-nvl72").levels(72)[0].bytes_per_s == 72 * 900e9
+    assert book.level_bytes_per_s(hardware("gb200-nvl72").levels(72)[0]) == 72 * 900e9
     assert hardware("h100").levels(1) == ()
 
 
@@ -133,7 +132,10 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         ('base = "h100"\n[chip]\nhbm_bytes = 0', "must be positive and finite"),
         ('base = "h100"\n[chip]\nhbm_bytes = inf', "must be positive and finite"),
         ('base = "h100"\n[chip]\ngeneration = 4', "chip.generation must be text"),
-        ('base = "h100"\n[node]\nlinks_per_switch = 4', "links_per_switch must be a list"),
+        (
+            'base = "h100"\n[[curve]]\ncollective = "all_reduce"\ngpus = 8\nmessage_bytes = 2\nbus_bytes_per_s = [1]',
+            "message_bytes must be a list",
+        ),
         ("[flops_per_s]\nbf16 = 1\nfp32 = 1\n", "section [chip] is missing"),
         ('base = "_gpu"\n[chip]\nsms = 3', "chip.generation is missing"),
         ('base = "h100"\n[curve]\ngpus = 8', "must be written [[curve]]"),

@@ -17,6 +17,23 @@ from megakernel.errors import MegakernelError
 from megakernel.machine import Chip, Hardware, Level
 from megakernel.roofline.kernels import OPERAND_BYTES
 
+# Figures of machines that nothing in the program is priced with: the book's anatomy of an SM, its table of GPUs and its
+# measurement of an all-reduce in the switch; links from DGX datasheets, of hosts also from those of GH200 and GB200.
+REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
+H100_BASE_CLOCK_HZ = 1.59e9
+# Of an SM: bytes of shared memory and L1 together, registers of 32 bits.
+ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
+H100_IN_NETWORK_BUS_BYTES_PER_S = 480e9
+HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
+# How a GPU's links are dealt to the switches of its node.
+LINKS_PER_SWITCH = {
+    "a100": (2,) * 6,
+    "h100": (5, 4, 4, 5),
+    "h800": (3,) * 4,
+    "b200": (9, 9),
+    "gb200-nvl72": (1,) * 18,
+}
+
 
 @dataclass(frozen=True)
 class Times:
@@ -37,9 +54,10 @@ class Times:
 # -- one chip
 
 
-def on_chip_bytes(chip: Chip) -> tuple[float, float]:
+def on_chip_bytes(hardware: Hardware) -> tuple[float, float]:
     """Of shared memory, and of registers."""
-    return chip.sms * chip.smem_bytes_per_sm, chip.sms * chip.registers_per_sm * 4.0
+    smem, registers = ON_CHIP[hardware.name]
+    return hardware.chip.sms * smem, hardware.chip.sms * registers * 4.0
 
 
 def vector_ops_per_s(chip: Chip, clock_hz: float) -> float:
@@ -90,6 +108,11 @@ def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
     """Seconds of an all-reduce where switches add: each child's link carries its share once each way."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
+
+
+def level_bytes_per_s(level: Level) -> float:
+    """What all children's links carry together."""
+    return level.degree * level.child_bytes_per_s
 
 
 # -- how far each kind of parallelism goes before its communication takes longer than its arithmetic
