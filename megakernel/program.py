@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MegakernelError
-from .isa import Dims, Forward
+from .errors import MegakernelError, file_errors
+from .isa import Column, Dims, Forward, Phase
 from .isa.record import WORDS, Records, phase_number
 
 _MAGIC = b"MKPROG\0"
@@ -93,6 +93,17 @@ class Program:
         queues = np.arange(len(self.queues.offsets) - 1) // max(self.rank_queues, 1)
         ranks = np.concatenate([ranks, np.repeat(queues, np.diff(self.queues.offsets))])
         return np.concatenate([segment.records, self.queues.records]), ranks
+
+    def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
+        """Of each rank and phase that has records in segment `index`: the phase, the rank's sizes, the records' places
+        in `numbered`, their operands.
+        """
+        records, ranks = self.numbered(index)
+        numbers = phase_number(records)
+        for rank in range(self.ranks):
+            for number in np.unique(numbers[ranks == rank]).tolist():
+                phase, rows = self.forward.by_number[number], np.flatnonzero((numbers == number) & (ranks == rank))
+                yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
         """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
@@ -166,11 +177,8 @@ class Program:
 
     @staticmethod
     def load(path: Path) -> Program:
-        try:
-            data = path.read_bytes()
-        except OSError as e:
-            raise MegakernelError(f"cannot read program {path}: {e.strerror}") from e
-        return Program.from_bytes(data, str(path))
+        with file_errors(f"read program {path}"):
+            return Program.from_bytes(path.read_bytes(), str(path))
 
     @staticmethod
     def from_bytes(data: bytes, name: str) -> Program:

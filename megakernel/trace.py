@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MegakernelError
+from .errors import MegakernelError, file_errors
 
 
 class Role(IntEnum):
@@ -94,18 +94,13 @@ class Trace:
         if self.attention is not None:
             fields["attention"], block = self.attention.shape, self.attention.tobytes()
         header = json.dumps(fields).encode()
-        try:
-            with path.open("wb") as f:
-                f.write(_MAGIC + len(header).to_bytes(8, "little") + header + block + self.intervals.tobytes())
-        except OSError as e:
-            raise MegakernelError(f"cannot write trace {path}: {e.strerror}") from e
+        with file_errors(f"write trace {path}"):
+            path.write_bytes(_MAGIC + len(header).to_bytes(8, "little") + header + block + self.intervals.tobytes())
 
     @staticmethod
     def load(path: Path) -> Trace:
-        try:
+        with file_errors(f"read trace {path}"):
             data = path.read_bytes()
-        except OSError as e:
-            raise MegakernelError(f"cannot read trace {path}: {e.strerror}") from e
         if data[:8] != _MAGIC:
             raise MegakernelError(f"{path} is not a trace file of this version")
         start = 16 + int.from_bytes(data[8:16], "little")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, file_errors
 from . import output
 from .options import paper_config, paper_dtype
 
@@ -122,9 +122,8 @@ def _achieved(path: Path) -> list[Point]:
     from ..roofline import Mark, Point
 
     try:
-        measured = json.loads(path.read_text())
-    except OSError as e:
-        raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+        with file_errors(f"read {path}"):
+            measured = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise MegakernelError(f"{path} is not JSON: {e}") from e
     out = []

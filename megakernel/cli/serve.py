@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, file_errors
 from ..settings import SETTINGS
 from . import output
 from .bench import measured_ceilings
@@ -85,9 +85,8 @@ def _flags(path: Path) -> list[str]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as e:
-        raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
+        with file_errors(f"read {path}"):
+            content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise MegakernelError(f"{path} is not YAML: {e}") from e
     if not isinstance(content, dict):

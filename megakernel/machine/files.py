@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, file_errors
 from .hardware import Chip, Costs, Curve, Fabric, Hardware, Link, Node, Rates, Tiles
 
 KNOWN_FOLDER = Path(__file__).with_name("known")
@@ -58,9 +58,8 @@ def read(name: str) -> Hardware:
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
     """The file's table on top of its bases'."""
     try:
-        table = tomllib.loads(path.read_text())
-    except OSError as e:
-        raise MegakernelError(f"cannot read machine file {path}: {e.strerror}") from e
+        with file_errors(f"read machine file {path}"):
+            table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise MegakernelError(f"machine file {path} is not valid TOML: {e}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)

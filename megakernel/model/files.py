@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, file_errors
 from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
 from .checkpoint import weight_dims
 from .config import ModelConfig
@@ -163,6 +163,15 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
 def _any_file(tensors: TensorFile) -> Path:
     name = next(iter(tensors.shapes), None)
     return Path("the checkpoint") if name is None else tensors.where(name)
+
+
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file that is not empty, read when they are looked at."""
+    try:
+        with file_errors(f"read {path}"):
+            return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except ValueError as e:
+        raise MegakernelError(f"{path} is empty: fetch the file again") from e
 
 
 def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:

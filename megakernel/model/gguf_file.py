@@ -7,7 +7,6 @@ string; this one checks each against the file's size before it believes it. Dequ
 from __future__ import annotations
 
 import math
-import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dtype
-from .files import check_ranges
+from .files import check_ranges, map_file
 
 _SCALARS: dict[int, str] = {
     GGUFValueType.UINT8: "<u1",
@@ -44,7 +43,7 @@ class _Tensor(NamedTuple):
 class _Cursor:
     """Reads on from `offset`; whatever would pass the end of the file is an error."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
 
     def bytes(self, size: int) -> bytes:
@@ -55,7 +54,7 @@ class _Cursor:
                 f"of {len(self._data)}; fetch the file again"
             )
         self.offset += size
-        return self._data[begin : begin + size]
+        return self._data[begin : begin + size].tobytes()
 
     def u32(self) -> int:
         return int.from_bytes(self.bytes(4), "little")
@@ -97,16 +96,9 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, _Tensor] = {}
+        self._bytes = map_file(path)
         try:
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as e:
-            raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
-        except ValueError as e:
-            raise MegakernelError(f"{path} is empty: fetch the file again") from e
-        self._bytes: NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
-        try:
-            self._parse(_Cursor(path, data))
+            self._parse(_Cursor(path, self._bytes))
         except UnicodeDecodeError as e:
             raise MegakernelError(
                 f"{path} is damaged: a string in its header is not UTF-8; fetch the file again"

@@ -18,7 +18,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
 from .families import FAMILIES
-from .files import FileCheckpoint, Naming, check_ranges
+from .files import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
 # bfloat16 stays bits.
@@ -77,12 +77,7 @@ class SafetensorsFiles:
                 raise MegakernelError(f"{index} places tensor {name} in {shard}, which does not hold it")
 
     def _open(self, path: Path) -> None:
-        try:
-            data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
-        except OSError as e:
-            raise MegakernelError(f"cannot read {path}: {e.strerror}") from e
-        except ValueError as e:
-            raise MegakernelError(f"{path} is empty: fetch the file again") from e
+        data = map_file(path)
         if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
             raise MegakernelError(f"{path} is cut short or no safetensors file: its header does not fit in it")
         ranges = []

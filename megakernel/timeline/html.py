@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError
+from ..errors import file_errors
 from ..isa import RESULTS, Buffer, OperationFamily, Phase, Result, accesses
 from ..isa import access as acc
 from ..isa import record as rec
@@ -90,7 +90,7 @@ def write_html(
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
-        "comparison": compare(*pairs).to_json() if other else None,
+        "comparison": asdict(compare(*pairs)) if other else None,
     }
     # Widest elements first in `_columns`, so every column starts on a multiple of its own element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
@@ -103,10 +103,8 @@ def write_html(
     page = _asset("viewer.html")
     for name, text in parts.items():
         page = page.replace(f"@@{name}@@", text)
-    try:
+    with file_errors(f"write timeline {path}"):
         path.write_text(page, encoding="utf-8")
-    except OSError as e:
-        raise MegakernelError(f"cannot write timeline {path}: {e.strerror}") from e
 
 
 def _asset(name: str) -> str:
@@ -167,7 +165,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
         "bins": _bins(resolved),
         "peaks": source.peaks,
         "tops": source.curves.max(axis=(0, 2)).tolist(),
-        "summary": source.summary.to_json(),
+        "summary": asdict(source.summary),
     }
 
 

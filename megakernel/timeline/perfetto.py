@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError
+from ..errors import file_errors
 from ..program import Program
 from ..trace import IntervalKind, Role, Trace
 from .resolve import WAIT, WORK, Resolved, resolve
@@ -43,13 +43,10 @@ def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     resolved = resolve(program, trace)
     cause = causes(program)
     releaser = releasers(resolved, finishes(resolved))
-    try:
-        with path.open("wb") as f:
-            builder = StreamingTraceProtoBuilder(f)
-            for packet in _packets(resolved, cause, releaser):
-                builder.write_packet(packet)
-    except OSError as e:
-        raise MegakernelError(f"cannot write Perfetto trace {path}: {e.strerror}") from e
+    with file_errors(f"write Perfetto trace {path}"), path.open("wb") as f:
+        builder = StreamingTraceProtoBuilder(f)
+        for packet in _packets(resolved, cause, releaser):
+            builder.write_packet(packet)
 
 
 def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> Iterator[TracePacket]:
