@@ -13,7 +13,7 @@ from ..model.checkpoint import weight_dims
 from ..model.config import ModelConfig
 from ..model.families import Norm, forward
 from .cost import NORM_LAG, REDUCE_LAG, balanced_rows, panel_blocks, phase_seconds
-from .lower import lower_layer
+from .lower import lower_segment
 from .options import Options
 from .tasks import Candidate
 
@@ -169,8 +169,9 @@ class Candidates:
         rank owns rows, rank 1 is one that sends to it.
         """
         slowest: dict[int, float] = {}
-        for tasks in lower_layer(candidate, self._machine, range(min(candidate.dims.tp, 2))):
-            number, d = tasks.phase.number, replace(candidate.dims, rank=tasks.rank)
+        dims = candidate.dims
+        for tasks in lower_segment(candidate.forward.body, range(min(dims.tp, 2)), dims, self._machine):
+            number, d = tasks.phase.number, replace(dims, rank=tasks.rank)
             predicted = phase_seconds(tasks.phase, tasks.columns, d, self._machine)
             slowest[number] = max(slowest.get(number, 0.0), predicted)
         return sum(slowest.values())

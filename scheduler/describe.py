@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from ..isa import MAX_PHASES, Dims, Forward, Units, link_bytes
 from ..isa import record as rec
 from ..isa.record import Records
-from ..program import Program, Segment
+from ..program import Program
 
 
 def describe(program: Program) -> dict[str, Any]:
@@ -32,8 +31,7 @@ def describe(program: Program) -> dict[str, Any]:
     """
     dims, layers = program.dims, program.dims.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
-    layer = _link(program, (program.body, program.queues))
-    ends = _link(program, (program.prologue,)) + _link(program, (program.epilogue,))
+    layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
     by_phase: Counter[str] = Counter()
     waits: Counter[int] = Counter()
     for segment, runs in segments:
@@ -70,24 +68,12 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
     return (ranks if dims.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
 
 
-def _link(program: Program, segments: Sequence[Segment]) -> NDArray[np.int64]:
-    """[from rank, to rank] bytes of one run of these segments."""
+def _link(program: Program, segment: int) -> NDArray[np.int64]:
+    """[from rank, to rank] bytes of one run of a segment."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
-    for rank in range(program.ranks):
-        records = _of_rank(program, segments, rank)
-        numbers = rec.phase_number(records)
-        for number in np.unique(numbers).tolist():
-            phase = program.forward.by_number[number]
-            out[rank] += link_bytes(phase, phase.columns(records[numbers == number]), program.rank_dims(rank))
+    for phase, dims, _, columns in program.by_phase(segment):
+        out[dims.rank] += link_bytes(phase, columns, dims)
     return out
-
-
-def _of_rank(program: Program, segments: Sequence[Segment], rank: int) -> Records:
-    parts = []
-    for segment in segments:
-        first, end = (segment.offsets[(len(segment.offsets) - 1) // program.ranks * r] for r in (rank, rank + 1))
-        parts.append(segment.records[first:end])
-    return np.concatenate(parts)
 
 
 def _names(program: Program, records: Records) -> dict[str, int]:
@@ -100,8 +86,8 @@ def _all_to_all(program: Program) -> int:
 
     No body counter is both its own and the next layer's.
     """
-    body = (program.body, program.queues)
-    ranks = [_of_rank(program, body, rank) for rank in range(program.ranks)]
+    body, owners = program.numbered(1)
+    ranks = [body[owners == rank] for rank in range(program.ranks)]
     sizes = [np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1)[:, None] for records in ranks]
     size, most = np.sum(sizes, axis=0), 0
     for rank, (records, own) in enumerate(zip(ranks, sizes, strict=True)):

@@ -32,17 +32,12 @@ class _Blocks:
 def lower(candidate: Candidate, machine: Machine) -> Tasks:
     """The tasks of all ranks."""
     ranks = range(candidate.dims.tp)
-    segments = (_lower(segment, ranks, candidate.dims, machine) for segment in candidate.forward.segments)
+    segments = (lower_segment(segment, ranks, candidate.dims, machine) for segment in candidate.forward.segments)
     return Tasks(candidate, *segments)
 
 
-def lower_layer(candidate: Candidate, machine: Machine, ranks: Sequence[int]) -> list[PhaseTasks]:
-    """The tasks of some ranks in a layer."""
-    return _lower(candidate.forward.body, ranks, candidate.dims, machine)
-
-
-def _lower(phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine) -> list[PhaseTasks]:
-    """Phase by phase, rank by rank; without those that have nothing to do."""
+def lower_segment(phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine) -> list[PhaseTasks]:
+    """The tasks of some ranks, phase by phase, rank by rank; without those that have nothing to do."""
     out: list[PhaseTasks] = []
     for phase in phases:
         for rank in ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Access, Buffer, Columns, Dims, Index, Kind, Phase, accesses, item_columns
+from ..isa import Access, Columns, Dims, Index, Kind, Phase, accesses, item_columns
 
 Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
@@ -40,13 +40,6 @@ def block_box(access: Access, dims: Dims, block: int) -> tuple[int, int, int, in
     return *block_rows(dims, block), int(access.col[0]), int(access.col_end[0])
 
 
-def head_group_columns(buffer: Buffer, dims: Dims, group_heads: int) -> NDArray[np.int64]:
-    """[groups, 2]: columns that attention items touch of each group of `group_heads` of the rank's KV heads."""
-    heads = dims.rank_kv_heads
-    firsts = range(0, heads, group_heads)
-    return np.array([item_columns(buffer, dims, first, min(first + group_heads, heads)) for first in firsts])
-
-
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
     """[tasks, head groups]: which of the producer's tasks write what items of their rows with some of `group_heads` KV
     heads read.
@@ -54,10 +47,11 @@ def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims,
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)
     read = {a.buffer for a in found if a.index is Index.ITEM and a.kind is Kind.READ}
-    count = len(next(iter(columns.values())))
-    out = np.zeros((count, -(-dims.rank_kv_heads // group_heads)), dtype=bool)
+    heads = dims.rank_kv_heads
+    groups = [(first, min(first + group_heads, heads)) for first in range(0, heads, group_heads)]
+    out = np.zeros((len(next(iter(columns.values()))), len(groups)), dtype=bool)
     for access in accesses(producer, columns, dims):
         if access.buffer in read and access.kind is not Kind.READ:
-            low, high = head_group_columns(access.buffer, dims, group_heads).T
+            low, high = np.array([item_columns(access.buffer, dims, *group) for group in groups]).T
             out |= nonempty(boxes(access))[:, None] & (access.col[:, None] < high) & (low < access.col_end[:, None])
     return out

@@ -60,7 +60,7 @@ class Resolved:
     @cached_property
     def records(self) -> Records:
         """Records of all segments in a row, numbered as in traces within each."""
-        return all_records(self.program)[0]
+        return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
     def record(self) -> NDArray[np.int64]:
@@ -121,22 +121,13 @@ class Resolved:
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
-def all_records(program: Program) -> tuple[Records, NDArray[np.int64]]:
-    """Records of all segments in a row, numbered as in traces within each, and their ranks."""
-    records, ranks = zip(*(program.numbered(segment) for segment in range(3)), strict=True)
-    return np.concatenate(records), np.concatenate(ranks)
-
-
 def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-    """Of each phase and rank that has records: the rank's sizes, rows of `all_records`, their operands."""
-    records, ranks = all_records(program)
-    numbers = rec.phase_number(records)
-    for number in np.unique(numbers).tolist():
-        phase = program.forward.by_number[number]
-        for rank in range(program.ranks):
-            rows = np.flatnonzero((numbers == number) & (ranks == rank))
-            if len(rows):
-                yield phase, program.rank_dims(rank), rows, phase.columns(records[rows])
+    """`Program.by_phase` of all segments, with rows of `Resolved.records`."""
+    start = 0
+    for segment in range(3):
+        for phase, dims, rows, columns in program.by_phase(segment):
+            yield phase, dims, start + rows, columns
+        start += len(program.numbered(segment)[0])
 
 
 def resolve(program: Program, trace: Trace) -> Resolved:

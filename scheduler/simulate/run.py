@@ -15,9 +15,8 @@ import numpy as np
 
 from ...errors import MegakernelError
 from ...isa import StepTable, cost, slot_work
-from ...isa import record as rec
 from ...machine import Machine
-from ...program import SEGMENTS, Program
+from ...program import Program
 from ...trace import Trace, TraceHeader
 from .costs import Costs, costs_of
 from .native import Result, Work, run
@@ -165,13 +164,7 @@ def _check(program: Program, work: Work, result: Result) -> None:
 def _matrix_flops(program: Program, table: StepTable) -> float:
     """FLOPs of all ranks' matmuls and attention, padding rows included."""
     total = 0.0
-    for segment in range(len(SEGMENTS)):
-        records, ranks = program.numbered(segment)
-        numbers = rec.phase_number(records)
-        runs = program.dims.layers if SEGMENTS[segment] == "body" else 1
-        for rank in range(program.ranks):
-            for number in np.unique(numbers[ranks == rank]).tolist():
-                phase = program.forward.by_number[number]
-                columns = phase.columns(records[(numbers == number) & (ranks == rank)])
-                total += runs * float(cost(phase, columns, program.rank_dims(rank)).matrix_flops.sum())
+    for segment, runs in enumerate((1, program.dims.layers, 1)):
+        for phase, dims, _, columns in program.by_phase(segment):
+            total += runs * float(cost(phase, columns, dims).matrix_flops.sum())
     return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())
