@@ -174,9 +174,11 @@ def engine(it: Decode) -> Json:
 
 def timeline(program: Any, trace: Any) -> Json:
     """The summary of a traced step, and the share of neighbours on an SM of which the next one's load begins first."""
+    import dataclasses
+
     from megakernel.timeline import summarise
 
-    summary = summarise(program, trace).to_json()
+    summary = dataclasses.asdict(summarise(program, trace))
     keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
     return (
         {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)

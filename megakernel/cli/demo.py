@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from . import bench, output
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             write_html(step.program, trace, args.output, machine=machine)
     page = args.output.resolve()
     if args.json:
-        overlap = summarise(step.program, trace, machine).to_json() if trace is not None else {}
+        overlap = asdict(summarise(step.program, trace, machine)) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
     bench.show(figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.perfetto:
         write_perfetto(program, trace, args.perfetto)
     if args.json:
-        output.emit(summary.to_json() | ({"comparison": comparison.to_json()} if comparison else {}))
+        output.emit(asdict(summary) | ({"comparison": asdict(comparison)} if comparison else {}))
     else:
         render(summary, program, trace, output.stdout)
         if comparison:

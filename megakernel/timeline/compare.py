@@ -8,8 +8,7 @@ well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +58,6 @@ class Comparison:
     only_second: int
     instructions: list[PhaseChange]
     phases: list[LayerChange]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

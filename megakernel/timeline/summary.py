@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,9 +86,6 @@ class Summary:
     waits: list[WaitTime]
     per_worker: list[Worker]
     critical_path: CriticalPath
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:

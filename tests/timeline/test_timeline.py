@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -294,7 +294,7 @@ def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
 
 def test_summary_is_json_with_the_promised_keys() -> None:
     p = synthetic.llama()
-    data = json.loads(json.dumps(summarise(p, synthetic.run(p)).to_json(), allow_nan=False))
+    data = json.loads(json.dumps(asdict(summarise(p, synthetic.run(p))), allow_nan=False))
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
     assert set(data["overlap"]) == {"inside_worker", "loads_under_compute", "across_workers", "across_ranks", "phases"}
     assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory"]
