@@ -104,7 +104,7 @@ def main() -> None:
 
         def shoot(shots: Callable[[Browser, float], None], dark: bool = False) -> None:
             with browser(1500, 900, dark=dark) as page:
-                page.open(path, "window.timeline")
+                page.open_timeline(path)
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
 
         write_html(*step, path)

@@ -82,7 +82,7 @@ def main() -> None:
         written_s = time.perf_counter() - started
         size = path.stat().st_size
         started = time.perf_counter()
-        page.open(path, "window.timeline")
+        page.open_timeline(path)
         opened_s = time.perf_counter() - started
         print(f"{len(trace.intervals):,} intervals, {size / 1e6:.1f} MB: written in {written_s:.1f} s, ", end="")
         print(f"open in {opened_s:.1f} s")

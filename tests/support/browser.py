@@ -20,6 +20,7 @@ _CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _OFF = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
 _FLAGS = ("--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in _OFF))
 
+_TIMELINE = Path(__file__).with_name("timeline_page.js")
 _SHIFT = "\ue008"
 
 
@@ -58,6 +59,13 @@ class Browser:
     def open(self, page: Path, ready: str) -> None:
         """Load a file and wait until the expression `ready` is true."""
         self.visit(page.resolve().as_uri(), ready)
+
+    def open_timeline(self, page: Path) -> None:
+        """Load a timeline's page with timeline_page.js at the end of its script: `timeline` answers questions."""
+        script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
+        asking = page.with_suffix(".asking.html")
+        asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")
+        self.open(asking, "window.timeline")
 
     def visit(self, url: str, ready: str) -> None:
         """Load an address and wait until the expression `ready` is true."""

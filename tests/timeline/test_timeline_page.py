@@ -49,7 +49,7 @@ def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFacto
 def _opened(name: str) -> Any:
     @pytest.fixture(name=name)
     def fixture(driver: Browser, files: dict[str, Path]) -> Browser:
-        driver.open(files[name], "window.timeline")
+        driver.open_timeline(files[name])
         return driver
 
     return fixture

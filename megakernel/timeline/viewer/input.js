@@ -44,7 +44,7 @@ function choose(i) {
   reveal(i);
 }
 function toggleRow(row) {
-  openRow(row.key);
+  if (!opened.delete(row.key)) opened.add(row.key);
   relay();
 }
 /** The row at a height of the canvas. */
@@ -219,8 +219,5 @@ document.addEventListener("keydown", (e) => {
   e.preventDefault();
 });
 $("search").addEventListener("input", () => find($("search").value));
-$("fit").addEventListener("click", fit);
-$("path").addEventListener("click", togglePath);
-$("arrows").addEventListener("click", toggleArrows);
-$("theme").addEventListener("click", () => toggleTheme());
-$("help").addEventListener("click", () => $("guide").showModal());
+const buttons = { fit, path: togglePath, arrows: toggleArrows, theme: () => toggleTheme(), help: () => $("guide").showModal() };
+for (const [id, act] of Object.entries(buttons)) $(id).addEventListener("click", act);

@@ -2,7 +2,7 @@
 
 const canvas = $("canvas"), ctx = canvas.getContext("2d");
 const view = { t0: 0, t1: meta.span, scroll: 0 };
-let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false, lastFrame = 0;
+let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false;
 
 // -- geometry, in device pixels
 const gutter = () => 124 * size.k, rulerTop = () => 48 * size.k, curvesTop = () => 74 * size.k;
@@ -37,7 +37,6 @@ function request() {
 }
 function draw() {
   queued = false;
-  const started = performance.now();
   base.pixels.fill(colours.page32);
   const shown = visibleRows(), labelled = [];
   paintGrid(shown);
@@ -54,7 +53,6 @@ function draw() {
   drawRuler();
   drawOverview();
   drawMeasure();
-  lastFrame = performance.now() - started;
 }
 function visibleRows() {
   const found = [], end = view.scroll + size.h - rowsTop();
@@ -167,10 +165,9 @@ function wideIntervals(l, least) {
   let many = 0;
   for (let g = l * ROLES; g < (l + 1) * ROLES; g++) {
     const from = firstReaching(reach, groupStart[g], groupStart[g + 1], t0);
-    let low = from, high = groupStart[g + 1];
-    while (low < high) { const mid = (low + high) >> 1; if (begin[order[mid]] <= t1) low = mid + 1; else high = mid; }
-    ranges.push([from, low]);
-    many += low - from;
+    const to = bisect(from, groupStart[g + 1], (n) => begin[order[n]] <= t1);
+    ranges.push([from, to]);
+    many += to - from;
   }
   found.few = many <= 4 * size.w;
   if (!found.few) {
@@ -218,15 +215,18 @@ function frame(x0, y0, x1, y1, colour) {
   fill(x0, y0, x0 + n, y1, colour); fill(x1 - n, y0, x1, y1, colour);
 }
 
-const longLists = new Map();
-function longestFirst(l) {
-  let list = longLists.get(l);
-  if (!list) {
-    list = order.slice(groupStart[l * ROLES], groupStart[(l + 1) * ROLES]).sort((a, b) => length[b] - length[a]);
-    longLists.set(l, list);
+/** What `known` has at `key`, made where it is missing. */
+function remembered(known, key, make) {
+  let found = known.get(key);
+  if (found === undefined) {
+    if (known.size > 5000) known.clear();
+    known.set(key, (found = make(key)));
   }
-  return list;
+  return found;
 }
+const longLists = new Map();
+const longestFirst = (l) => remembered(longLists, l, () =>
+  order.slice(groupStart[l * ROLES], groupStart[(l + 1) * ROLES]).sort((a, b) => length[b] - length[a]));
 const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
@@ -238,27 +238,13 @@ function setFont(pixels, style = "") {
   const name = `${style}${Math.round(pixels)}px ${colours.sans}`;
   if (name === font) return;
   ctx.font = font = name;
-  if (!widthsIn.has(font)) widthsIn.set(font, new Map());
-  widths = widthsIn.get(font);
+  widths = remembered(widthsIn, font, () => new Map());
 }
 /** Back to what `ctx.save` kept, fonts too. */
 function unclip() { ctx.restore(); font = ""; }
-function textWidth(text) {
-  let found = widths.get(text);
-  if (found === undefined) {
-    if (widths.size > 5000) widths.clear();
-    widths.set(text, (found = ctx.measureText(text).width));
-  }
-  return found;
-}
-function operandText(r) {
-  let found = operandTexts.get(r);
-  if (found === undefined) {
-    if (operandTexts.size > 5000) operandTexts.clear();
-    operandTexts.set(r, (found = operands(r).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  ")));
-  }
-  return found;
-}
+const textWidth = (text) => remembered(widths, text, () => ctx.measureText(text).width);
+const operandText = (row) => remembered(operandTexts, row, (r) =>
+  operands(r).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  "));
 /** The longest of a few texts that fits, and under work its operands where there is room. */
 function drawText(i, r) {
   const k = size.k, wait = isWait(i), name = phaseOf(i).name, point = Math.round(Math.min(12 * k, r.h * 0.72));

@@ -17,13 +17,15 @@ function measureReach() {
   }
 }
 measureReach();
-function firstReaching(ends, low, high, t) {
+/** The first n of [low, high) that is not `before`, which holds up to there; `high` without one. */
+function bisect(low, high, before) {
   while (low < high) {
     const mid = (low + high) >> 1;
-    if (ends[mid] < t) low = mid + 1; else high = mid;
+    if (before(mid)) low = mid + 1; else high = mid;
   }
   return low;
 }
+const firstReaching = (ends, low, high, t) => bisect(low, high, (n) => ends[n] < t);
 
 const MANY_LANES = 24; // up to so many workers each gets a row from the start
 const ROW = { rank: { least: 44, most: 150 }, open: { least: 22, most: 40 }, worker: { least: 18, most: 128 }, dense: { least: 6, most: 16 }, role: { least: 15, most: 30 } };
@@ -88,15 +90,7 @@ function rowOf(i) {
 }
 /** The row at height y of the rows' own plane, or undefined. */
 function rowAt(y) {
-  let low = 0, high = rows.length;
-  while (low < high) {
-    const mid = (low + high) >> 1;
-    if (rows[mid].y + rows[mid].h <= y) low = mid + 1; else high = mid;
-  }
-  return y >= 0 ? rows[low] : undefined;
-}
-function openRow(key, open = !opened.has(key)) {
-  if (open) opened.add(key); else opened.delete(key);
+  return y >= 0 ? rows[bisect(0, rows.length, (n) => rows[n].y + rows[n].h <= y)] : undefined;
 }
 /** Open every rank; if all are, every worker; if those are too, close everything. */
 function openMore() {
