@@ -130,8 +130,7 @@ class Gpu:
         """Copy an array to the device; it may change afterwards."""
         whole = np.ascontiguousarray(array)
         if whole.nbytes:
-            source = whole.ctypes.data
-            check("copying to the GPU", self.driver.cuMemcpyHtoDAsync(address, source, whole.nbytes, self.stream))
+            self.send(address, whole)
             self.synchronise()
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:
@@ -139,20 +138,19 @@ class Gpu:
         self.use()
         out = np.empty(size, np.uint8)
         if size:
-            check("copying from the GPU", self.driver.cuMemcpyDtoHAsync(out.ctypes.data, address, size, self.stream))
+            self.fetch(out, address)
             self.synchronise()
         return out
 
-    def send(self, address: int, pinned: NDArray[np.uint8]) -> None:
-        check(
-            "copying to the GPU", self.driver.cuMemcpyHtoDAsync(address, pinned.ctypes.data, pinned.nbytes, self.stream)
-        )
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        """Begin to copy to the device; from pinned memory the call does not wait."""
+        answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
+        check("copying to the GPU", answer)
 
-    def fetch(self, pinned: NDArray[np.uint8], address: int) -> None:
-        check(
-            "copying from the GPU",
-            self.driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self.stream),
-        )
+    def fetch(self, array: NDArray[np.uint8], address: int, stream: Any = None) -> None:
+        """Begin to copy from the device, in the order of `stream`, by default that of launches."""
+        answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
+        check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
         """Set an int32 of the device to 1 while a kernel runs.
@@ -166,11 +164,10 @@ class Gpu:
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
         """Copy from the device, whatever runs; zeros where that does not come in a second."""
         self.use()
-        d = self.driver
         pinned[:] = 0
-        check("copying from the GPU", d.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self._side))
+        self.fetch(pinned, address, self._side)
         limit = time.perf_counter() + _PEEK_S
-        while not self._over(d.cuStreamQuery(self._side)) and time.perf_counter() < limit:
+        while not self._over(self.driver.cuStreamQuery(self._side)) and time.perf_counter() < limit:
             time.sleep(_PEEK_S / 1000)
 
     # -- order
@@ -180,10 +177,12 @@ class Gpu:
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
+        self.use()
         return self._over(self.driver.cuEventQuery(self._done))
 
     def idle(self) -> bool:
         """Whether all that was begun has ended."""
+        self.use()
         return self._over(self.driver.cuStreamQuery(self.stream))
 
     @staticmethod

@@ -73,7 +73,7 @@ class CudaLaunch:
 
     def _stop(self) -> None:
         for grid in self._loaded.grids:
-            grid.interrupt()
+            grid.gpu.interrupt(grid.params.abort)
         limit = time.perf_counter() + _STOP_S
         while not self._loaded.idle():
             if time.perf_counter() > limit:

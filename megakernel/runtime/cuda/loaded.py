@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,9 +139,6 @@ class Grid:
         self.gpu.use()
         self.gpu.fill(self._tables["diagnoses"], 0, self._notes.nbytes)
 
-    def interrupt(self) -> None:
-        self.gpu.interrupt(self.params.abort)
-
     def close(self) -> None:
         self.gpu.unpin(self._notes)
         self._tables.close()
@@ -209,18 +206,11 @@ class Loaded:
             grid.gpu.mark()
 
     def answered(self) -> bool:
-        return self._all(lambda gpu: gpu.done())
+        return all(grid.gpu.done() for grid in self.grids)
 
     def idle(self) -> bool:
         """Whether nothing runs, whatever was begun."""
-        return self._all(lambda gpu: gpu.idle())
-
-    def _all(self, ended: Callable[[Gpu], bool]) -> bool:
-        for grid in self.grids:
-            grid.gpu.use()
-            if not ended(grid.gpu):
-                return False
-        return True
+        return all(grid.gpu.idle() for grid in self.grids)
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """(tokens, logprobs) of the last launch, views."""
