@@ -2,13 +2,13 @@
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space
-from .costs import attention_cost, cost, itemsize, weight_bytes
+from .costs import attention_cost, cost, itemsize
 from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, from_f32, to_f32
-from .items import item_work, slot_work
+from .items import slot_work
 from .link import link_bytes
 from .operations import OPERATIONS, RESULTS, Operation, OperationFamily, Result, Rows
-from .pages import Stream, attention_pages, kv_pages, matmul_pages, tile_work
+from .pages import attention_pages, matmul_pages, tile_work
 from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
 from .record import Column
 from .regions import accesses
@@ -46,7 +46,6 @@ __all__ = [
     "Rows",
     "Space",
     "StepTable",
-    "Stream",
     "Units",
     "accesses",
     "attention_cost",
@@ -55,14 +54,11 @@ __all__ = [
     "cost",
     "from_f32",
     "item_columns",
-    "item_work",
     "itemsize",
-    "kv_pages",
     "link_bytes",
     "matmul_pages",
     "slot_work",
     "target_of",
     "tile_work",
     "to_f32",
-    "weight_bytes",
 ]

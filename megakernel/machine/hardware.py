@@ -59,7 +59,6 @@ class Link:
 
     ports: int
     port_bytes_per_s: float
-    generation: int = 0  # of NVLink
 
     @property
     def egress_bytes_per_s(self) -> float:
@@ -85,13 +84,6 @@ class Fabric:
     """A fat tree: units of nodes under leaf switches, which have as many cables up as down."""
 
     nodes_per_unit: int
-    leaf_switches_per_unit: int
-    switch_ports: int
-    port_bytes_per_s: float
-
-    @property
-    def switch_bytes_per_s(self) -> float:
-        return self.switch_ports * self.port_bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ paper: collectives, layouts of a model over GPUs, plans and fleets.
 
 from .ceilings import Ceilings, machine_ceilings, measure_ceilings
 from .fit import memory_fit
-from .fleet import Serving, best, fleet, largest_batch, serve
-from .layout import Layout, LayoutTime, decode_step, train_step
+from .fleet import Serving, best, fleet
 from .plan import plan
 from .plot import Mark, Point, render_plot
 from .program_step import Part, StepRoofline, step_roofline
@@ -17,8 +16,6 @@ from .work import Work, achieved, bound, fraction_error, step_work
 __all__ = [
     "SHAPES",
     "Ceilings",
-    "Layout",
-    "LayoutTime",
     "Mark",
     "Part",
     "Point",
@@ -29,18 +26,14 @@ __all__ = [
     "achieved",
     "best",
     "bound",
-    "decode_step",
     "fleet",
     "fraction_error",
-    "largest_batch",
     "machine_ceilings",
     "measure_ceilings",
     "memory_fit",
     "plan",
     "render_plot",
-    "serve",
     "shape_of",
     "step_roofline",
     "step_work",
-    "train_step",
 ]

@@ -12,9 +12,6 @@ import numpy as np
 from ..errors import MegakernelError
 from ..isa import Dims, StepTable
 from .attention_items import deal_items
-from .step_check import check_step
-
-__all__ = ["Chunk", "SampleRow", "build_step", "check_step"]
 
 
 @dataclass(frozen=True)

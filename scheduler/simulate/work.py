@@ -32,14 +32,14 @@ from ...isa import (
     accesses,
     attention_pages,
     cost,
-    item_work,
     itemsize,
     matmul_pages,
     tile_work,
-    weight_bytes,
 )
 from ...isa import record as rec
 from ...isa.access import Columns
+from ...isa.costs import weight_bytes
+from ...isa.items import item_work
 from ...isa.launch import PAGE_BYTES
 from ...isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
 from ...isa.record import Records

@@ -18,7 +18,6 @@ from ...isa import (
     Phase,
     Result,
     Units,
-    kv_pages,
     matmul_pages,
     pages,
 )
@@ -239,8 +238,8 @@ def _counters(part: Part) -> Iterator[str]:
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
     """What an instruction holds at once fits the ring of pages, and its tiles are those that pages can hold."""
     have = dims[0].ring_pages
-    if kv_pages(dims[0]) > have:
-        what = f"it holds {kv_pages(dims[0])} pages at once, of {have}"
+    if pages.kv_pages(dims[0]) > have:
+        what = f"it holds {pages.kv_pages(dims[0])} pages at once, of {have}"
         yield from _each(part, part.rows(part.phases.attention), what)
     for phase in part.phases.matmuls:
         every = part.rows(phase)

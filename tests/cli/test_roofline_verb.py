@@ -17,22 +17,9 @@ from megakernel.machine import hardware
 from megakernel.model import load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
-from megakernel.roofline import (
-    SHAPES,
-    Ceilings,
-    Layout,
-    Mark,
-    Point,
-    best,
-    decode_step,
-    fleet,
-    largest_batch,
-    plan,
-    render_plot,
-    serve,
-    shape_of,
-    step_work,
-)
+from megakernel.roofline import SHAPES, Ceilings, Mark, Point, best, fleet, plan, render_plot, shape_of, step_work
+from megakernel.roofline.fleet import largest_batch, serve
+from megakernel.roofline.layout import Layout, decode_step
 from megakernel.serving import ceilings
 
 MODEL_70B, MODEL_1B = "random:llama-3.1-70b", "random:llama-3.2-1b"

@@ -13,10 +13,18 @@ import pytest
 
 from megakernel.machine import Level, hardware
 from megakernel.model import load_config
-from megakernel.roofline import SHAPES, Layout, decode_step, plan, shape_of, train_step
+from megakernel.roofline import SHAPES, plan, shape_of
 from megakernel.roofline.collectives import all_to_all_s, axis_seconds, exchange_seconds, latency_s, measured_s
 from megakernel.roofline.kernels import critical_rows
-from megakernel.roofline.layout import OPTIMIZER_BYTES, WEIGHT_BYTES, bubble_fraction, pipeline_comms_s
+from megakernel.roofline.layout import (
+    OPTIMIZER_BYTES,
+    WEIGHT_BYTES,
+    Layout,
+    bubble_fraction,
+    decode_step,
+    pipeline_comms_s,
+    train_step,
+)
 
 V100, A100, H100, H200, H800 = (hardware(name) for name in ("v100", "a100", "h100", "h200", "h800"))
 B200, GH200, NVL72, TPU = (hardware(name) for name in ("b200", "gh200", "gb200-nvl72", "tpu-v5p"))
@@ -109,9 +117,9 @@ def test_13_full_bisection() -> None:
     _, leaf, spine = H100.levels(1024)
     assert (book.level_bytes_per_s(leaf), book.level_bytes_per_s(spine)) == (12.8e12, 51.2e12)
     assert book.level_bytes_per_s(leaf) / 32 == book.level_bytes_per_s(spine) / 128 == W_NODE == 400e9
-    assert H100.fabric
-    assert H100.fabric.leaf_switches_per_unit * H100.fabric.switch_bytes_per_s == 25.6e12
-    assert book.parts(H100, 1024).spine_switches * H100.fabric.switch_bytes_per_s == 51.2e12
+    switch_bytes_per_s = book.SWITCH_PORTS * book.SWITCH_PORT_BYTES_PER_S
+    assert book.LEAF_SWITCHES_PER_UNIT["h100"] * switch_bytes_per_s == 25.6e12
+    assert book.parts(H100, 1024).spine_switches * switch_bytes_per_s == 51.2e12
 
 
 def test_14_larger_pods() -> None:

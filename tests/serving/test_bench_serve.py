@@ -21,7 +21,9 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
-from megakernel.serving.bench import Job, Load, Outcome, Server, Workload, alternate, drive, least_work, report
+from megakernel.serving.bench import Job, Load, Server, Workload, alternate, least_work
+from megakernel.serving.bench.drive import drive
+from megakernel.serving.bench.report import Outcome, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
 

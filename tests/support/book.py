@@ -25,6 +25,9 @@ H100_BASE_CLOCK_HZ = 1.59e9
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
 H100_IN_NETWORK_BUS_BYTES_PER_S = 480e9
 HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
+# The switches of NVIDIA's SuperPOD reference designs; of GB200 so many leaves that all cables have full bisection.
+LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
+SWITCH_PORTS, SWITCH_PORT_BYTES_PER_S = 64, 50e9
 # How a GPU's links are dealt to the switches of its node.
 LINKS_PER_SWITCH = {
     "a100": (2,) * 6,
@@ -180,14 +183,14 @@ def parts(hardware: Hardware, gpus: int) -> Parts:
         raise MegakernelError(f"nothing is known of what joins nodes of {hardware.name}")
     nodes = ceil(gpus / per_node)
     units = ceil(nodes / fabric.nodes_per_unit)
-    leaves = units * fabric.leaf_switches_per_unit
-    cables = leaves * fabric.switch_ports // 2
+    leaves = units * LEAF_SWITCHES_PER_UNIT[hardware.name]
+    cables = leaves * SWITCH_PORTS // 2
     if units == 1:
         return Parts(nodes, units, nodes * hardware.node.switches, leaves, 0, 0, 0.0)
-    spines = cables // fabric.switch_ports
-    if leaves <= fabric.switch_ports:
+    spines = cables // SWITCH_PORTS
+    if leaves <= SWITCH_PORTS:
         core = 0
     else:
         spines, core = 2 * spines, spines
-    links = fabric.switch_ports / 2 / spines
+    links = SWITCH_PORTS / 2 / spines
     return Parts(nodes, units, nodes * hardware.node.switches, leaves, spines, core, links)

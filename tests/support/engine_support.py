@@ -16,7 +16,7 @@ from megakernel.machine import host
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
-from megakernel.runtime.step import check_step
+from megakernel.runtime.step_check import check_step
 from megakernel.scheduler import compile_program
 from megakernel.serving.batch import SCORED_ROWS
 from megakernel.serving.engine import Engine
