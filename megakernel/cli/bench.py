@@ -37,18 +37,25 @@ def run(args: argparse.Namespace) -> int:
         ceilings = measured_ceilings(llm)
         figures = latency(llm, ids, args.tokens, args.runs, ceilings)
         figures["settings"] = llm.about | {"prompt_tokens": len(ids), "tokens": args.tokens}
-    output.tell(args.json, figures, show)
+    (output.emit if args.json else show)(figures)
     return 0
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
     """What this machine can do, measured now, with the engine's threads; of GPUs, what their datasheet says."""
-    from ..serving.ceilings import device_ceilings, host_ceilings
+    from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
         return device_ceilings(llm.machine, llm.engine.dims.tp)
+    return host_ceilings(llm.threads)
+
+
+def host_ceilings(threads: int) -> Ceilings:
+    """What this machine can do with so many threads, measured now."""
+    from ..serving import ceilings
+
     with output.busy("measuring this machine's ceilings"):
-        return host_ceilings(llm.threads)
+        return ceilings.host_ceilings(threads)
 
 
 def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..errors import MegakernelError
 from . import output
+from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_setting, fetch
 from .workload import add_workload, workload
 
@@ -65,7 +66,7 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     figures = asyncio.run(_measure(args))
-    output.tell(args.json, figures, show)
+    (output.emit if args.json else show)(figures)
     return 0 if figures["completed"] else 1
 
 
@@ -124,10 +125,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
     from ..roofline import Ceilings, machine_ceilings
 
     if args.machine == "host":
-        from ..serving.ceilings import host_ceilings
-
-        with output.busy("measuring this machine's ceilings"):
-            return host_ceilings(machine.cpu_count())
+        return host_ceilings(machine.cpu_count())
     if args.machine:
         return machine_ceilings(machine.load(args.machine))
     for server in servers:

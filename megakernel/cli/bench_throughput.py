@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                 "seed": args.seed,
             },
         }
-    output.tell(args.json, figures, show)
+    (output.emit if args.json else show)(figures)
     return 0
 
 

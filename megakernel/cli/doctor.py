@@ -9,11 +9,11 @@ import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
+from .bench import host_ceilings
 from .options import AddVerb
 
 _PACKAGES = (
@@ -32,13 +32,18 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from .. import machine
     from ..model.cache import cache_folder
+    from ..runtime.cpu import native
 
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
     settings = {s.env: _shown(s) for s in SETTINGS.values() if s.env}
-    core = _native_core(findings)
-    ceilings = _ceilings(machine.cpu_count()) if core else None
+    try:
+        core: str | None = native.simd()
+    except MegakernelError as e:
+        core = None
+        findings.append(str(e))
+    ceilings = asdict(host_ceilings(machine.cpu_count())) if core else None
     gpus = doctor_gpu.report()
     if gpus["missing"] is None:
         findings += _operations()
@@ -97,24 +102,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _native_core(findings: list[str]) -> str | None:
-    """The SIMD path that the native core uses, or a finding."""
-    from ..runtime.cpu import native
-
-    try:
-        return native.simd()
-    except MegakernelError as e:
-        findings.append(str(e))
-        return None
-
-
-def _ceilings(threads: int) -> dict[str, Any]:
-    from ..serving.ceilings import host_ceilings
-
-    with output.busy("measuring memory and arithmetic"):
-        return asdict(host_ceilings(threads))
 
 
 def _operations() -> list[str]:

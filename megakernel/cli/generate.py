@@ -10,7 +10,7 @@ from . import output
 from .options import AddVerb, add_model_run, open_llm, token_ids
 
 if TYPE_CHECKING:
-    from ..serving import LLM, Result, SamplingParams
+    from ..serving import Result, SamplingParams
     from ..serving.engine import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's 16 cuts one short
@@ -80,7 +80,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)  # before a model is loaded: a wrong flag fails at once
     with open_llm(args, max_seqs=params.n) as llm:
-        prompt = _prompt(args, llm)
+        prompt = args.prompt_ids if args.prompt is None else args.prompt
+        if args.chat is not None:
+            prompt = llm.chat_ids([{"role": "user", "content": args.chat}])
         live = not args.json and params.n == 1 and llm.tokenizer is not None
         result = llm.generate([prompt], params, on_token=show_token if live else None)[0]
         if args.json:
@@ -107,14 +109,6 @@ def as_json(result: Result) -> dict[str, Any]:
     if result.prompt_logprobs is not None:
         out |= {"prompt_logprobs": result.prompt_logprobs, "prompt_top_logprobs": result.prompt_top_logprobs}
     return out
-
-
-def _prompt(args: argparse.Namespace, llm: LLM) -> str | list[int]:
-    if args.chat is not None:
-        return llm.chat_ids([{"role": "user", "content": args.chat}])
-    text: str | None = args.prompt
-    ids: list[int] = args.prompt_ids
-    return ids if text is None else text
 
 
 def show_token(_: Token, text: str) -> None:

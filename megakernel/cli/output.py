@@ -33,11 +33,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def tell(as_json: bool, result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
-    """The result as JSON, or as `show` puts it for a person."""
-    (emit if as_json else show)(result)
-
-
 def bold(figure: str, rest: str) -> Text:
     """What matters most of a line, and the rest of it."""
     return Text.assemble((figure, "bold"), rest)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
-from . import output, roofline_fleet, roofline_plan, roofline_step
+from . import roofline_paper, roofline_step
+from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_setting
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.context is None:
         args.context = _TRAINING_CONTEXT if args.training else _CONTEXT
     if args.plan:
-        return roofline_plan.run(args, hardware)
+        return roofline_paper.run_plan(args, hardware)
     if args.fleet:
-        return roofline_fleet.run(args, hardware)
+        return roofline_paper.run_fleet(args, hardware)
     return roofline_step.run(args, hardware)
 
 
@@ -87,8 +88,5 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
     if args.machine != machines.HOST:
         return machines.hardware(args.machine)
-    from ..serving import ceilings
-
-    with output.busy("measuring this machine's ceilings"):
-        measured = ceilings.host_ceilings(machines.cpu_count())
+    measured = host_ceilings(machines.cpu_count())
     return machines.host_hardware(measured.flops, measured.read_bytes_per_s)

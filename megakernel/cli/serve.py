@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     given = {name: _value(args, name) for name in _TYPES}
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
-    with sock, _open(given) as llm:
+    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads")}
+    how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
+    with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         ceilings = measured_ceilings(llm)
         limits = Limits(*(given[name] for name in _LIMITS))
         service = Service(llm, given["served model name"], given["api key"], limits, ceilings)
@@ -135,12 +137,6 @@ def _value(args: argparse.Namespace, name: str) -> Any:
         return _TYPES[name](text)
     except argparse.ArgumentTypeError:
         return None
-
-
-def _open(given: dict[str, Any]) -> LLM:
-    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads")}
-    how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
-    return load(given["model"], **how, step_tokens=given["max num batched tokens"])
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:

@@ -43,11 +43,22 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..program import Program
     from ..timeline import compare, render, render_comparison, summarise, write_html, write_perfetto
+    from ..trace import Trace
 
-    program, trace = _saved(args) if args.program else _traced(args)
-    summary = summarise(program, trace)
-    other = _other(args.compare, program) if args.compare else None
+    if args.program is None:
+        program, trace = _traced(args)
+    elif args.trace is None:
+        raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
+    else:
+        program, trace = Program.load(args.program), Trace.load(args.trace)
+    summary, other = summarise(program, trace), None
+    if args.compare:
+        *own, second = args.compare
+        if len(own) > 1:
+            raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(args.compare)} files")
+        other = Program.load(own[0]) if own else program, Trace.load(second)
     comparison = compare((program, trace), other) if other else None
     if args.save:
         program.save(args.save.with_name(args.save.name + ".program"))
@@ -66,24 +77,6 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.output, args.perfetto)):
         output.stderr.print(f"wrote {path}")
     return 0
-
-
-def _saved(args: argparse.Namespace) -> tuple[Program, Trace]:
-    from ..program import Program
-    from ..trace import Trace
-
-    if args.trace is None:
-        raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
-    return Program.load(args.program), Trace.load(args.trace)
-
-
-def _other(files: list[Path], program: Program) -> tuple[Program, Trace]:
-    from ..program import Program as Programs
-    from ..trace import Trace
-
-    if len(files) > 2:
-        raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(files)} files")
-    return (Programs.load(files[0]) if len(files) == 2 else program), Trace.load(files[-1])
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, Trace]:
