@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
-from .regions import block_box, boxes, hulls, nonempty
+from .regions import block_rows, boxes, hulls, nonempty
 from .tasks import PhaseTasks, Tasks, ordinals
 
 PROLOGUE, BODY, EPILOGUE = range(3)
@@ -135,7 +135,8 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    block_box(access, d, block),
+                    # Its box is every row that it may be: the part in this block.
+                    (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
             )

@@ -35,11 +35,6 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
     return block * dims.row_block, min((block + 1) * dims.row_block, dims.tokens)
 
 
-def block_box(access: Access, dims: Dims, block: int) -> tuple[int, int, int, int]:
-    """The part of a token-row access, whose box is every row it may be, that lies in one row block."""
-    return *block_rows(dims, block), int(access.col[0]), int(access.col_end[0])
-
-
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
     """[tasks, head groups]: which of the producer's tasks write what items of their rows with some of `group_heads` KV
     heads read.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,18 +15,14 @@ from .live import Live
 TRACE_WAIT_S = 10.0  # for a step to trace
 
 
-@cache
-def _page() -> str:
-    return (files(__package__) / "live.html").read_text(encoding="utf-8")
-
-
 def live_router(live: Live) -> APIRouter:
     """Routes that read `live`. They are answered beside the steps, on threads of the server's pool where they wait."""
     router = APIRouter()
+    live_page = (files(__package__) / "live.html").read_text(encoding="utf-8")
 
     @router.get("/", include_in_schema=False)
     def page() -> HTMLResponse:
-        return HTMLResponse(_page())
+        return HTMLResponse(live_page)
 
     @router.get("/roofline", summary="Time of the steps against what the hardware allows")
     def roofline() -> JSONResponse:

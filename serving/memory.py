@@ -22,13 +22,6 @@ def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
     return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
 
 
-def kv_token_bytes(config: ModelConfig, dtype: Dtype, tp: int = 1) -> int:
-    """Bytes of K and V of one token, all layers and all ranks; more ranks may hold the same KV head."""
-    dims = replace(weight_dims(config, dtype), tp=tp)
-    columns = sum(replace(dims, rank=rank).kv_cols for rank in range(tp))
-    return 2 * config.layers * columns * dtype.itemsize
-
-
 def kv_capacity(
     config: ModelConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int, tp: int = 1
 ) -> tuple[int, int]:
@@ -37,7 +30,9 @@ def kv_capacity(
     The pool holds `max_seqs` full sequences, or what fits KV_SHARE of memory, but at least one sequence. Raises
     MegakernelError where `max_context` exceeds what the model was made for or what memory holds.
     """
-    per_token = kv_token_bytes(config, dtype, tp)
+    dims = replace(weight_dims(config, dtype), tp=tp)
+    columns = sum(replace(dims, rank=rank).kv_cols for rank in range(tp))  # more ranks may hold the same KV head
+    per_token = 2 * config.layers * columns * dtype.itemsize
     room = int(KV_SHARE * memory_bytes / per_token)
     if max_context is None:
         context = min(config.max_context, room)

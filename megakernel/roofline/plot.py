@@ -173,10 +173,14 @@ def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
     taken: list[Box] = []
     for x, y, members in groups:
         taken.append((x - 8, y - 8, x + 8, y + 8))
-        tip = escape("\n".join(_tip(p) for p in members))
-        out.append(f"{_shape(members[0], x, y)}<title>{tip}</title></path>")
+        how = "achieved" if members[0].mark is Mark.ACHIEVED else "at most"
+        tip = "\n".join(
+            f"{p.label}: {how} {_si(p.flops_per_s, 'FLOP/s')} at {p.flops_per_byte:.3g} FLOPs per byte" for p in members
+        )
+        out.append(f"{_shape(members[0], x, y)}<title>{escape(tip)}</title></path>")
     for x, y, members in groups:
-        text = _label(members)
+        more = f" and {len(members) - _NAMES} more" if len(members) > _NAMES else ""
+        text = ", ".join(p.label for p in members[:_NAMES]) + more
         box, anchor = _place(x, y, text, taken)
         taken.append(box)
         at = box[0] if anchor == "start" else box[2]
@@ -224,17 +228,6 @@ def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float
         else:
             groups.append((x, y, [point]))
     return groups
-
-
-def _label(members: list[Point]) -> str:
-    names = [p.label for p in members]
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more
-
-
-def _tip(point: Point) -> str:
-    how = "achieved" if point.mark is Mark.ACHIEVED else "at most"
-    return f"{point.label}: {how} {_si(point.flops_per_s, 'FLOP/s')} at {point.flops_per_byte:.3g} FLOPs per byte"
 
 
 def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, str]:

@@ -68,7 +68,8 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     spent: dict[str, int] = {}
     total = int(resolved.end[finish[node]]) - origin
     while node >= 0:
-        choices = _before(node, (previous, done), (released_by, resolved.end[finish]))
+        before = (("order", int(previous[node]), done), ("wait", int(released_by[node]), resolved.end[finish]))
+        choices = [(int(over[n]), why, n) for why, n, over in before if n >= 0]
         # Clocks are read after a signal is sent, so a releaser may seem to end late; it never seems to begin late.
         end, after, parent = max((c for c in choices if begin[c[2]] < begin[node]), default=(origin, "start", -1))
         row = finish[node]
@@ -91,14 +92,6 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     links.reverse()
     by_instruction = {name: t * tick for name, t in sorted(spent.items(), key=lambda item: -item[1])}
     return CriticalPath(total * tick, by_instruction, max(total - sum(spent.values()), 0) * tick, links)
-
-
-_Edge = tuple[NDArray[np.int64], NDArray[np.int64]]  # instance before each, and the moment at which each is over
-
-
-def _before(node: int, order: _Edge, wait: _Edge) -> list[tuple[int, str, int]]:
-    both = ((why, int(before[node]), over) for why, (before, over) in (("order", order), ("wait", wait)))
-    return [(int(over[n]), why, n) for why, n, over in both if n >= 0]
 
 
 def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:

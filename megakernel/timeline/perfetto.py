@@ -160,12 +160,17 @@ def _counter(
     width_s = resolved.period * resolved.trace.header.tick_s / len(amount)
     rates = np.append(amount / width_s, 0.0)
     for at in np.flatnonzero(np.diff(rates, prepend=np.nan) != 0).tolist():
-        packet = _packet()
-        packet.timestamp = round(at * width_s * 1e9)
-        event = packet.track_event
-        event.type, event.track_uuid = type(event).TYPE_COUNTER, uuid
-        event.double_counter_value = float(rates[at])
+        packet = _event("COUNTER", uuid, at * width_s * 1e9)
+        packet.track_event.double_counter_value = float(rates[at])
         yield packet
+
+
+def _event(kind: str, track: int, ns: float) -> TracePacket:
+    packet = _packet()
+    packet.timestamp = round(ns)
+    event = packet.track_event
+    event.type, event.track_uuid = getattr(event, f"TYPE_{kind}"), track
+    return packet
 
 
 def _track(uuid: int, parent: int, name: str, order: int) -> TracePacket:
@@ -180,10 +185,9 @@ def _slice(
     resolved: Resolved, i: int, track: int, labels: _Labels, starts: list[int], ends: list[int]
 ) -> Iterator[TracePacket]:
     ns = resolved.trace.header.tick_s * 1e9
-    packet = _packet()
-    packet.timestamp = round(int(resolved.begin[i]) * ns)
+    packet = _event("SLICE_BEGIN", track, int(resolved.begin[i]) * ns)
     event = packet.track_event
-    event.type, event.track_uuid, event.name = type(event).TYPE_SLICE_BEGIN, track, labels[i]
+    event.name = labels[i]
     event.categories.append(resolved.phase(i).family.name.lower())
     event.flow_ids.extend(starts)
     event.terminating_flow_ids.extend(ends)
@@ -198,8 +202,4 @@ def _slice(
         note = event.debug_annotations.add()
         note.name, note.string_value = "phase", resolved.phase(i).name
     yield packet
-    packet = _packet()
-    packet.timestamp = round(int(resolved.end[i]) * ns)
-    event = packet.track_event
-    event.type, event.track_uuid = type(event).TYPE_SLICE_END, track
-    yield packet
+    yield _event("SLICE_END", track, int(resolved.end[i]) * ns)

@@ -41,6 +41,7 @@ from .order import Events, Unrolled, row_blocks
 from .phases import Ints, all_dims, phases_of
 
 _HOST = MAX_PHASES + 1  # the phase in which the host reads the outputs of rank 0
+_KINDS = {Kind.READ: (native.READ,), Kind.WRITE: (native.WRITE,), Kind.UPDATE: (native.READ, native.WRITE)}
 _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
@@ -154,7 +155,7 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
     for use in found:
         segment, phase = by_name[use.part.name], use.phase.number
         for access in use.accesses:
-            for kind in _kinds(access):
+            for kind in _KINDS[access.kind]:
                 if access.index is Index.ITEM:
                     _items(out, segment, phase, kind, use.dims, access)
                 elif access.index is Index.LOGIT_ROW:
@@ -172,12 +173,6 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
         height, width = extent(buffer, program.dims)
         out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
     return out.columns()
-
-
-def _kinds(access: Access) -> tuple[int, ...]:
-    if access.kind is Kind.UPDATE:
-        return native.READ, native.WRITE
-    return (native.READ if access.kind is Kind.READ else native.WRITE,)
 
 
 def _copies(access: Access, dims: Dims) -> list[Column | int]:

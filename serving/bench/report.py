@@ -59,6 +59,7 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
     prompt = sum(o.job.prompt_tokens if o.prompt_tokens is None else o.prompt_tokens for o in good)
     outputs = sum(o.outputs for o in good)
     gaps = np.concatenate([np.zeros(0), *(np.diff(np.frombuffer(o.moments)) for o in good if len(o.moments) > 1)])
+    moments = sorted([(o.start, 1) for o in outcomes] + [(o.end, -1) for o in outcomes])
     errors = Counter(o.error for o in outcomes if o.error is not None)
     return {
         "completed": len(good),
@@ -72,7 +73,7 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
         "input_tokens_per_s": prompt / duration,
         "total_tokens_per_s": (prompt + outputs) / duration,
         "goodput_per_s": None if goodput is None else sum(_keeps(o, goodput) for o in good) / duration,
-        "max_in_flight": most_in_flight(outcomes),
+        "max_in_flight": int(np.max(np.cumsum([change for _, change in moments]))),
         "ttft_s": spread([t for o in good if (t := o.ttft) is not None]),
         "tpot_s": spread([t for o in good if (t := o.tpot) is not None]),
         "itl_s": spread(gaps),
@@ -92,11 +93,6 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
     if not array.size:
         return {"mean": None, "median": None, "p99": None}
     return {"mean": float(array.mean()), "median": float(np.median(array)), "p99": float(np.percentile(array, 99))}
-
-
-def most_in_flight(outcomes: Sequence[Outcome]) -> int:
-    moments = sorted([(o.start, 1) for o in outcomes] + [(o.end, -1) for o in outcomes])
-    return int(np.max(np.cumsum([change for _, change in moments])))
 
 
 def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:

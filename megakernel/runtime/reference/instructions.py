@@ -126,17 +126,13 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
-        a = _rounded(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), c.dims)
+        # As a buffer of the compute type would hold them.
+        a = to_f32(from_f32(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
     matrices = (
         [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
     )
     results = [c.biased(product(a, c.weights(matrix).T), matrix) for matrix in matrices]
     _RESULTS[c.phase.result](c, row, col, *results)
-
-
-def _rounded(values: F32, d: Dims) -> F32:
-    """As a buffer of the compute type holds them."""
-    return to_f32(from_f32(values, Dtype(d.dtype)))
 
 
 def _heads(c: Context, row: int, col: int, t: F32) -> None:
