@@ -53,9 +53,8 @@ aborted stops anywhere: the backend then ends all workers of all ranks and sets 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -85,36 +84,28 @@ class Report:
 def verify(program: Program) -> Report:
     """Prove `program` right for every valid step table, or list violations of the first stage that has any."""
     start = time.perf_counter()
-    violations = list(islice(_violations(program), _MOST + 1))
+    violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:
         violations[_MOST:] = ["and more"]
     return Report(program.instructions, time.perf_counter() - start, violations)
 
 
-def _violations(program: Program) -> Iterator[str]:
-    found = list(check_layout(program)) or list(check_phases(program.forward, program.dims))
-    if found:
-        yield from found
-        return
+def _stages(program: Program) -> Iterator[Iterable[str]]:
+    """The violations that each stage finds; each relies on what the ones before have proved."""
+    yield check_layout(program)
+    yield check_phases(program.forward, program.dims)
     parts = [Part(program, name) for name in SEGMENTS]
-    found = list(check_records(program, parts))
-    if found:
-        yield from found
-        return
+    yield check_records(program, parts)
     touched = uses(parts)
-    found = list(check_boxes(touched))
-    if found:
-        yield from found
-        return
+    yield check_boxes(touched)
     events = [Events(part) for part in parts]
     found = list(_totals(program, events))
     unrolled = Unrolled(program, events, min(program.dims.layers, _LAYERS))
     order, cycle = unrolled.order()
     if cycle:
         found.append("deadlock, each waiting for the next: " + "; ".join(unrolled.label(row) for row in cycle))
-    yield from found
-    if not found:
-        yield from check_data(unrolled, touched, order, _MOST + 1)
+    yield found
+    yield check_data(unrolled, touched, order, _MOST + 1)
 
 
 def _totals(program: Program, events: list[Events]) -> Iterator[str]:
