@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from ..program import Program
 from ..trace import Trace
 from .compare import Comparison
 from .resolve import WAIT, WORK, Resolved, resolve
+from .spans import Spans
 from .summary import Summary
 
 _LANES = 16  # lanes of the map; more are thinned out evenly
@@ -92,8 +92,7 @@ def _map(resolved: Resolved, console_width: int) -> Text:
         time = np.zeros((waiting + 1, width))
         for row in range(waiting + 1):
             pick = (resolved.lane == lane) & (part == row)
-            moments = _cumulative(resolved.begin[pick], resolved.end[pick], resolved.period)
-            time[row] = np.diff(np.interp(edges, *moments))
+            time[row] = Spans.union(resolved.begin[pick], resolved.end[pick]).covered(edges[:-1], edges[1:])
         rank, worker = divmod(lane, resolved.program.workers)
         label = f"{rank}:{worker}" if resolved.program.ranks > 1 else f"{worker}"
         result.append(f"{'worker ' + label:>12}  ")
@@ -109,17 +108,6 @@ def _map(resolved: Resolved, console_width: int) -> Text:
     for f in (families[i] for i in np.unique(family)):
         legend.append("█ ", _STYLES[f]).append(f.name.lower() + "   ")
     return result.append_text(legend.append("· ", "bright_black").append("waiting"))
-
-
-def _cumulative(
-    begin: NDArray[np.int64], end: NDArray[np.int64], span: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Elapsed time inside the intervals as a piecewise linear function of the moment."""
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    moments = np.concatenate([[0], np.stack([begin, end], axis=1).ravel(), [span]])
-    done = np.concatenate([[0], np.cumsum(end - begin)])
-    return moments, np.concatenate([[0], np.stack([done[:-1], done[1:]], axis=1).ravel(), [done[-1]]])
 
 
 def _table(title: str, *columns: str) -> Table:
