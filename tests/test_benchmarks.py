@@ -44,15 +44,14 @@ def test_many_requests_through_the_server(tmp_path: Path) -> None:
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges the CUDA backend, so it is judged by transformers."""
     monkeypatch.syspath_prepend(SPEED)
-    from torch_llama import TorchLlama
+    import torch_llama
 
     hf, checkpoint = make_llama(3, attention_bias=True, mlp_bias=True)
-    weights = SimpleNamespace(
-        dims=weight_dims(checkpoint.config, Dtype.F32),
-        array=lambda buffer, layer, *, dims: checkpoint.load(buffer, layer, Dtype.F32),
-    )
+    backend = SimpleNamespace(dims=weight_dims(checkpoint.config, Dtype.F32))
+    read = checkpoint.load
+    monkeypatch.setattr(torch_llama, "device_array", lambda _, buffer, layer, dims: read(buffer, layer, Dtype.F32))
     tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
-    model = TorchLlama(weights, checkpoint.config, 20, torch.float32)
+    model = torch_llama.TorchLlama(backend, checkpoint.config, 20, torch.float32)
     parts = [model(torch.tensor(tokens[a:b]), torch.arange(a, b)) for a, b in ((0, 13), (13, 20))]
     assert error(torch.cat(parts).numpy(), hf_logits(hf, tokens)) < 1e-4
 

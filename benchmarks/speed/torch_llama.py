@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 
@@ -19,11 +20,22 @@ from megakernel.model.families import weights
 _B = Buffer
 
 
+def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
+    """A CuPy array over a CUDA backend's weights as rank `dims.rank` has them; torch takes it by DLPack."""
+    import cupy
+
+    spec = BUFFERS[buffer]
+    shape, kind = spec.shape(dims, backend.pages), spec.resolve_dtype(dims).numpy
+    address, gpu = backend._heap.address(dims.rank, buffer, layer), backend._node.gpu(dims.rank)
+    size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    memory = cupy.cuda.UnownedMemory(address, size, backend, gpu.ordinal)
+    return cupy.ndarray(shape, kind, cupy.cuda.MemoryPointer(memory, 0))
+
+
 class TorchLlama(torch.nn.Module):
     """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
 
-    `backend.array(buffer, layer, dims=dims)` gives a weight as something that torch takes by DLPack, bfloat16 as 16-bit
-    integers.
+    `device_array` gives a weight as something that torch takes by DLPack, bfloat16 as 16-bit integers.
     """
 
     cos: torch.Tensor
@@ -39,7 +51,7 @@ class TorchLlama(torch.nn.Module):
         d = self.dims
         for buffer in weights(config, d):
             for layer in range(d.layers if BUFFERS[buffer].layered else 1):
-                weight = torch.from_dlpack(backend.array(buffer, layer, dims=d))
+                weight = torch.from_dlpack(device_array(backend, buffer, layer, d))
                 bits = weight.dtype in (torch.uint16, torch.int16)
                 weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
                 self.register_buffer(f"{buffer.name}_{layer}", weight)

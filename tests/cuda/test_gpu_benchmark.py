@@ -51,13 +51,12 @@ def in_process_parts() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
     import gpu
     import torch
-
-    from megakernel.runtime.cuda.backend import CudaBackend
+    import torch_llama
 
     torch.set_num_threads(1)
     torch.compile = lambda module, **options: module  # type: ignore[assignment]
     # Instead of a CuPy array.
-    CudaBackend.array = CudaBackend.buffer  # type: ignore[method-assign]
+    torch_llama.device_array = lambda backend, buffer, layer, dims: backend.buffer(buffer, layer, dims.rank, dims)
     no_compiler()
     KNOWN_SHAPES["tiny"] = ModelConfig(256, 64, 96, 2, 4, 2, 16, 1024, tied=True)
     gpu.MODELS = dict.fromkeys(gpu.MODELS, "random:tiny")

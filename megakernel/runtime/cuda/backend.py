@@ -103,18 +103,6 @@ class CudaBackend:
         """Replace a rank's copy of a buffer, or its beginning."""
         self._heap.write(rank, buffer, layer, array)
 
-    def array(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> Any:
-        """A CuPy array over a rank's copy of a buffer (bfloat16 as uint16); torch takes it by DLPack."""
-        import cupy
-
-        d = replace(dims or self.dims, rank=rank)
-        spec = BUFFERS[buffer]
-        shape, kind = spec.shape(d, self.pages), spec.resolve_dtype(d).numpy
-        address = self._heap.address(rank, buffer, layer)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        memory = cupy.cuda.UnownedMemory(address, size, self, self._node.gpu(rank).ordinal)
-        return cupy.ndarray(shape, kind, cupy.cuda.MemoryPointer(memory, 0))
-
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
         """Run records of segment `index`, on their streams, without waits and signals: a phase of a step of `program`,
         or a part of one. `layer`: of the body."""
