@@ -46,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
     ceilings = asdict(host_ceilings(machine.cpu_count())) if core else None
     gpus = doctor_gpu.report()
     if gpus["missing"] is None:
-        findings += _operations()
+        with output.progress("checking every operation on the GPU") as advance:
+            cases = doctor_gpu.cases()
+            for done, case in enumerate(cases):
+                findings += doctor_gpu.check(case, seeds=_SEEDS, repeats=_REPEATS)
+                advance(done + 1, len(cases))
     cache = cache_folder()
     report = {
         "ok": not findings,
@@ -102,14 +106,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _operations() -> list[str]:
-    """Every operation on the GPU against the reference: what is wrong."""
-    with output.progress("checking every operation on the GPU") as advance:
-        cases = doctor_gpu.cases()
-        wrong: list[str] = []
-        for done, case in enumerate(cases):
-            wrong += doctor_gpu.check(case, seeds=_SEEDS, repeats=_REPEATS)
-            advance(done + 1, len(cases))
-    return wrong

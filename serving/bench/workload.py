@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -57,16 +57,12 @@ def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
     15,277 pairs, mean 246 in and 235 out; more jobs than pairs begin again with the first, with other ids.
     """
     text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
-    return _from_pairs(
-        "ShareGPT lengths, random ids", _pairs(text.splitlines(), "sharegpt_lengths.csv"), count, vocab, seed
-    )
+    return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)
 
 
 def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
     """Random ids with the lengths of a CSV file: a header, then prompt and output tokens in each line."""
-    return _from_pairs(
-        f"lengths of {path.name}, random ids", _pairs(_read(path).splitlines(), str(path)), count, vocab, seed
-    )
+    return _from_csv(f"lengths of {path.name}, random ids", _read(path), str(path), count, vocab, seed)
 
 
 def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int, seed: int) -> Workload:
@@ -122,18 +118,15 @@ def _read(path: Path) -> str:
         raise MegakernelError(f"cannot read workload {path}: {e}") from e
 
 
-def _pairs(lines: Iterable[str], source: str) -> list[Pair]:
-    rows = list(csv.reader(lines))[1:]
+def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: int) -> Workload:
+    """Random ids with the lengths of a shuffled table. `source` names it in errors."""
+    rows = list(csv.reader(text.splitlines()))[1:]
     try:
         pairs = [(int(prompt), int(output)) for prompt, output in rows]
     except ValueError as e:
         raise MegakernelError(f"{source} is not a CSV file of prompt and output tokens with a header: {e}") from e
     if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
         raise MegakernelError(f"{source}: there must be pairs, and all lengths at least 1")
-    return pairs
-
-
-def _from_pairs(name: str, pairs: list[Pair], count: int, vocab: int, seed: int) -> Workload:
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(pairs))
     return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)

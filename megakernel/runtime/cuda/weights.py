@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -86,12 +85,8 @@ def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDA
 
 def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: dict[tuple[int, Buffer], int]) -> None:
     for gpu, here in heap.node.grids():
-        need = sum(
-            layers(buffer, ranks[rank]) * math.prod(BUFFERS[buffer].shape(ranks[rank], 0))
-            * BUFFERS[buffer].resolve_dtype(ranks[rank]).itemsize
-            for (rank, buffer), home in homes.items()
-            if rank in here and home == rank
-        )  # fmt: skip
+        own = [(ranks[rank], buffer) for (rank, buffer), home in homes.items() if rank in here and home == rank]
+        need = sum(layers(buffer, d) * copy_bytes(buffer, d, 0) for d, buffer in own)
         free, _ = gpu.memory()
         if need > free:
             raise MegakernelError(
