@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, hardware: Hardware) -> int:
     from .. import machine as machines
     from ..roofline import SHAPES, memory_fit, step_roofline
-    from ..roofline.kernels import critical_rows
     from ..roofline.program_step import RATE
     from ..scheduler.describe import lowering
     from ..serving.memory import weight_bytes
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         "step_without_overlap_s": step.step_without_overlap_s,
         "tokens_per_s": args.tokens / step.step_s,
         "flops_per_byte": step.flops_per_byte,
-        "critical_rows": critical_rows(hardware, RATE[dtype]),
+        "critical_rows": hardware.critical_rows(RATE[dtype]),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
         "instructions": [
             asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}

@@ -43,6 +43,10 @@ class Chip:
         return fma_flops_per_s / (2 * self.fp32_lanes)
 
 
+# Bytes of an operand, by the name of its rate.
+OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
+
+
 @dataclass(frozen=True)
 class Rates:
     """FLOP/s by operand type; None where the chip lacks it. bf16, fp8 (or int8) and fp4 are the matrix unit's."""
@@ -187,6 +191,10 @@ class Hardware:
     def intensity(self, dtype: str = "bf16") -> float:
         """FLOPs per byte of HBM above which the chip is bound by arithmetic."""
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
+
+    def critical_rows(self, dtype: str = "bf16") -> float:
+        """Rows of a matmul above which reading its weights once takes less time than its arithmetic: C b / (2 W)."""
+        return self.intensity(dtype) * OPERAND_BYTES[dtype] / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:
         """The network that joins `gpus` GPUs, innermost level first; empty for one GPU."""

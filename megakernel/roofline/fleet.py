@@ -8,8 +8,7 @@ from functools import partial
 from math import inf
 
 from ..errors import MegakernelError
-from ..machine import Hardware
-from .kernels import OPERAND_BYTES
+from ..machine import OPERAND_BYTES, Hardware
 from .layout import Layout, decode_step
 from .shapes import Shape
 

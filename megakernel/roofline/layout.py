@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from ..machine import Hardware
+from ..machine import OPERAND_BYTES, Hardware
 from .collectives import axis_seconds, exchange_seconds
-from .kernels import OPERAND_BYTES
 from .shapes import Shape
 
 _BF16 = OPERAND_BYTES["bf16"]

@@ -15,7 +15,6 @@ from megakernel.machine import Level, hardware
 from megakernel.model import load_config
 from megakernel.roofline import SHAPES, plan, shape_of
 from megakernel.roofline.collectives import all_to_all_s, axis_seconds, exchange_seconds, latency_s, measured_s
-from megakernel.roofline.kernels import critical_rows
 from megakernel.roofline.layout import (
     OPTIMIZER_BYTES,
     WEIGHT_BYTES,
@@ -369,7 +368,7 @@ def test_exchange_of_experts() -> None:
 
 
 def test_critical_batch_of_decoding() -> None:
-    assert critical_rows(H100) == near(295, 3e-3) and critical_rows(H200) == near(206, 3e-3)
+    assert H100.critical_rows() == near(295, 3e-3) and H200.critical_rows() == near(206, 3e-3)
 
 
 def test_bytes_between_ranks() -> None:

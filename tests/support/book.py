@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megakernel.errors import MegakernelError
-from megakernel.machine import Chip, Hardware, Level
-from megakernel.roofline.kernels import OPERAND_BYTES
+from megakernel.machine import OPERAND_BYTES, Chip, Hardware, Level
 
 # Figures of machines that nothing in the program is priced with: the book's anatomy of an SM, its table of GPUs and its
 # measurement of an all-reduce in the switch; links from DGX datasheets, of hosts also from those of GH200 and GB200.
