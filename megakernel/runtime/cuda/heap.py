@@ -67,7 +67,8 @@ class Heap:
         self._address: dict[tuple[int, Buffer], int] = {}
         self._grown: list[tuple[Gpu, int]] = []  # allocations that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
-        self._status: dict[int, int] = {}  # by rank
+        # By rank, the address of STATUS_BYTES of its GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT.
+        self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
 
@@ -104,12 +105,8 @@ class Heap:
             gpu.free(address)
         self._grown = self._place(sizes, STATUS_BYTES)
         self._sizes = sizes
-        self._status = dict(enumerate(address for _, address in self._grown))
+        self.status = dict(enumerate(address for _, address in self._grown))
         self.generation += 1
-
-    def status(self, rank: int) -> int:
-        """STATUS_BYTES of a rank's GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT."""
-        return self._status[rank]
 
     def keep(self, gpu: Gpu, size: int) -> int:
         """Zeroed memory of a GPU, freed with the heap."""

@@ -110,7 +110,7 @@ class Grid:
         return len(self.ranks) * self._program.workers
 
     def _point(self) -> None:
-        self.params.abort = self._heap.status(self.ranks.start)
+        self.params.abort = self._heap.status[self.ranks.start]
 
     def refresh(self) -> None:
         """The heap has moved."""
@@ -178,7 +178,7 @@ class Loaded:
         """Of the first grid the status and the outputs, of the others the status."""
         heap, rows = self._heap, self.program.dims.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
-        sizes = [end - heap.status(0)] + [STATUS_BYTES] * (len(self.grids) - 1)
+        sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
 
     def settle(self) -> None:
@@ -202,7 +202,7 @@ class Loaded:
         """Begin to bring status and outputs, after what was launched; `answered` says when they are there."""
         for grid, answer in zip(self.grids, self._answers, strict=True):
             grid.gpu.use()
-            grid.gpu.fetch(answer, self._heap.status(grid.ranks.start))
+            grid.gpu.fetch(answer, self._heap.status[grid.ranks.start])
             grid.gpu.mark()
 
     def answered(self) -> bool:
@@ -214,7 +214,7 @@ class Loaded:
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """(tokens, logprobs) of the last launch, views."""
-        rows, base = self.program.dims.logit_rows, self._heap.status(0)
+        rows, base = self.program.dims.logit_rows, self._heap.status[0]
         tokens, logprobs = (
             self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
             for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
@@ -242,7 +242,7 @@ class Loaded:
             gpu = self._heap.node.gpu(rank)
             gpu.use()
             gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
-            gpu.fill(self._heap.status(rank), 0, STATUS_BYTES)
+            gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
         for grid in self.grids:  # another GPU's next launch may signal here at once
