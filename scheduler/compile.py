@@ -50,7 +50,10 @@ def compile_program(
     options = with_matmul(options, config, machine, tp=tp, tokens=tokens)
     units = TARGETS[machine.target].chosen(options.matmul)
     machine = with_tiles(machine, config, tp=tp, units=units)
-    _check_blocks(machine, tp, tokens=tokens, logit_rows=logit_rows)
+    most = _MAX_BLOCKS // tp * machine.tile_rows
+    for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
+        if value > most:
+            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")
     dims = program_dims(config, machine, dtype=dtype, **sizes, tp=tp, units=units, queue=options.queue != "none")
     candidate = Candidates(config, machine, options, storage).fastest(dims)
     return build_program(lower(candidate, machine), machine, options)
@@ -77,10 +80,3 @@ def _check(config: ModelConfig, machine: Machine, *, tp: int, **sizes: int) -> N
         raise MegakernelError(
             f"machine {machine.name}: col_unit is {machine.col_unit}, but tiles must not cut a RoPE pair: make it even"
         )
-
-
-def _check_blocks(machine: Machine, tp: int, **rows: int) -> None:
-    most = _MAX_BLOCKS // tp * machine.tile_rows
-    for name, value in rows.items():
-        if value > most:
-            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")

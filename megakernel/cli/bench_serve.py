@@ -21,7 +21,7 @@ from .workload import add_workload, workload
 
 if TYPE_CHECKING:
     from ..model import ModelConfig
-    from ..roofline import Ceilings, Work
+    from ..roofline import Ceilings
     from ..serving.bench import Server, Workload
 
 _LIMITS = ("ttft", "tpot", "e2e")
@@ -71,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from ..serving.bench import Load, Server, against_roofline, alternate, describe
+    from ..model.checkpoint import weight_dims
+    from ..model.families import forward
+    from ..serving.bench import Load, Server, against_roofline, alternate, describe, least_work
+    from ..serving.llm import DTYPES
 
     key = os.environ.get("OPENAI_API_KEY")
     servers = [Server(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
@@ -88,7 +91,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with output.progress("answered") as advance:
         runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)
     if ceilings is not None:
-        work = _least_work(config, args.dtype, load, args.max_concurrency)
+        dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
+        work = least_work(forward(config, dims), dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"]))
     ours, *theirs = [_middle(each) for each in runs]
@@ -154,16 +158,6 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[ModelConfig, Wo
         return tokenizer.encode(text)
 
     return config, workload(args, config.vocab, encode)
-
-
-def _least_work(config: ModelConfig, dtype: str, load: Workload, in_flight: int | None) -> Work:
-    from ..model.checkpoint import weight_dims
-    from ..model.families import forward
-    from ..serving.bench import least_work
-    from ..serving.llm import DTYPES
-
-    dims = weight_dims(config, DTYPES[dtype])
-    return least_work(forward(config, dims), dims, load.jobs, in_flight or len(load.jobs), tied=config.tied)
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import roofline_paper, roofline_step
 from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_setting
-
-if TYPE_CHECKING:
-    from ..machine import Hardware
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _price = above_zero("a positive number")
@@ -54,8 +50,14 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .. import machine as machines
+
     _check(args)
-    hardware = _hardware(args)
+    if args.machine == machines.HOST:
+        measured = host_ceilings(machines.cpu_count())
+        hardware = machines.host_hardware(measured.flops, measured.read_bytes_per_s)
+    else:
+        hardware = machines.hardware(args.machine)
     if args.context is None:
         args.context = _TRAINING_CONTEXT if args.training else _CONTEXT
     if args.plan:
@@ -80,13 +82,3 @@ def _check(args: argparse.Namespace) -> None:
             raise MegakernelError(f"{flag} needs {needed}")
     if args.plot and args.plot.suffix not in (".svg", ".html"):
         raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")
-
-
-def _hardware(args: argparse.Namespace) -> Hardware:
-    """The machine; this one as measured now."""
-    from .. import machine as machines
-
-    if args.machine != machines.HOST:
-        return machines.hardware(args.machine)
-    measured = host_ceilings(machines.cpu_count())
-    return machines.host_hardware(measured.flops, measured.read_bytes_per_s)

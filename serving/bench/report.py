@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from ...isa import Dims, Forward
 from ...roofline import Ceilings, Work, bound, fraction_error, step_work
-from .workload import Job, lengths
+from .workload import Job
 
 _MOST_ERRORS = 5  # kinds that a report names
 
@@ -101,7 +101,7 @@ def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int
     FLOPs and KV bytes are those of every prompt in one piece and of every later token alone. All weights are read in
     every step, and there are at least max(longest output, outputs / in_flight) steps. Of `dims` only the model counts.
     """
-    prompts, outputs = lengths(jobs)
+    prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
     last = prompts + outputs - 1  # the last token generated is never fed back
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
     whole = step_work(forward, dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,16 +98,12 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
         if len(jobs) == count:
             break
         job = Job(prompt, len(encode(prompt)), len(encode(answer)))
-        if _fits((job.prompt_tokens, job.output_tokens)):
+        few = min(job.prompt_tokens, job.output_tokens) < 4
+        if not few and job.prompt_tokens <= 1024 and job.prompt_tokens + job.output_tokens <= 2048:
             jobs.append(job)
     if not jobs:
         raise MegakernelError(f"{path} has no conversation of two turns and fitting length: take another file")
     return Workload(f"ShareGPT conversations of {path.name}", [jobs[i % len(jobs)] for i in range(count)])
-
-
-def _fits(pair: Pair) -> bool:
-    prompt, output = pair
-    return prompt >= 4 and output >= 4 and prompt <= 1024 and prompt + output <= 2048
 
 
 def _read(path: Path) -> str:
@@ -134,8 +129,3 @@ def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: i
 
 def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[Job]:
     return [Job(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]
-
-
-def lengths(jobs: Sequence[Job]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(prompt tokens, output tokens) of each job."""
-    return np.array([j.prompt_tokens for j in jobs]), np.array([j.output_tokens for j in jobs])
