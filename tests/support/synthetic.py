@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import handmade
 import numpy as np
 import program_parts
 from mutate import with_phases
-from simulated import ordered, step_of
+from simulated import step_of
 
-from megakernel.isa import Dims, Dtype, Operation
-from megakernel.isa import record as rec
+from megakernel import machine
+from megakernel.isa import Dims, Dtype
 from megakernel.isa.record import Records
-from megakernel.program import Program, Segment
-from megakernel.trace import DTYPE, EPILOGUE, PROLOGUE, IntervalKind, Role, Trace, TraceHeader
+from megakernel.program import Program
+from megakernel.scheduler.simulate import Stall, simulate
+from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.trace import DTYPE, IntervalKind, Role, Trace, TraceHeader
 
 
 def dims(layers: int = 2, tokens: int = 64, row_block: int = 32, slots: int = 4, **changes: float) -> Dims:
@@ -55,56 +56,26 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
     return handmade.handmade(d, workers, tile=-(-d.hidden // tiles))
 
 
-MICROSECONDS = {
-    Operation.GATHER: 3,
-    Operation.ROPE: 3,
-    Operation.NORM: 8,
-    Operation.MATMUL: 26,
-    Operation.ATTENTION: 45,
-    Operation.SAMPLE: 8,
-    Operation.JOIN: 1,
-}
-SIGNAL_NS, DISPATCH_NS = 300, 200
+def _simulated(p: Program, target: machine.Machine, costs: Costs, stall: Stall | None = None) -> Trace:
+    """What the simulator makes of a step that fills the program's rows, without the fetching of instructions."""
+    target = replace(target, workers=p.workers)
+    done = simulate(p, target, step_of(p), costs=costs, trace=True, stall=stall)
+    assert done.trace is not None
+    return replace(done.trace, intervals=done.trace.intervals[done.trace.intervals["kind"] != IntervalKind.FETCH])
 
 
-def run(p: Program, seed: int = 0, stall: tuple[int, int] | None = None) -> Trace:
-    """Execute `p` in virtual time: nanosecond ticks, a prefetch LOAD in front of each matmul. A record waits for all
-    that its attention items wait for.
+SIGNAL_NS = 300
 
-    `stall` = (body record, layer) of an instruction that takes 5 ms longer. Durations do not depend on it.
+
+def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
+    """On workers of a CPU, whose tiles take tens of microseconds. `stall` = (body record, layer) of an instruction that
+    takes 5 ms longer.
     """
-    rng = np.random.default_rng(seed)
-    left = p.totals().reshape(-1).astype(np.int64)
-    arrived = np.zeros(len(left), np.int64)  # the last arrival so far
-    streams: list[list[tuple[tuple[int, int], set[int], list[tuple[int, int]]]]] = [[] for _ in range(p.workers)]
-    for (key, stream), tasks in groupby(ordered(p, step_of(p)), key=lambda task: (task.key, task.stream)):
-        every = list(tasks)
-        waits, adds = {c for task in every for c in task.waits}, [add for task in every for add in task.adds]
-        streams[stream].append((key, waits, adds))
-    clock, heads, rows = [0] * p.workers, [0] * p.workers, []
-    while any(h < len(s) for h, s in zip(heads, streams, strict=True)):
-        for w, stream in enumerate(streams):
-            if heads[w] == len(stream) or any(left[c] for c in stream[heads[w]][1]):
-                continue
-            (layer, number), waits, adds = stream[heads[w]]
-            heads[w] += 1
-            segment = 0 if layer == PROLOGUE else 2 if layer == EPILOGUE else 1
-            phase = p.forward.by_number[int(p.numbered(segment)[0][number, 0])]
-            ready = max((int(arrived[c]) for c in waits), default=0) + SIGNAL_NS
-            start = max(clock[w] + DISPATCH_NS, ready if waits else 0)
-            common = (number, 1, w, layer, 0, Role.WORKER)
-            if ready > clock[w] and waits:
-                rows.append((clock[w], start, *common, IntervalKind.COUNTER_WAIT, 0))
-            if phase.is_matmul:
-                rows.append((clock[w], min(clock[w] + 2500, start), *common, IntervalKind.LOAD, 0))
-            end = start + int(MICROSECONDS[phase.operation] * 1000 * rng.uniform(0.75, 1.35))
-            end += 5_000_000 if stall == (number, layer) else 0
-            rows.append((start, end, *common, IntervalKind.COMPUTE, 0))
-            clock[w] = end
-            for counter, count in adds:
-                left[counter] -= count
-                arrived[counter] = max(arrived[counter], end)
-    return trace(p, rows)
+    host = machine.host(p.workers)
+    rates = {"matmul_flops": ((1.0, 1e10),), "attention_flops": ((1.0, 1e9),), "vector_flops": 1e8}
+    rates |= {"memory_bytes_per_s": 1e12, "cache_bytes_per_s": 1e12}
+    costs = replace(costs_of(host), **rates, dispatch_s=200e-9, signal_s=SIGNAL_NS * 1e-9, launch_s=0.0)
+    return _simulated(p, host, costs, Stall(1, *stall, 5e-3) if stall else None)
 
 
 def stalled() -> tuple[Program, Trace, tuple[int, int]]:
@@ -128,109 +99,19 @@ def trace(p: Program, rows: Sequence[tuple[int, ...]], *, dropped: int = 0, tick
     return Trace(header, intervals)
 
 
-# Phases of a layer in `node`: instruction, instructions per worker, mean microseconds, whether it signals every rank.
-PHASES = (
-    ("attn_norm", 1, 6, True),
-    ("qkv_rope", 3, 92, False),
-    ("attention", 4, 64, False),
-    ("o_partial", 16, 12, True),
-    ("o_reduce", 2, 5, False),
-    ("mlp_norm", 1, 6, True),
-    ("gate_up_silu", 7, 180, False),
-    ("down_partial", 16, 41, True),
-    ("down_reduce", 2, 5, True),
-)
-_GROUPS = 4  # counters of a phase: its instructions in order, in so many parts
-_SIGNAL, _LOAD, _STORE = 400, 3000, 700  # nanoseconds
-
-
 def node(
-    ranks: int = 8, workers: int = 132, layers: int = 2, slow: float = 1.0, seed: int = 0, clock_error_s: float = 0.0
+    ranks: int = 8, workers: int = 132, layers: int = 2, slow: float = 1.0, clock_error_s: float = 0.0
 ) -> tuple[Program, Trace]:
-    """Layers of a 70B-like model over a node's GPUs, in virtual time, with the roles of a GPU's worker.
+    """Layers of a 70B-like model over a node's GPUs, simulated, with the roles of a GPU's worker.
 
     Matmuls take `slow` times as long. At full size the trace has more than 400 thousand intervals.
     """
-    d = dims(layers, 8192, 128, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256, tp=ranks)
-    rng = np.random.default_rng(seed)
-    forward = handmade.llama(d)
-    count = sum(n for _, n, _, _ in PHASES)
-    body = np.zeros((ranks, workers, count, rec.WORDS), dtype=np.int32)
-    lane = np.arange(ranks * workers).reshape(ranks, workers)
-    clock = np.zeros((ranks, workers), dtype=np.int64)
-    done = np.zeros((len(PHASES), _GROUPS, ranks), dtype=np.int64)  # last arrival at each counter
-    loaded, stored = clock.copy(), clock.copy()
-    parts: list[tuple[object, ...]] = []
-    for layer in range(layers):
-        place = 0
-        for phase, (name, n, mean, everywhere) in enumerate(PHASES):
-            before = (phase - 1) % len(PHASES)
-            ahead = phase == len(PHASES) - 1
-            done[phase] = 0
-            kind = forward.by_name[name]
-            matmul = kind.is_matmul
-            for k in range(n):
-                wanted = ((k + 1) * _GROUPS - 1) // n
-                groups = range(k * _GROUPS // n, wanted + 1)
-                here = body[:, :, place]
-                here[..., 0] = kind.number
-                tile = (lane % 64 * 128, 128, (lane // 64 * n + k) % 16 * 256, 256)
-                if kind.operation is Operation.ATTENTION:
-                    tile = (lane % workers * n + k, 1, 1, 0)
-                for word, value in enumerate(tile[: len(kind.operands)]):
-                    here[..., rec.OPERAND_WORD + word] = value
-                here[..., rec.WAIT_WORD] = rec.counter_word(before * _GROUPS + wanted)
-                for rank in range(ranks):
-                    to = rec.ALL_RANKS if everywhere else rank
-                    for nth, g in enumerate(groups):
-                        signal = rec.counter_word(phase * _GROUPS + g, rank=to, next_layer=ahead)
-                        here[rank, :, rec.SIGNAL_WORD + nth] = signal
-                first = layer == 0 and phase == 0
-                arrived = 0 if first else done[before, wanted][:, None] + _SIGNAL
-                begin = np.maximum(clock + 200, arrived)
-                last = loaded + rng.integers(0, 2000, clock.shape)
-                last_load = np.maximum(last, begin - 12_000) + _LOAD
-                begin = np.maximum(begin, last_load if matmul else begin)
-                duration = (mean * 1000 * rng.uniform(0.85, 1.15, clock.shape)).astype(np.int64)
-                if matmul:
-                    duration = (duration * slow).astype(np.int64)
-                end = begin + duration
-                kept = np.maximum(end, stored) + _STORE
-                common = (place, layer)
-                if matmul:
-                    parts.append((Role.LOADER, IntervalKind.PAGE_WAIT, *common, loaded, last_load - _LOAD))
-                    parts.append((Role.LOADER, IntervalKind.LOAD, *common, last_load - _LOAD, last_load))
-                if not first:
-                    met = np.maximum(arrived, clock - 3000)
-                    parts.append((Role.INPUT_LOADER, IntervalKind.COUNTER_WAIT, *common, np.minimum(clock, met), met))
-                parts.append((Role.CONSUMER, IntervalKind.COMPUTE, *common, begin, end))
-                parts.append((Role.STORER, IntervalKind.STORE, *common, kept - _STORE, kept))
-                clock, stored = end, kept
-                loaded = np.where(matmul, last_load, loaded)
-                latest = kept.max(axis=1)
-                for g in groups:
-                    done[phase, g] = np.maximum(done[phase, g], latest.max() if everywhere else latest)
-                place += 1
-    return _node_trace(d, body, parts, ranks, workers, clock_error_s)
-
-
-def _node_trace(
-    d: Dims, body: np.ndarray, parts: list[tuple[object, ...]], ranks: int, workers: int, clock_error_s: float
-) -> tuple[Program, Trace]:
-    lanes, count = ranks * workers, body.shape[2]
-    empty = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(lanes + 1, np.int32))
-    offsets = (np.arange(lanes + 1) * count).astype(np.int32)
-    zeros = np.zeros((ranks, len(PHASES) * _GROUPS), dtype=np.int32)
-    segments = empty, Segment(body.reshape(-1, rec.WORDS), offsets), empty
-    p = Program(d, handmade.llama(d), "h100", ranks, workers, zeros.shape[1], *segments, *[zeros] * 3)
-    intervals = np.zeros((len(parts), lanes), dtype=DTYPE)
-    for row, (role, kind, place, layer, begin, end) in zip(intervals, parts, strict=True):
-        row["role"], row["kind"], row["layer"], row["launch"] = role, kind, layer, 1
-        row["begin"], row["end"] = np.ravel(begin), np.ravel(end)
-        row["rank"], row["worker"] = np.divmod(np.arange(lanes), workers)
-        row["instruction"] = offsets[:-1] + place
-    flat = intervals.ravel()
-    flat = flat[flat["end"] >= flat["begin"]]
-    flat = flat[np.lexsort((flat["begin"], flat["worker"], flat["rank"]))]
-    header = TraceHeader(p.hash, "simulator", 1e-9, read_s=0.0, clock_error_s=clock_error_s, dropped=0)
-    return p, Trace(header, flat)
+    sizes = {"hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_dim": 128, "vocab": 8192}
+    limits = {"slots": 4 * workers, "items": 9 * workers, "max_context": 8192, "tp": ranks}
+    p = handmade.handmade(dims(layers, 64 * workers, 128, **sizes, **limits), workers, tile=320)
+    h100 = machine.load("h100")
+    costs = costs_of(h100)
+    costs = replace(costs, matmul_flops=tuple((rows, rate / slow) for rows, rate in costs.matmul_flops))
+    trace = _simulated(p, h100, costs)
+    trace.intervals["role"][trace.intervals["kind"] == IntervalKind.COUNTER_WAIT] = Role.INPUT_LOADER  # as on a GPU
+    return p, replace(trace, header=replace(trace.header, clock_error_s=clock_error_s))

@@ -31,6 +31,7 @@ from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
 Rows = list[tuple[int, ...]]
+TRACKS = {COMPUTE: "compute", WAIT: "wait", LOAD: "load", STORE: "store"}
 SECOND = 1.0  # traces made by hand tick in seconds
 
 
@@ -239,7 +240,7 @@ def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
 
 
 def test_releasers_of_a_node_are_the_true_ones() -> None:
-    r = resolve(*synthetic.node(2, 3))
+    r = resolve(*synthetic.node(4, 16))
     found = releasers(r, finishes(r))
     waits = np.flatnonzero(found >= 0)
     late = r.end[waits] - r.end[found[waits]]
@@ -472,17 +473,17 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
         else:
             begin, started = open_at.pop(event.track_uuid)
             track = tracks[event.track_uuid]
-            worker = int(tracks[track.parent_uuid].name.removeprefix("worker "))
+            worker, kind = int(tracks[track.parent_uuid].name.removeprefix("worker ")), track.name.removesuffix(" 2")
             notes = tuple((a.name, a.int_value) for a in started.debug_annotations if a.HasField("int_value"))
             family = started.categories[0]
-            slices.append((worker, begin, packet.timestamp, track.name, started.name, family, notes))
+            slices.append((worker, begin, packet.timestamp, kind, started.name, family, notes))
     assert not open_at
 
     r = resolve(p, t)
     c = causes(p)
     expected = []
     for i in range(len(r)):
-        name, track = r.phase(i).name, {COMPUTE: "compute", WAIT: "wait", LOAD: "load"}[int(r.rows["kind"][i])]
+        name, track = r.phase(i).name, TRACKS[int(r.rows["kind"][i])]
         if track == "wait":
             name = "waits for " + c.names[c.table(int(r.segment[i]), int(r.block[i]))[r.rows["instruction"][i], 0]]
         notes = (*r.operands(i).items(), ("launch", 1))
