@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import compiled
 from cpu_support import RandomCheckpoint
 from fake_gpu import (
     Arguments,
@@ -40,7 +41,7 @@ from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options
 
 WORKERS, PAGES = 3, 5
 CONFIG = ModelConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True)
@@ -51,17 +52,8 @@ def _machine() -> Machine:
 
 
 def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Program:
-    return compile_program(
-        CONFIG,
-        machine or _machine(),
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=1,
-        max_seqs=2,
-        max_context=256,
-        tp=tp,
-        options=Options(matmul="tensor"),
-    )
+    target, options = machine or _machine(), Options(matmul="tensor")
+    return compiled(CONFIG, target, tokens, 1, tp, options, max_seqs=2, max_context=256)
 
 
 def _weights(dims: Dims) -> RandomCheckpoint:

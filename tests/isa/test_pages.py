@@ -8,17 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from compiled import compiled as compiled_for
+from compiled import of
 from mutate import edit
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units, attention_pages, launch, matmul_pages, pages
-from megakernel.isa.record import OPERAND_WORD, Records, phase_number
+from megakernel.isa.record import OPERAND_WORD, phase_number
 from megakernel.model import families, load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import Options, compile_program, describe, with_matmul
+from megakernel.scheduler import Options, describe, with_matmul
 from megakernel.scheduler.verify import verify
 
 LLAMA_1B = load_config("random:llama-3.2-1b")
@@ -26,36 +28,14 @@ LLAMA_70B = load_config("random:llama-3.1-70b")
 H200 = machines.load("h200")
 
 
-def compiled(
-    tokens: int,
-    config: ModelConfig = LLAMA_1B,
-    logit_rows: int = 1,
-    tp: int = 1,
-    max_context: int = 1024,
-    **options: str,
-) -> Program:
-    return compile_program(
-        replace(config, layers=2),
-        H200,
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=logit_rows,
-        max_seqs=4,
-        max_context=max_context,
-        tp=tp,
-        options=Options(**options),
-    )
+def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, tp: int = 1, **options: str) -> Program:
+    two = replace(config, layers=2)
+    return compiled_for(two, H200, tokens, logit_rows, tp, Options(**options), max_context=1024)
 
 
 def matmuls(tp: int = 1, norm: families.Norm = families.Norm.OWN) -> list[Phase]:
     dims = replace(weight_dims(LLAMA_1B, Dtype.BF16), tp=tp)
     return [phase for phase in families.forward(LLAMA_1B, dims, norm) if phase.is_matmul]
-
-
-def of(program: Program, phase: Phase) -> Records:
-    """The records of a phase on all streams."""
-    records = program.body.records if phase in program.forward.body else program.epilogue.records
-    return records[phase_number(records) == phase.number]
 
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
@@ -132,7 +112,7 @@ def test_programs_for_gpus_are_made_of_boxes_and_fit_the_ring(tokens: int, tp: i
     assert d.units == Units.DOTS or d.row_block % 32 == 0 or d.row_block == tokens
     for phase in (phase for phase in program.forward.body if phase.is_matmul):
         unit = 8 if d.units == Units.DOTS else max(32, pages.output_columns(phase, d))
-        assert (phase.columns(of(program, phase))["col"] % unit == 0).all()
+        assert (phase.columns(of(program, phase.name))["col"] % unit == 0).all()
 
 
 def test_one_row_is_read_by_dots_once_on_all_sms() -> None:
@@ -163,7 +143,7 @@ def test_dots_cut_a_larger_bucket_into_blocks_that_they_hold() -> None:
     program = compiled(19, logit_rows=9, matmul="dots")
     assert program.dims.units == Units.DOTS and program.dims.row_block == 4
     head = next(phase for phase in program.forward.epilogue if phase.is_matmul)
-    assert head.columns(of(program, head))["rows"].max() == 4
+    assert head.columns(of(program, head.name))["rows"].max() == 4
     assert verify(program).violations == []
 
 
@@ -174,10 +154,7 @@ def test_dots_that_do_not_hold_a_row_are_refused() -> None:
 
 
 def test_a_cpu_knows_neither_pages_nor_dots() -> None:
-    host = compile_program(
-        LLAMA_1B, machines.host(2), dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256,
-        options=Options(matmul="dots"),
-    )  # fmt: skip
+    host = compiled_for(LLAMA_1B, machines.host(2), 1, options=Options(matmul="dots"), max_context=256)
     assert (host.dims.ring_pages, host.dims.units) == (0, Units.CORE) and describe(host)["matmul"] is None
 
 
@@ -224,7 +201,7 @@ def test_rows_that_no_page_or_dot_holds_are_named() -> None:
 def test_a_tile_whose_boxes_reach_into_the_next_is_named(name: str, which: str, change: int) -> None:
     program = compiled(300)
     phase = program.forward.by_name[name]
-    old = int(phase.columns(of(program, phase))[which][0])
+    old = int(phase.columns(of(program, name))[which][0])
     found = violations(operand(program, name, which, old + change))
     assert any(v.startswith(f"{name}(") and "is not made of boxes of 32 rows" in v for v in found)
 

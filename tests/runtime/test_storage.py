@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import compiled
 from cpu_support import DIMS, PAGES, Array, RandomCheckpoint, make_table
 from numpy.typing import NDArray
 from program_parts import record
@@ -28,7 +29,6 @@ from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
 from megakernel.runtime.cpu import CpuBackend, native
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program
 from megakernel.scheduler.options import Options
 
 WIDTHS = ("portable", "avx2", "avx512")
@@ -71,24 +71,16 @@ def quantised(dims: Dims, dtype: Dtype = Dtype.F32, *, tied: bool = False) -> tu
     return checkpoint, Dequantised(checkpoint, dims)
 
 
-def compiled(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
-    return compile_program(
-        checkpoint.config,
-        host(2),
-        dtype=checkpoint.dtype,
-        tokens=rows,
-        logit_rows=rows,
-        max_seqs=3,
-        max_context=400,
-        tp=tp,
-        options=Options(**options),
-        storage=checkpoint.storage,
+def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
+    given: dict[str, Any] = {"dtype": checkpoint.dtype, "storage": checkpoint.storage}
+    return compiled(
+        checkpoint.config, host(2), rows, rows, tp, Options(**options), max_seqs=3, max_context=400, **given
     )
 
 
 def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
     """Of every row of a prompt of `rows` tokens."""
-    program = compiled(checkpoint, rows, tp, **options)
+    program = program_of(checkpoint, rows, tp, **options)
     backend = kind(checkpoint, program.dims, PAGES, dtype=checkpoint.dtype)
     try:
         tokens = np.random.default_rng(rows).integers(0, program.dims.vocab, rows).tolist()
@@ -146,7 +138,7 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
             return head if buffer is Buffer.LM_HEAD else super().load(buffer, layer, dtype)
 
     checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Dtype.Q8_0})
-    program = compiled(checkpoint, 5)
+    program = program_of(checkpoint, 5)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
     tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.vocab)
     with np.errstate(invalid="ignore"):
@@ -208,7 +200,7 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
     whole, (blocks, _) = RandomCheckpoint(SHARED), quantised(SHARED)
     read = []
     for checkpoint in (whole, blocks):
-        program = compiled(checkpoint, 1)
+        program = program_of(checkpoint, 1)
         read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
     d = SHARED
     wide = {d.hidden: d.layers * (d.qkv_cols + 2 * d.ffn) + d.vocab, d.q_cols: d.layers * d.hidden}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import compiled as compiled_for
 from cpu_support import Array, RandomCheckpoint, fill
 from hand_program import make_dims, make_program, make_queue_program
 
@@ -22,7 +23,6 @@ from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program
 from megakernel.scheduler.describe import describe
 from megakernel.scheduler.options import Options
 from megakernel.trace import IntervalKind
@@ -134,17 +134,8 @@ def test_every_instruction_does_what_the_reference_does(
 def compiled(
     config: ModelConfig, tokens: int, *, tp: int, workers: int = 2, dtype: Dtype = Dtype.F32, **options: Any
 ) -> Program:
-    return compile_program(
-        config,
-        machine.host(workers),
-        dtype=dtype,
-        tokens=tokens,
-        logit_rows=tokens,
-        max_seqs=4,
-        max_context=config.max_context,
-        tp=tp,
-        options=Options(**options),
-    )
+    target, limits = machine.host(workers), {"max_context": config.max_context}
+    return compiled_for(config, target, tokens, tokens, tp, Options(**options), dtype=dtype, **limits)
 
 
 def steps(config: ModelConfig) -> list[list[Chunk]]:

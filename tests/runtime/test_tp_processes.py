@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api_support import until
+from compiled import compiled as compiled_for
 from cpu_support import DIMS, PAGES, RandomCheckpoint
 from numpy.typing import NDArray
 from simulated import ordered
@@ -34,7 +35,7 @@ from megakernel.runtime.cpu import ranks as cpu_ranks
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.cpu.processes.heaps import SHARED
 from megakernel.runtime.cpu.processes.peers import RankGone
-from megakernel.scheduler import compile_program, describe
+from megakernel.scheduler import describe
 from megakernel.scheduler.options import Options
 from megakernel.trace import IntervalKind
 
@@ -46,17 +47,8 @@ _LOWERINGS = [Options(o="sharded", residual="dealt"), Options(o="replicated", re
 
 
 def compiled(tp: int, tokens: int = 40, options: Options = _LOWERINGS[0]) -> Program:
-    return compile_program(
-        CHECKPOINT.config,
-        host(2),
-        dtype=Dtype.F32,
-        tokens=tokens,
-        logit_rows=5,
-        max_seqs=3,
-        max_context=400,
-        tp=tp,
-        options=options,
-    )
+    limits = {"max_seqs": 3, "max_context": 400}
+    return compiled_for(CHECKPOINT.config, host(2), tokens, 5, tp, options, dtype=Dtype.F32, **limits)
 
 
 def prompts(program: Program) -> StepTable:

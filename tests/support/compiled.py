@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from megakernel import machine
-from megakernel.isa import Dtype
+from megakernel.isa import Buffer, Dtype
 from megakernel.isa.record import Records, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
@@ -44,21 +45,18 @@ def compiled(
     logit_rows: int = 1,
     tp: int = 1,
     options: Options = Options(),  # noqa: B008
+    *,
+    dtype: Dtype = Dtype.BF16,
+    max_seqs: int = 4,
+    max_context: int = 64,
+    storage: Mapping[Buffer, Dtype] | None = None,
 ) -> Program:
-    return compile_program(
-        config,
-        target,
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=logit_rows,
-        max_seqs=4,
-        max_context=64,
-        tp=tp,
-        options=options,
-    )
+    sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context, "tp": tp}
+    return compile_program(config, target, dtype=dtype, options=options, storage=storage, **sizes)
 
 
 def of(program: Program, phase: str) -> Records:
-    """The records of a phase of the body, on all streams."""
-    records = program.body.records
-    return records[phase_number(records) == program.forward.by_name[phase].number]
+    """The records of a phase of the body or the epilogue, on all streams."""
+    wanted = program.forward.by_name[phase]
+    records = (program.epilogue if wanted in program.forward.epilogue else program.body).records
+    return records[phase_number(records) == wanted.number]

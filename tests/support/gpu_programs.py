@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from compiled import compiled
 from numpy.typing import NDArray
 from protocol import LaunchImage, build_fibres, dims_words
 from tiny_llama import make_llama
@@ -16,7 +17,7 @@ from megakernel.isa import Buffer, Dims, Dtype, Forward, StepTable
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 48, "ffn": 72},
@@ -25,7 +26,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "norms of heads": {"family": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 64, "attention_bias": True},
     "norms of wide heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 128, "hidden": 64},
 }
-LIMITS = {"max_seqs": 4, "max_context": 512}
 PAGES = 16
 
 
@@ -44,16 +44,7 @@ def make(
     """A backend with a random KV cache, a program, and a step that runs `chunks` (start, tokens), one row left over."""
     _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
     rows = sum(count for _, count in chunks)
-    program = compile_program(
-        checkpoint.config,
-        h100(workers),
-        dtype=Dtype.BF16,
-        tokens=rows + 1,
-        logit_rows=len(chunks) + 1,
-        tp=tp,
-        options=options,
-        **LIMITS,
-    )
+    program = compiled(checkpoint.config, h100(workers), rows + 1, len(chunks) + 1, tp, options, max_context=512)
     backend = ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
     rng = np.random.default_rng(7)
     for rank in range(tp):

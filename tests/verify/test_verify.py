@@ -11,6 +11,8 @@ import numpy as np
 import program_parts
 import pytest
 from atomic_steps import expected, make_table
+from compiled import SMOLLM2
+from compiled import compiled as compiled_for
 from ground_truth import adversarial
 from handmade import handmade, llama, rank_dims, small_dims
 from mutate import KINDS, edit, rows_of, with_phases
@@ -20,7 +22,6 @@ from megakernel.machine import host
 from megakernel.model.config import ModelConfig
 from megakernel.model.families import Norm
 from megakernel.program import Program, Segment
-from megakernel.scheduler import compile_program
 from megakernel.scheduler.options import Options
 from megakernel.scheduler.verify import verify
 
@@ -34,8 +35,8 @@ def compiled(
     """For tiles so small that a tiny model has many."""
     machine = replace(host(workers), tile_rows=4, tile_cols=16, col_unit=8)
     config = ModelConfig(130, 24, 100, layers, heads, kv_heads, head_dim=8, max_context=64)
-    limits = {"logit_rows": 2, "max_seqs": 2, "max_context": 64} | limits
-    return compile_program(config, machine, dtype=Dtype.F32, options=options or Options(), **limits)
+    limits = {"logit_rows": 2, "max_seqs": 2} | limits
+    return compiled_for(config, machine, options=options or Options(), dtype=Dtype.F32, **limits)
 
 
 def insert(program: Program, name: str, stream: int, position: int, words: np.ndarray) -> Program:
@@ -139,10 +140,7 @@ def test_accepts_what_the_scheduler_makes_for_ranks(
 
 
 def test_accepts_a_real_shape_on_all_sms() -> None:
-    smollm2 = ModelConfig(49152, 576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, max_context=2048)
-    program = compile_program(
-        smollm2, host(132), dtype=Dtype.BF16, tokens=512, logit_rows=16, max_seqs=16, max_context=2048
-    )
+    program = compiled_for(SMOLLM2, host(132), 512, 16, max_seqs=16, max_context=2048)
     report = verify(program)
     assert report.violations == [] and report.checked == program.instructions
 
@@ -474,7 +472,7 @@ def test_three_layers_stand_for_all(queue: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_tile_may_not_cut_a_head_that_is_normalised() -> None:
     config = ModelConfig(40, 24, 20, layers=2, heads=6, kv_heads=3, head_dim=8, max_context=64, family="qwen3")
-    good = compile_program(config, host(2), dtype=Dtype.F32, tokens=3, logit_rows=1, max_seqs=1, max_context=8)
+    good = compiled_for(config, host(2), 3, dtype=Dtype.F32, max_seqs=1, max_context=8)
     assert verify(good).violations == []
     records = good.body.records.copy()
     heads = record.phase_number(records) == good.forward.by_name["qkv_rope"].number
