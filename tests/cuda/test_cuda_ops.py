@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, PAGES, Item, RandomCheckpoint, make_table, set_items
+from cpu_support import DIMS, Item, RandomCheckpoint, make_table, set_items
 from program_parts import record
-from twins import Twins
+from twins import FibreTwins, check_hostile_logits, compare_samples, sampling_table
 
-from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable, from_f32
+from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable
 from megakernel.isa.record import Records, counter_word
 from megakernel.model import families
 
@@ -24,16 +24,16 @@ LAYER = 1
 BF16_DIMS = replace(DIMS, dtype=int(Dtype.BF16), kv_page=128, row_block=64, tokens=48)
 
 
-def make(dims: Dims, seed: int = 0) -> Twins:
+def make(dims: Dims, seed: int = 0) -> FibreTwins:
     checkpoint = RandomCheckpoint(replace(dims, tp=1, replicated_o=0, replicated_residual=0))
-    return Twins(checkpoint, families.forward(checkpoint.config, dims), dims, seed)
+    return FibreTwins(checkpoint, families.forward(checkpoint.config, dims), dims, seed)
 
 
-def phase(twins: Twins, name: str) -> Phase:
+def phase(twins: FibreTwins, name: str) -> Phase:
     return twins.forward.by_name[name]
 
 
-def attend(twins: Twins, slot: int, groups: int) -> Records:
+def attend(twins: FibreTwins, slot: int, groups: int) -> Records:
     """Each row block has a counter."""
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
@@ -84,24 +84,17 @@ HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (128, 3, 1
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # first position, rows; rows 28 .. are padding
 
 
-def attention_twins(dims: Dims) -> tuple[Twins, StepTable]:
+def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
     """Cache slots that hold no token of the step are huge: they may meet a zero, no more."""
     twins = make(dims)
     table = make_table(dims, SEQUENCES)
+    twins.fill_unused(table, LAYER, 1e30)
     for rank in range(dims.tp):
-        keep = np.zeros((PAGES, dims.kv_page), bool)
-        for row in np.flatnonzero(table.row_seq >= 0):
-            token = np.arange(table.positions[row] + 1)
-            keep[table.block_tables[table.row_seq[row], token // dims.kv_page], token % dims.kv_page] = True
-        huge = from_f32(np.full(1, 1e30, np.float32), Dtype.BF16)[0]
-        twins.buffer(rank, B.K_CACHE, LAYER).transpose(0, 3, 1, 2)[~keep] = huge
-        twins.buffer(rank, B.V_CACHE, LAYER).transpose(0, 2, 1, 3)[~keep] = huge
-        for row in np.flatnonzero(table.row_seq < 0):
-            twins.buffer(rank, B.Q)[row] = 0x7FC0  # not a number
+        twins.buffer(rank, B.Q)[table.row_seq < 0] = 0x7FC0  # not a number
     return twins, table
 
 
-def run_items(twins: Twins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
+def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
     """`final`: the items of each slot whose rows are final after it."""
     set_items(table.rank(0), items)
     for slot, expected in final.items():
@@ -166,69 +159,20 @@ def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None
         twins.compare(attend(twins, 0, 2), LAYER, table, rank, rtol=2**-7, atol=6e-3)
 
 
-def sampling_table(dims: Dims, twins: Twins, seed: int) -> StepTable:
-    """Rows with all kinds of sampling parameters, and a history for each."""
-    rng = np.random.default_rng(seed)
-    n = dims.logit_rows
-    table = make_table(dims, {})
-    table.logit_rows[:] = np.arange(n) % dims.tokens
-    table.sample_slot[:] = np.arange(n)
-    table.sample_position[:] = rng.integers(1, dims.max_context, n)
-    table.prompt_length[:] = table.sample_position // 2
-    for slot in range(n):
-        tokens = rng.integers(0, min(dims.vocab, 60), dims.max_context).astype(np.int32)
-        twins.reference.write_history(slot, 0, tokens)
-    table.temperature[:] = rng.choice([0.0, 0.3, 1.0, 2.5], n, p=[0.1, 0.2, 0.4, 0.3])
-    table.top_p[:] = rng.choice([1.0, 0.9, 0.5, 1e-6], n)
-    table.min_p[:] = rng.choice([0.0, 0.0, 0.05, 0.5], n)
-    table.top_k[:] = rng.choice([0, 0, 1, 5, 50, 100000], n)
-    table.presence_penalty[:] = rng.choice([0.0, 0.5, -1.0], n)
-    table.frequency_penalty[:] = rng.choice([0.0, 0.2], n)
-    table.repetition_penalty[:] = rng.choice([1.0, 1.3], n)
-    table.seed_low[:], table.seed_high[:] = rng.integers(-(2**31), 2**31, (2, n))
-    table.choice[:] = rng.integers(0, 5, n)
-    half = dims.bias_entries // 2
-    table.bias_begin[1], table.bias_end[1] = 0, half
-    table.bias_begin[3], table.bias_end[3] = half, dims.bias_entries
-    table.bias_ids[:] = rng.integers(0, dims.vocab, dims.bias_entries)
-    table.bias_ids[1] = table.bias_ids[0]  # adds up
-    table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bias_entries)
-    return table
-
-
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
 @pytest.mark.parametrize("vocab", [7, 203, 12345])
 def test_sample(vocab: int, step: float) -> None:
-    n = 24
-    dims = replace(BF16_DIMS, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8)
-    for seed in range(3):
-        twins = make(dims, seed)
-        logits = twins.buffer(0, B.LOGITS)
-        logits *= 3
-        if step:
-            logits[:] = np.round(logits / step) * step
-        table = sampling_table(dims, twins, seed)
-        table.target[5], table.sample_slot[6], table.logit_rows[7], table.sample_slot[7] = vocab - 1, -1, -1, -1
-        table.presence_penalty[6] = table.frequency_penalty[6] = 0.0
-        table.repetition_penalty[6] = 1.0
-        twins.compare(record(phase(twins, "sample"), 0, n), LAYER, table, atol=1e-4)
+    compare_samples(make, BF16_DIMS, vocab, step)
 
 
 def test_sample_of_ranks() -> None:
     """The token goes to everyone's history, the outputs to rank 0."""
     dims = replace(BF16_DIMS, logit_rows=6, max_seqs=6, tp=2, bias_entries=8)
     twins = make(dims)
-    table = sampling_table(dims, twins, 1)
+    table = sampling_table(twins, 1)
     for rank in range(2):
         twins.compare(record(phase(twins, "sample"), 3 * rank, 3), LAYER, table, rank, atol=1e-4)
 
 
 def test_hostile_logits() -> None:
-    """What is no number, or forbidden everywhere, gives some token and no hang."""
-    dims = replace(BF16_DIMS, logit_rows=4, max_seqs=4, bias_entries=8)
-    twins = make(dims)
-    table = sampling_table(dims, twins, 2)
-    table.temperature[:], table.top_p[:], table.top_k[:] = 1.0, 0.9, 5
-    twins.buffer(0, B.LOGITS)[:] = np.array([np.nan, -np.inf, 0.0, 3e38], np.float32)[:, None]
-    tokens = twins.run(record(phase(twins, "sample"), 0, 4), LAYER, table)[0, B.TOKENS_OUT, 0]
-    assert ((tokens >= 0) & (tokens < dims.vocab)).all()
+    check_hostile_logits(make, BF16_DIMS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, RandomCheckpoint, make_table
 from program_parts import record
-from twins import Twins
+from twins import FibreTwins
 
 from megakernel.isa import Buffer, Dims, Dtype, Result, Rows, Units
 from megakernel.model import families
@@ -28,10 +28,10 @@ ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
-def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN, family: str = "llama") -> Twins:
+def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN, family: str = "llama") -> FibreTwins:
     checkpoint = RandomCheckpoint(replace(dims, tp=1), biased=biased)
     checkpoint.config = replace(checkpoint.config, family=family)
-    return Twins(checkpoint, families.forward(checkpoint.config, dims, norm), dims)
+    return FibreTwins(checkpoint, families.forward(checkpoint.config, dims, norm), dims)
 
 
 def _table(dims: Dims) -> Any:
@@ -39,7 +39,7 @@ def _table(dims: Dims) -> Any:
     return make_table(dims, {0: (37, 5), 2: (120, dims.tokens - 8)})
 
 
-def _run_all(twins: Twins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
+def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
     """All columns of the rank's part, in two instructions."""
     phase, table = twins.forward.by_name[name], _table(twins.dims)
     total = phase.width(replace(twins.dims, rank=rank))
@@ -134,7 +134,7 @@ HEADS = [
 ]
 
 
-def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> Twins:
+def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> FibreTwins:
     dims = replace(SMALL, units=int(units), head_dim=head_dim, heads=3, kv_heads=2, **sizes)
     return make(dims, biased=biased, family="qwen3")
 

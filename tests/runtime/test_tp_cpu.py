@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled import compiled as compiled_for
-from cpu_support import Array, RandomCheckpoint, fill
+from cpu_support import Array, RandomCheckpoint
 from hand_program import make_dims, make_program, make_queue_program
+from twins import CpuTwins
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, Space, StepTable, record, to_f32
+from megakernel.isa import Buffer, Dims, Dtype, Operation, StepTable, record
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
@@ -70,26 +71,6 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
     return table
 
 
-def compare(cpu: CpuBackend, reference: ReferenceBackend, what: str) -> None:
-    """All copies of all buffers."""
-    dims = reference.dims
-    bf16 = dims.dtype == Dtype.BF16
-    for buffer, spec in BUFFERS.items():
-        if spec.space is Space.WEIGHT or buffer is Buffer.SPLITS:
-            continue
-        for layer in range(dims.layers if spec.layered else 1):
-            for rank in range(dims.tp):
-                expected = reference.buffer(buffer, layer, rank)
-                got = cpu.buffer(buffer, layer, rank)[: len(expected)]
-                if spec.space is Space.OUTPUT:  # the rows that are read on this rank
-                    own = dims.own_logit_rows if buffer is Buffer.LOGITS else dims.logit_rows if rank == 0 else 0
-                    got, expected = (a[rank * own : (rank + 1) * own] for a in (got, expected))
-                tolerance = 2**-7 if bf16 else 1e-4
-                a, b = (to_f32(x) if x.dtype != np.int32 else x for x in (got, expected))
-                message = f"{what}: {buffer.name} of layer {layer} on rank {rank}"
-                np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=message)
-
-
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda d: d.name)
 @pytest.mark.parametrize(
     ("config", "tp", "o", "residual"),
@@ -109,22 +90,21 @@ def test_every_instruction_does_what_the_reference_does(
     else:
         program = make_program(config, hand_dims(config, tp, o, residual, dtype=int(dtype)))
         table = hand_table(program.dims)
-    dims = program.dims
-    reference = ReferenceBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype)
-    with cpu(config, dims) as backend:
-        fill(backend, reference)
-        for segment in (program.prologue, program.body, program.epilogue):
-            layer = 1 if segment is program.body else 0
-            for number in dict.fromkeys(record.phase_number(segment.records).tolist()):
-                phase = program.forward.by_number[number]
-                for rank in range(tp):
-                    streams = map(segment.stream, range(rank * program.workers, (rank + 1) * program.workers))
-                    mine = [words for stream in streams for words in stream if words[0] & 0xFF == number]
-                    for words in mine if tp == 1 or phase.operation is Operation.ATTENTION else mine[:2]:
-                        for b in (backend, reference):
-                            b.execute(words, layer, table, program.forward, rank)
-                compare(backend, reference, phase.name)
-        np.testing.assert_array_equal(backend.link_bytes, reference.link_bytes)
+    twins = CpuTwins(random_checkpoint(config, dtype), program.forward, program.dims)
+    twins.start_equal()
+    tolerance = 2**-7 if dtype is Dtype.BF16 else 1e-4
+    for segment in (program.prologue, program.body, program.epilogue):
+        layer = 1 if segment is program.body else 0
+        for number in dict.fromkeys(record.phase_number(segment.records).tolist()):
+            attention = program.forward.by_number[number].operation is Operation.ATTENTION
+            for rank in range(tp):
+                streams = map(segment.stream, range(rank * program.workers, (rank + 1) * program.workers))
+                mine = [words for stream in streams for words in stream if words[0] & 0xFF == number]
+                for words in mine if tp == 1 or attention else mine[:2]:
+                    twins.execute_both(words, layer, table, rank)
+            twins.assert_equal(tolerance, tolerance)
+    np.testing.assert_array_equal(twins.backend.link_bytes, twins.reference.link_bytes)
+    twins.backend.close()
 
 
 # -- whole programs

@@ -127,18 +127,12 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
     table.slot_items[:] = np.searchsorted(slots, np.arange(d.attention_slots + 1))
 
 
-def fill(*backends: Any) -> None:
-    """The same noise in every float buffer of every rank of all, KV far beyond any sequence included."""
-    rng = np.random.default_rng(4)
-    dims = backends[-1].dims
+def fill(backend: Any) -> None:
+    """Noise in every float buffer of one rank."""
+    rng, dims = np.random.default_rng(4), backend.dims
     for buffer, spec in BUFFERS.items():
         kind = spec.resolve_dtype(dims)
-        if spec.space is Space.WEIGHT or kind is Dtype.I32:
-            continue
-        for layer in range(dims.layers if spec.layered else 1):
-            for rank in range(dims.tp):
-                there = backends[-1].buffer(buffer, layer, rank)
-                if rank == 0 or spec.space is not Space.OUTPUT:  # outputs of all ranks lie in one memory
-                    noise = from_f32(rng.standard_normal(there.shape, dtype=np.float32), kind)
-                for backend in backends:
-                    backend.buffer(buffer, layer, rank)[: len(noise)] = noise
+        if spec.space is not Space.WEIGHT and kind is not Dtype.I32:
+            for layer in range(dims.layers if spec.layered else 1):
+                view = backend.buffer(buffer, layer)
+                view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)

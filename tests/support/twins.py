@@ -1,40 +1,41 @@
-"""The reference and the code of the Hopper interpreter on fibres: an instruction at a time, from equal buffers."""
+"""The reference and another interpreter: an instruction at a time, from equal buffers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cpu_support import PAGES, RandomCheckpoint
+from cpu_support import PAGES, RandomCheckpoint, make_table
 from numpy.typing import NDArray
-from program_parts import segment
+from program_parts import record, segment
 from protocol import LaunchImage
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTable, from_f32, to_f32
 from megakernel.isa.record import Records
 from megakernel.program import Program
+from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 
 Array = NDArray[Any]
 Key = tuple[int, Buffer, int]  # rank, buffer, layer
 
 
-class Twins:
-    """Weights and noise in every float buffer, on both. Counters: one for each row block."""
+class Twins(ABC):
+    """Weights and noise in every float buffer, on both; KV far beyond any sequence included."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
-        self.reference = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.BF16)
+        self.reference = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype))
         rng = np.random.default_rng(seed)
-        for key in self.keys():
+        for key in self.copies():
             view, kind = self.buffer(*key), BUFFERS[key[1]].resolve_dtype(dims)
             if kind is not Dtype.I32:
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
-        nothing, totals = segment(*[[]] * dims.tp), np.zeros((dims.tp, dims.row_blocks), np.int32)
-        empty = Program(dims, forward, "none", dims.tp, 1, dims.row_blocks, *[nothing] * 3, *[totals] * 3)
-        self.image = LaunchImage(self.reference, empty, StepTable(dims), poison=False)
 
-    def keys(self) -> list[Key]:
+    def copies(self) -> list[Key]:
         """All that is not a weight."""
         return [
             (rank, buffer, layer)
@@ -45,17 +46,39 @@ class Twins:
         ]
 
     def buffer(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
-        """Of the reference."""
+        """Of the reference: what is read of it on this rank."""
         return self.reference.buffer(buffer, layer, rank)
 
+    def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
+        """Cache slots that hold no token of the step's sequences get a value."""
+        unused = np.ones((PAGES, self.dims.kv_page), bool)
+        for row in np.flatnonzero(table.row_seq >= 0):
+            token = np.arange(table.positions[row] + 1)
+            pages = table.block_tables[table.row_seq[row], token // self.dims.kv_page]
+            unused[pages, token % self.dims.kv_page] = False
+        stored = from_f32(np.full(1, value, np.float32), Dtype(self.dims.dtype))[0]
+        for rank in range(self.dims.tp):
+            self.buffer(rank, Buffer.K_CACHE, layer).transpose(0, 3, 1, 2)[unused] = stored
+            self.buffer(rank, Buffer.V_CACHE, layer).transpose(0, 2, 1, 3)[unused] = stored
+
+    @abstractmethod
+    def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
+        """The same of the other interpreter."""
+
+    @abstractmethod
+    def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
+        """On the other interpreter alone."""
+
     def run(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> dict[Key, Array]:
-        """Execute on fibres, from the reference's buffers; all buffers afterwards. Counters are those of this run."""
-        for key in self.keys():
-            self.image.buffer(key[1], key[2], key[0])[:] = self.buffer(*key)
-        for other in range(self.dims.tp):
-            self.image.counters(other)[:] = 0
-        self.image.execute(instruction, layer, rank, table=table)
-        return {key: self.image.buffer(key[1], key[2], key[0]).copy() for key in self.keys()}
+        """Execute on the other interpreter, from the reference's buffers; all its buffers afterwards."""
+        self.start_equal()
+        self.execute(instruction, layer, table, rank)
+        return {key: self.other(*key).copy() for key in self.copies()}
+
+    def start_equal(self) -> None:
+        """The other interpreter's buffers become the reference's."""
+        for key in self.copies():
+            self.other(*key)[:] = self.buffer(*key)
 
     def compare(
         self,
@@ -68,13 +91,124 @@ class Twins:
         atol: float = 2e-5,
     ) -> None:
         """The interpreter does to every buffer of every rank what the reference does."""
-        after = self.run(instruction, layer, table, rank)
+        self.start_equal()
+        self.execute_both(instruction, layer, table, rank)
+        self.assert_equal(rtol, atol)
+
+    def execute_both(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
+        self.execute(instruction, layer, table, rank)
         self.reference.execute(instruction, layer, table, self.forward, rank)
-        for key, got in after.items():
-            expected, name = self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
+
+    def assert_equal(self, rtol: float, atol: float) -> None:
+        """All buffers of both, within what rounding once allows."""
+        for key in self.copies():
+            got, expected, name = self.other(*key), self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
             if got.dtype == np.int32:
                 np.testing.assert_array_equal(got, expected, err_msg=name)
                 continue
             rounded = max(rtol, 2**-7) if got.dtype == np.uint16 else rtol
             wide = atol * 10 if key[1] is Buffer.PARTIALS else atol  # not yet divided by l
             np.testing.assert_allclose(to_f32(got), to_f32(expected), rtol=rounded, atol=wide, err_msg=name)
+
+
+class FibreTwins(Twins):
+    """The code of the Hopper interpreter on fibres. Counters: one for each row block, those of the last run."""
+
+    def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
+        super().__init__(checkpoint, forward, dims, seed)
+        nothing, totals = segment(*[[]] * dims.tp), np.zeros((dims.tp, dims.row_blocks), np.int32)
+        empty = Program(dims, forward, "none", dims.tp, 1, dims.row_blocks, *[nothing] * 3, *[totals] * 3)
+        self.image = LaunchImage(self.reference, empty, StepTable(dims), poison=False)
+
+    def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
+        return self.image.buffer(buffer, layer, rank)
+
+    def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
+        for each in range(self.dims.tp):
+            self.image.counters(each)[:] = 0
+        self.image.execute(instruction, layer, rank, table=table)
+
+
+class CpuTwins(Twins):
+    """The CPU backend, whose ranks have one copy of the outputs, and which counts a split's arrivals its own way."""
+
+    def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
+        super().__init__(checkpoint, forward, dims, seed)
+        self.backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), threads=1)
+
+    def copies(self) -> list[Key]:
+        return [key for key in super().copies() if key[1] is not Buffer.SPLITS]
+
+    def buffer(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
+        return super().buffer(rank, buffer, layer)[self._rows(rank, buffer)]
+
+    def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
+        height = len(self.reference.buffer(buffer, layer, rank))
+        return self.backend.buffer(buffer, layer, rank)[:height][self._rows(rank, buffer)]
+
+    def _rows(self, rank: int, buffer: Buffer) -> slice:
+        """Those that are read on a rank."""
+        if BUFFERS[buffer].space is not Space.OUTPUT:
+            return slice(None)
+        own = self.dims.own_logit_rows if buffer is Buffer.LOGITS else self.dims.logit_rows if rank == 0 else 0
+        return slice(rank * own, (rank + 1) * own)
+
+    def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
+        self.backend.execute(instruction, layer, table, self.forward, rank)
+
+
+def sampling_table(twins: Twins, seed: int) -> StepTable:
+    """Rows with all kinds of sampling parameters, and a history for each."""
+    rng = np.random.default_rng(seed)
+    dims, n = twins.dims, twins.dims.logit_rows
+    table = make_table(dims, {})
+    table.logit_rows[:] = np.arange(n) % dims.tokens
+    table.sample_slot[:] = np.arange(n)
+    table.sample_position[:] = rng.integers(1, dims.max_context, n)
+    table.prompt_length[:] = table.sample_position // 2
+    for slot in range(n):
+        tokens = rng.integers(0, min(dims.vocab, 60), dims.max_context).astype(np.int32)
+        twins.reference.write_history(slot, 0, tokens)
+    table.temperature[:] = rng.choice([0.0, 0.3, 1.0, 2.5], n, p=[0.1, 0.2, 0.4, 0.3])
+    table.top_p[:] = rng.choice([1.0, 0.9, 0.5, 1e-6], n)
+    table.min_p[:] = rng.choice([0.0, 0.0, 0.05, 0.5], n)
+    table.top_k[:] = rng.choice([0, 0, 1, 5, 50, 100000], n)
+    table.presence_penalty[:] = rng.choice([0.0, 0.5, -1.0], n)
+    table.frequency_penalty[:] = rng.choice([0.0, 0.2], n)
+    table.repetition_penalty[:] = rng.choice([1.0, 1.3], n)
+    table.seed_low[:], table.seed_high[:] = rng.integers(-(2**31), 2**31, (2, n))
+    table.choice[:] = rng.integers(0, 5, n)
+    half = dims.bias_entries // 2
+    table.bias_begin[1], table.bias_end[1] = 0, half
+    table.bias_begin[3], table.bias_end[3] = half, dims.bias_entries
+    table.bias_ids[:] = rng.integers(0, dims.vocab, dims.bias_entries)
+    table.bias_ids[1] = table.bias_ids[0]  # adds up
+    table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bias_entries)
+    return table
+
+
+def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, step: float) -> None:
+    """Rows of all kinds, of logits that are multiples of `step`; with another vocabulary, as many slots as rows."""
+    n = 24
+    dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8)
+    for seed in range(3):
+        twins = make(dims, seed)
+        for rank in range(dims.tp):
+            logits = twins.buffer(rank, Buffer.LOGITS)
+            logits[:] = np.round(3 * logits / step) * step if step else 3 * logits
+        table = sampling_table(twins, seed)
+        table.target[5], table.sample_slot[6], table.logit_rows[7], table.sample_slot[7] = vocab - 1, -1, -1, -1
+        table.presence_penalty[6] = table.frequency_penalty[6] = 0.0
+        table.repetition_penalty[6] = 1.0
+        twins.compare(record(twins.forward.by_name["sample"], 0, n), 1, table, atol=1e-4)
+
+
+def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None:
+    """What is no number, or forbidden everywhere, gives some token and no hang, greedy or not."""
+    twins = make(replace(dims, logit_rows=4, max_seqs=4, max_context=96, bias_entries=8), 0)
+    table = sampling_table(twins, 2)
+    for temperature in (1.0, 0.0):
+        table.temperature[:], table.top_p[:], table.top_k[:] = temperature, 0.9, 5
+        twins.buffer(0, Buffer.LOGITS)[:] = np.array([np.nan, -np.inf, 0.0, 3e38], np.float32)[:, None]
+        tokens = twins.run(record(twins.forward.by_name["sample"], 0, 4), 1, table)[0, Buffer.TOKENS_OUT, 0]
+        assert ((tokens >= 0) & (tokens < twins.dims.vocab)).all()
