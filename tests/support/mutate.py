@@ -17,15 +17,19 @@ Rng = np.random.Generator
 Mutation = Callable[[Program, Rng], Program | None]  # None: the program has nothing of the kind
 
 
-def _pick(program: Program, rng: Rng, wanted: Callable[[np.ndarray], np.ndarray]) -> tuple[str, np.ndarray] | None:
-    """A part and one (row, word) of it among those that `wanted` marks in the part's records."""
+Place = tuple[str, int, int, int]  # part, row, word, and what stands there
+
+
+def _pick(program: Program, rng: Rng, wanted: Callable[[np.ndarray], np.ndarray]) -> Place | None:
+    """A word among those that `wanted` marks in a part's records."""
     found = [(name, np.argwhere(wanted(getattr(program, name).records))) for name in PARTS]
     found = [(name, at) for name, at in found if len(at)]
     if not found:
         return None
     sizes = np.array([len(at) for _, at in found])
     name, at = found[int(rng.choice(len(found), p=sizes / sizes.sum()))]
-    return name, at[int(rng.integers(len(at)))]
+    row, word = at[int(rng.integers(len(at)))].tolist()
+    return name, row, word, int(getattr(program, name).records[row, word])
 
 
 def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -> Program:
@@ -53,75 +57,59 @@ def rows_of(program: Program, name: str, phase: str, rank: int | None = None) ->
     return np.nonzero(here & ((stream // per_rank == rank) if rank is not None else True))[0].tolist()
 
 
-def _words(first: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
+Span = tuple[int, int]  # of a record's words: the first, and how many
+_WAIT: Span = (record.WAIT_WORD, record.WAITS)
+_SIGNAL: Span = (record.SIGNAL_WORD, record.SIGNALS)
+
+
+def _word(program: Program, rng: Rng, span: Span) -> Place | None:
+    """One of the span that is not zero."""
+
     def wanted(records: np.ndarray) -> np.ndarray:
-        mask = np.zeros(records.shape, dtype=bool)
-        mask[:, first : first + count] = records[:, first : first + count] != 0
-        return mask
+        words = np.arange(records.shape[1]) - span[0]
+        return (records != 0) & (words >= 0) & (words < span[1])
 
-    return wanted
-
-
-_WAIT = (record.WAIT_WORD, record.WAITS)
-_SIGNAL = (record.SIGNAL_WORD, record.SIGNALS)
+    return _pick(program, rng, wanted)
 
 
-def _word(program: Program, rng: Rng, span: tuple[int, int]) -> tuple[str, int, int, int] | None:
-    found = _pick(program, rng, _words(*span))
-    if found is None:
+def _of_word(span: Span, change: Callable[[Program, Rng, Place], Program | None]) -> Mutation:
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _word(program, rng, span)
+        return found and change(program, rng, found)
+
+    return mutate
+
+
+def drop(program: Program, rng: Rng, place: Place) -> Program:
+    return edit(program, *place[:3], 0)
+
+
+def retarget(program: Program, rng: Rng, place: Place) -> Program | None:
+    """Another counter."""
+    name, row, word, old = place
+    if program.counters < 2:
         return None
-    name, (row, word) = found
-    return name, int(row), int(word), int(getattr(program, name).records[row, word])
+    counter = old & record.COUNTER_MASK
+    other = 1 + (counter - 1 + int(rng.integers(1, program.counters))) % program.counters
+    return edit(program, name, row, word, (old & ~record.COUNTER_MASK) | other)
 
 
-def _drop(span: tuple[int, int]) -> Mutation:
-    def mutate(program: Program, rng: Rng) -> Program | None:
-        found = _word(program, rng, span)
-        return found and edit(program, *found[:3], 0)
-
-    return mutate
-
-
-def _retarget(span: tuple[int, int]) -> Mutation:
-    def mutate(program: Program, rng: Rng) -> Program | None:
-        found = _word(program, rng, span)
-        if found is None or program.counters < 2:
-            return None
-        name, row, word, old = found
-        counter = old & record.COUNTER_MASK
-        other = 1 + (counter - 1 + int(rng.integers(1, program.counters))) % program.counters
-        return edit(program, name, row, word, (old & ~record.COUNTER_MASK) | other)
-
-    return mutate
+def duplicate(program: Program, rng: Rng, place: Place) -> Program | None:
+    name, row, word, old = place
+    first, count = _WAIT if word < record.SIGNAL_WORD else _SIGNAL
+    free = np.flatnonzero(getattr(program, name).records[row, first : first + count] == 0)
+    return edit(program, name, row, first + int(free[0]), old) if len(free) else None
 
 
-def _duplicate(span: tuple[int, int]) -> Mutation:
-    def mutate(program: Program, rng: Rng) -> Program | None:
-        found = _word(program, rng, span)
-        if found is None:
-            return None
-        name, row, _, old = found
-        words = getattr(program, name).records[row, span[0] : span[0] + span[1]]
-        free = np.flatnonzero(words == 0)
-        return edit(program, name, row, span[0] + int(free[0]), old) if len(free) else None
-
-    return mutate
-
-
-def weaken_wait(program: Program, rng: Rng) -> Program | None:
+def weaken_wait(program: Program, rng: Rng, place: Place) -> Program | None:
     """Wait for what another instruction waits for instead: a counter that is often reached earlier."""
-    found, other = _word(program, rng, _WAIT), _word(program, rng, _WAIT)
-    if found is None or other is None or found[3] == other[3]:
-        return None
-    return edit(program, *found[:3], other[3])
+    other = _word(program, rng, _WAIT)
+    return edit(program, *place[:3], other[3]) if other and other[3] != place[3] else None
 
 
-def weaken_signal(program: Program, rng: Rng) -> Program | None:
+def weaken_signal(program: Program, rng: Rng, place: Place) -> Program | None:
     """Signal with the instruction before in the stream, when the work is not done yet."""
-    found = _word(program, rng, _SIGNAL)
-    if found is None:
-        return None
-    name, row, word, value = found
+    name, row, word, value = place
     segment: Segment = getattr(program, name)
     if row in segment.offsets or value & record.INDEXED:
         return None
@@ -131,20 +119,15 @@ def weaken_signal(program: Program, rng: Rng) -> Program | None:
     return edit(edit(program, name, row, word, 0), name, row - 1, record.SIGNAL_WORD + int(free[0]), value)
 
 
-def _flag(span: tuple[int, int], flag: int) -> Mutation:
-    def mutate(program: Program, rng: Rng) -> Program | None:
-        found = _word(program, rng, span)
-        return found and edit(program, *found[:3], found[3] ^ flag)
-
-    return mutate
+def _flip(flag: int) -> Callable[[Program, Rng, Place], Program]:
+    return lambda program, rng, place: edit(program, *place[:3], place[3] ^ flag)
 
 
-def change_owner(program: Program, rng: Rng) -> Program | None:
+def change_owner(program: Program, rng: Rng, place: Place) -> Program | None:
     """A signal goes to another rank, to all, or to a row's owner."""
-    found = _word(program, rng, _SIGNAL)
-    if found is None or program.ranks == 1:
+    if program.ranks == 1:
         return None
-    name, row, word, old = found
+    name, row, word, old = place
     ranks = [*range(program.ranks), record.ALL_RANKS, record.OWNER]
     now = old >> record.RANK_SHIFT & record.RANK_MASK
     rank = int(rng.choice([r for r in ranks if r != now]))
@@ -173,12 +156,11 @@ def shift_region(program: Program, rng: Rng) -> Program | None:
             mask[row, record.OPERAND_WORD : record.OPERAND_WORD + count] = True
         return mask
 
-    found = _pick(program, rng, operands)
-    if found is None:
-        return None
-    name, (row, word) = found
-    old = int(getattr(program, name).records[row, word])
-    return edit(program, name, int(row), int(word), old + int(rng.choice([-4, -2, -1, 1, 2, 4])))
+    return _moved_by(program, _pick(program, rng, operands), int(rng.choice([-4, -2, -1, 1, 2, 4])))
+
+
+def _moved_by(program: Program, place: Place | None, amount: int) -> Program | None:
+    return place and edit(program, *place[:3], place[3] + amount)
 
 
 def shrink_buffer(program: Program, rng: Rng) -> Program | None:
@@ -270,12 +252,7 @@ def change_drain(program: Program, rng: Rng) -> Program | None:
         mask[:, record.OPERAND_WORD : record.OPERAND_WORD + 2] = (records[:, 0] == DRAIN.number)[:, None]
         return mask
 
-    found = _pick(program, rng, wanted)
-    if found is None:
-        return None
-    name, (row, word) = found
-    old = int(getattr(program, name).records[row, word])
-    return edit(program, name, int(row), int(word), old + int(rng.choice([-2, -1, 1, 2])))
+    return _moved_by(program, _pick(program, rng, wanted), int(rng.choice([-2, -1, 1, 2])))
 
 
 def change_phase(program: Program, rng: Rng) -> Program | None:
@@ -283,9 +260,8 @@ def change_phase(program: Program, rng: Rng) -> Program | None:
     found = _pick(program, rng, lambda records: np.ones((len(records), 1), dtype=bool))
     if found is None:
         return None
-    name, (row, _) = found
-    others = [n for n in program.forward.by_number if n != getattr(program, name).records[row, 0]]
-    return edit(program, name, int(row), 0, int(rng.choice(others)))
+    others = [n for n in program.forward.by_number if n != found[3]]
+    return edit(program, *found[:3], int(rng.choice(others)))
 
 
 def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
@@ -335,17 +311,17 @@ def swap_phases(program: Program, rng: Rng) -> Program:
 
 
 KINDS: dict[str, Mutation] = {
-    "drop a wait": _drop(_WAIT),
-    "weaken a wait": weaken_wait,
-    "retarget a wait": _retarget(_WAIT),
-    "duplicate a wait": _duplicate(_WAIT),
-    "flip a wait's INDEXED": _flag(_WAIT, record.INDEXED),
-    "drop a signal": _drop(_SIGNAL),
-    "weaken a signal": weaken_signal,
-    "retarget a signal": _retarget(_SIGNAL),
-    "duplicate a signal": _duplicate(_SIGNAL),
-    "flip a signal's NEXT": _flag(_SIGNAL, record.NEXT),
-    "change an owner": change_owner,
+    "drop a wait": _of_word(_WAIT, drop),
+    "weaken a wait": _of_word(_WAIT, weaken_wait),
+    "retarget a wait": _of_word(_WAIT, retarget),
+    "duplicate a wait": _of_word(_WAIT, duplicate),
+    "flip a wait's INDEXED": _of_word(_WAIT, _flip(record.INDEXED)),
+    "drop a signal": _of_word(_SIGNAL, drop),
+    "weaken a signal": _of_word(_SIGNAL, weaken_signal),
+    "retarget a signal": _of_word(_SIGNAL, retarget),
+    "duplicate a signal": _of_word(_SIGNAL, duplicate),
+    "flip a signal's NEXT": _of_word(_SIGNAL, _flip(record.NEXT)),
+    "change an owner": _of_word(_SIGNAL, change_owner),
     "change a total": change_total,
     "shift a region": shift_region,
     "shrink a buffer": shrink_buffer,
