@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from api_support import until
 from compiled import compiled as compiled_for
 from cpu_support import DIMS, PAGES, RandomCheckpoint
 from numpy.typing import NDArray
-from simulated import ordered
+from simulated import Node, held_up
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -505,37 +504,6 @@ def test_a_wrong_job(variables: dict[str, str], tp: int, complaint: str, monkeyp
 
 
 # -- the delay test
-
-
-Node = tuple[int, int]  # layer as in a trace, record
-
-
-def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
-    """What cannot begin before `start` has ended: later work of its worker, who waits for its signals, and so on.
-
-    Attention begins with its first item; `certain` leaves out what only the others wait for.
-    """
-    after: dict[Node, Node] = {}
-    signals: dict[Node, set[int]] = defaultdict(set)
-    waiting: dict[int, set[Node]] = defaultdict(set)
-    last: dict[int, Node] = {}
-    for task in ordered(program, table):
-        first = last.get(task.stream) != task.key
-        if first and task.stream in last:
-            after[last[task.stream]] = task.key
-        last[task.stream] = task.key
-        signals[task.key].update(counter for counter, _ in task.adds)
-        for counter in task.waits if first or not certain else ():
-            waiting[counter].add(task.key)
-    found: set[Node] = set()
-    todo = [start]
-    while todo:
-        at = todo.pop()
-        then = {after[at]} if at in after else set()
-        then = then.union(*(waiting[counter] for counter in signals[at])) - found
-        todo += then
-        found |= then
-    return found
 
 
 @pytest.mark.parametrize("options", _LOWERINGS, ids=lambda o: o.residual)

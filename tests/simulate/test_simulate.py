@@ -11,13 +11,13 @@ import pytest
 import small_programs
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
-from simulated import FREE, Task, ended, hand_run, hand_work, ordered, step_of, unmet_waits
+from simulated import FREE, Task, ended, hand_run, hand_work, held_up, step_of, unmet_waits
 
 from megakernel import machine as machines
 from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, StepTable, slot_work
+from megakernel.isa import Dtype, slot_work
 from megakernel.model import load_config
 from megakernel.model.families import Norm
 from megakernel.program import Program
@@ -266,7 +266,7 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
         assert unmet_waits(program, table, stalled.trace) == []
         moved = moved_instructions(base.trace.intervals, stalled.trace.intervals)
         assert (layer, number) in moved
-        assert moved <= descendants(program, table, layer, number)
+        assert moved <= held_up(program, table, (layer, number), certain=False) | {(layer, number)}
         assert stalled.step_s <= base.step_s + 5e-3 + 1e-9
 
 
@@ -282,26 +282,6 @@ def moved_instructions(before: np.ndarray, after: np.ndarray) -> set[tuple[int, 
     old, new = ends(before), ends(after)
     assert old.keys() == new.keys()
     return {key for key, times in old.items() if any(abs(a - b) > 1 for a, b in zip(times, new[key], strict=True))}
-
-
-def descendants(program: Program, table: StepTable, layer: int, number: int) -> set[tuple[int, int]]:
-    """Of an instruction: itself, what waits for it, what follows either on its worker, and so on."""
-    after: dict[object, set[object]] = {}
-    last: dict[int, object] = {}
-    for task in ordered(program, table):
-        after.setdefault(last.get(task.stream), set()).add(task.key)
-        last[task.stream] = task.key
-        for counter in task.waits:
-            after.setdefault(counter, set()).add(task.key)
-        after.setdefault(task.key, set()).update(counter for counter, _ in task.adds)
-    seen: set[object] = set()
-    ahead: list[object] = [(layer, number)]
-    while ahead:
-        node = ahead.pop()
-        if node not in seen:
-            seen.add(node)
-            ahead += after.get(node, ())
-    return {node for node in seen if isinstance(node, tuple)}
 
 
 @pytest.mark.parametrize(("tp", "queue"), [(1, "none"), (2, "attention"), (2, "none")])

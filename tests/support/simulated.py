@@ -50,6 +50,7 @@ class Task:
 
 
 Stream = Sequence[Task]
+Node = tuple[int, int]  # layer as in a trace, record
 
 
 def hand_work(
@@ -126,7 +127,7 @@ def ended(intervals: Intervals, number: int) -> float:
 class Ordered:
     """A task: the counters that it waits for, and the arrivals that it brings."""
 
-    key: tuple[int, int]  # layer as in a trace, record
+    key: Node
     stream: int  # -1: of a queue
     waits: tuple[int, ...]
     adds: list[tuple[int, int]]
@@ -162,6 +163,34 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
             else:
                 out.append(Ordered((layer, number), stream, last.waits, last.adds))
     return out
+
+
+def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
+    """What cannot begin before `start` has ended: later work of its worker, who waits for its signals, and so on.
+
+    Attention begins with its first item; `certain` leaves out what only the others wait for.
+    """
+    after: dict[Node, Node] = {}
+    signals: dict[Node, set[int]] = defaultdict(set)
+    waiting: dict[int, set[Node]] = defaultdict(set)
+    last: dict[int, Node] = {}
+    for task in ordered(program, table):
+        first = last.get(task.stream) != task.key
+        if first and task.stream in last:
+            after[last[task.stream]] = task.key
+        last[task.stream] = task.key
+        signals[task.key].update(counter for counter, _ in task.adds)
+        for counter in task.waits if first or not certain else ():
+            waiting[counter].add(task.key)
+    found: set[Node] = set()
+    todo = [start]
+    while todo:
+        at = todo.pop()
+        then = {after[at]} if at in after else set()
+        then = then.union(*(waiting[counter] for counter in signals[at])) - found
+        todo += then
+        found |= then
+    return found
 
 
 def _of_slot(program: Program, view: StepTable, record: Records) -> list[Item]:
