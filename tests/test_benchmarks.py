@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from model_helpers import byte_model, tiny_gguf
+from model_helpers import tiny_gguf
 from tiny_llama import error, hf_logits, make_llama
 
 from megakernel.isa import Buffer, Dtype
@@ -24,12 +24,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SPEED = BENCHMARKS / "speed"
 
 
-def test_many_requests_through_the_server(tmp_path: Path) -> None:
+def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     """A sample of the 65,536: every request answered in full, and memory looked at."""
-    model, out = tmp_path / "model", tmp_path / "out.json"
-    model.mkdir()
-    byte_model(model)
-    flags = ["--model", str(model), "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
+    out = tmp_path / "out.json"
+    flags = ["--model", model, "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
     flags += ["--max-concurrency", "32", "--logs", str(tmp_path), "-o", str(out)]
     command = [sys.executable, str(SPEED / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 from commands import command, fails, run, run_json
 from engine_support import CONFIG
-from model_helpers import byte_model
 from mutate import edit
 from rich.console import Console
 
@@ -31,14 +30,6 @@ from megakernel.scheduler.options import CHOICES
 from megakernel.serving import ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with random weights, a tokenizer of single bytes, and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    byte_model(folder)
-    return str(folder)
 
 
 @pytest.fixture

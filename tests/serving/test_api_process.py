@@ -15,19 +15,11 @@ from typing import Any
 import pytest
 from api_support import Live
 from commands import command, fails
-from model_helpers import byte_model
 
 from megakernel.cli.serve import _TYPES
 from megakernel.settings import SETTINGS
 
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    byte_model(folder)
-    return str(folder)
 
 
 @contextmanager

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 from api_support import serving, until
-from model_helpers import byte_model
 
 from megakernel import LLM
 
 
-def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+def test_schemathesis_finds_nothing(tmp_path: Path, model: str) -> None:
     """A sample of what the whole run tries:
     `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`."""
     pytest.importorskip("schemathesis")
-    folder = tmp_path / "model"
-    byte_model(folder)
     config = Path(__file__).parents[1] / "support" / "schemathesis.toml"
     with (
-        LLM(str(folder), max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
+        LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
         serving(llm) as live,
     ):
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]

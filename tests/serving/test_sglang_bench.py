@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from api_support import serving
-from model_helpers import byte_model
 
 from megakernel import LLM
 
@@ -40,20 +39,18 @@ def bench_serving(tmp_path: Path) -> Path:
     return folder / MEMBER
 
 
-def test_sglang_bench_serving(bench_serving: Path, tmp_path: Path) -> None:
-    model, conversations, result = tmp_path / "model", tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
-    model.mkdir()
-    byte_model(model)
+def test_sglang_bench_serving(bench_serving: Path, tmp_path: Path, model: str) -> None:
+    conversations, result = tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
     rng = random.Random(0)
     turns = [["x" * rng.randint(5, 200), "y" * rng.randint(4, 40)] for _ in range(24)]
     conversations.write_text(
         json.dumps([{"conversations": [{"from": "human", "value": t} for t in two]} for two in turns])
     )
-    with LLM(str(model), backend="null", threads=1, max_seqs=8) as llm, serving(llm) as server:
+    with LLM(model, backend="null", threads=1, max_seqs=8) as llm, serving(llm) as server:
         environment = os.environ | {"PYTHONPATH": str(bench_serving.parents[1]), "HF_HUB_OFFLINE": "1"}
         workload = ["--dataset-name", "sharegpt", "--dataset-path", str(conversations), "--num-prompts", "24"]
         command = [sys.executable, str(bench_serving), "--backend", "vllm", "--base-url", server.url, *workload]
-        command += ["--tokenizer", str(model), "--output-file", str(result)]
+        command += ["--tokenizer", model, "--output-file", str(result)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     figures = json.loads(result.read_text())
