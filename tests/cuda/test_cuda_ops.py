@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cpu_support import DIMS, Item, RandomCheckpoint, make_table, set_items
-from program_parts import record
+from handmade import record
 from twins import FibreTwins, check_hostile_logits, compare_samples, sampling_table
 
 from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_support import DIMS, RandomCheckpoint, make_table
-from program_parts import record
+from handmade import record
 from twins import FibreTwins
 
 from megakernel.isa import Buffer, Dims, Dtype, Result, Rows, Units

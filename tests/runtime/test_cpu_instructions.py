@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_support import DIMS, FORWARD, Item, RandomCheckpoint, make_table, set_items
-from program_parts import record
+from handmade import record
 from twins import CpuTwins, check_hostile_logits, compare_samples
 
 from megakernel.errors import MegakernelError

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, fill, make_table, set_items
-from hand_program import make_program
+from handmade import make_program
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable, slot_work

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_program import make_dims, make_program
+from handmade import make_dims, make_program, record
 from numpy.typing import NDArray
-from program_parts import record
 from tiny_llama import ROPES, TinyCheckpoint, error, hf_logits, make_llama
 
 from megakernel import runtime, trace

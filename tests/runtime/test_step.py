@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hand_program import make_dims
+from handmade import make_dims
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work

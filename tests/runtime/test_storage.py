@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from compiled import compiled
 from cpu_support import DIMS, PAGES, Array, RandomCheckpoint, make_table
+from handmade import record
 from numpy.typing import NDArray
-from program_parts import record
 
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from compiled import compiled as compiled_for
 from cpu_support import Array, RandomCheckpoint
-from hand_program import make_dims, make_program, make_queue_program
+from handmade import make_dims, make_program, make_queue_program
 from twins import CpuTwins
 
 from megakernel import machine

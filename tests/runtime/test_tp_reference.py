@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_program import make_dims, make_program, make_queue_program
+from handmade import make_dims, make_program, make_queue_program
 from numpy.typing import NDArray
 from tiny_llama import ROPES, error, hf_logits, make_llama
 

@@ -9,18 +9,32 @@ on the rank that owns the row block where the later one runs there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import program_parts
 
 from megakernel.isa import BUFFERS, DRAIN, JOIN, Dims, Dtype, Forward, Operation, Phase, Result, Rows, ceil_div
-from megakernel.isa.record import ALL_RANKS, OWNER, Records, counter_word
+from megakernel.isa.record import ALL_RANKS, OWNER, WORDS, Records, counter_word, encode
 from megakernel.model import families
+from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
-from megakernel.program import SEGMENTS, Program
+from megakernel.program import SEGMENTS, Program, Segment
+
+
+def record(phase: Phase, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
+    """One record of a phase; waits and signals are words."""
+    if len(operands) != len(phase.operands):
+        raise ValueError(f"{phase.name} takes {phase.operands}")
+    return encode(phase.number, operands, waits, signals)
+
+
+def segment(*streams: Sequence[Records]) -> Segment:
+    records = [r for stream in streams for r in stream]
+    offsets = np.cumsum([0, *map(len, streams)]).astype(np.int32)
+    return Segment(np.array(records, np.int32).reshape(-1, WORDS), offsets)
 
 
 def small_dims(**changes: float) -> Dims:
@@ -51,6 +65,24 @@ def handmade(
     return _Builder(dims, forward or llama(dims), workers, tile, queue).program()
 
 
+def make_dims(config: ModelConfig, **overrides: Any) -> Dims:
+    """Small defaults: 24 token rows in row blocks of 8, pages of 16 tokens, splits possible."""
+    sizes = {"kv_page": 16, "row_block": 8, "tokens": 24, "logit_rows": 24, "max_seqs": 8, "items": 64, "partials": 64}
+    sizes |= {"max_context": config.max_context, "attention_slots": 3, "bias_entries": 16}
+    return replace(weight_dims(config, Dtype.F32), **sizes | overrides)
+
+
+def make_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32, queue: str = "none") -> Program:
+    """A forward pass of a model. `queue`: what `handmade` says."""
+    return handmade(dims, workers, tile, queue, families.forward(config, dims))
+
+
+def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32) -> Program:
+    """The same with the whole body in one queue for each rank, which every worker claims from with one drain."""
+    program = make_program(config, dims, workers, tile, "body")
+    return replace(program, body=segment(*(program.body.stream(i)[-1:] for i in range(dims.tp * workers))))
+
+
 class _Builder:
     """Streams and queues of all ranks, and what arrives at each counter."""
 
@@ -79,13 +111,13 @@ class _Builder:
         self.arrive(counter, to, 1, ahead)
         return counter_word(counter, rank=to, next_layer=ahead)
 
-    def add(self, rank: int, record: Records) -> None:
+    def add(self, rank: int, words: Records) -> None:
         """To the rank's next worker, or to its queue."""
-        attention = self.forward.by_number[int(record[0])].operation is Operation.ATTENTION
+        attention = self.forward.by_number[int(words[0])].operation is Operation.ATTENTION
         if self.segment == 1 and (self.queue == "body" or (self.queue == "attention" and attention)):
-            self.queues[rank].append(record)
+            self.queues[rank].append(words)
         else:
-            self.streams[self.segment][rank * self.workers + self.turns[rank] % self.workers].append(record)
+            self.streams[self.segment][rank * self.workers + self.turns[rank] % self.workers].append(words)
         self.turns[rank] += 1
 
     def add_to_each_worker(self, rank: int, *records: Records) -> None:
@@ -94,17 +126,17 @@ class _Builder:
 
     def program(self) -> Program:
         entry = self.grid(len(self.blocks))  # what a layer begins with, and the epilogue
-        for segment, phases in enumerate(self.forward.segments):
-            self.segment, before = segment, entry if segment else None
+        for number, phases in enumerate(self.forward.segments):
+            self.segment, before = number, entry if number else None
             for phase, following in pairwise((*phases, self.forward.body[0])):
-                ends = segment < 2 and phase is phases[-1]
+                ends = number < 2 and phase is phases[-1]
                 into = entry if ends else self.grid(len(self.blocks) * self._groups(phase))
-                self._phase(phase, following, before, into, ahead=ends and segment == 1)
+                self._phase(phase, following, before, into, ahead=ends and number == 1)
                 before = into
-            if self.queue == "body" and segment == 1:
+            if self.queue == "body" and number == 1:
                 for rank, records in enumerate(self.queues):
                     ends_at = (len(records) // 3, len(records))
-                    self.add_to_each_worker(rank, *(program_parts.record(DRAIN, 0, end) for end in ends_at))
+                    self.add_to_each_worker(rank, *(record(DRAIN, 0, end) for end in ends_at))
         if self.dims.tp > 1:
             self._exit_barrier()
         totals = np.zeros((3, 2, self.dims.tp, self.counters), dtype=np.int32)
@@ -118,11 +150,11 @@ class _Builder:
             self.dims.tp,
             self.workers,
             self.counters,
-            *(program_parts.segment(*streams) for streams in self.streams),
+            *(segment(*streams) for streams in self.streams),
             prologue[0] + body[0],
             body[0] + body[1],
             body[1] + epilogue[0],
-            *([program_parts.segment(*self.queues)] if any(self.queues) else []),
+            *([segment(*self.queues)] if any(self.queues) else []),
         )
 
     def _groups(self, phase: Phase) -> int:
@@ -150,7 +182,7 @@ class _Builder:
                 if phase.result is Result.HEADS:
                     counter, to = into + block * d.rank_kv_heads + self._head_group(d, operands[2]), d.rank
                 signals = [self.signal(counter, to, ahead)]
-                self.add(d.rank, program_parts.record(phase, *operands, waits=waits, signals=signals))
+                self.add(d.rank, record(phase, *operands, waits=waits, signals=signals))
 
     def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(row block, operands) of a rank's instructions of a phase; rows that get logits are one block."""
@@ -186,18 +218,18 @@ class _Builder:
             waits, signals = [counter_word(before, indexed=True)], [counter_word(into, rank=to, indexed=True)]
             for slot in range(d.attention_slots):
                 operands = slot, 1, d.rank_kv_heads
-                self.add(d.rank, program_parts.record(phase, *operands, waits=waits, signals=signals))
+                self.add(d.rank, record(phase, *operands, waits=waits, signals=signals))
             for i, (row, rows) in enumerate(self.blocks):
                 self.arrive(into + i, d.owner(row) if owned else to, rows * d.rank_kv_heads)
             if self.queue == "attention":
-                self.add_to_each_worker(d.rank, program_parts.record(DRAIN, 0, d.attention_slots))
+                self.add_to_each_worker(d.rank, record(DRAIN, 0, d.attention_slots))
 
     def _exit_barrier(self) -> None:
         gather, leave = self.grid(1), self.grid(1)
         for rank in range(self.dims.tp):
             self.arrive(gather, rank, self.workers)
-            self.add_to_each_worker(rank, program_parts.record(JOIN, signals=[counter_word(gather, rank=rank)]))
+            self.add_to_each_worker(rank, record(JOIN, signals=[counter_word(gather, rank=rank)]))
             done = [self.signal(leave, ALL_RANKS)]
-            meet = program_parts.record(JOIN, waits=[counter_word(gather)], signals=done)
+            meet = record(JOIN, waits=[counter_word(gather)], signals=done)
             self.streams[self.segment][rank * self.workers].append(meet)
-            self.add_to_each_worker(rank, program_parts.record(JOIN, waits=[counter_word(leave)]))
+            self.add_to_each_worker(rank, record(JOIN, waits=[counter_word(leave)]))

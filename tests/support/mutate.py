@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
+import handmade
 import numpy as np
-import program_parts
 
 from megakernel.isa import CONTROL, DRAIN, JOIN, Forward, Phase, record
 from megakernel.program import SEGMENTS, Program, Segment
@@ -239,7 +239,7 @@ def _moved(copies: int, elsewhere: bool) -> Mutation:
         place = int(rng.integers(len(streams[to]) + 1)) if elsewhere else row
         if copies:
             streams[to] = np.insert(streams[to], place, one, axis=0)
-        return replace(program, **{name: program_parts.segment(*streams)})
+        return replace(program, **{name: handmade.segment(*streams)})
 
     return mutate
 

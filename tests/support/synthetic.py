@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import handmade
 import numpy as np
-import program_parts
 from mutate import with_phases
 from simulated import step_of
 
@@ -31,7 +30,7 @@ def record(
 ) -> Records:
     """One record of a Llama's phase for so many ranks; waits and signals are words."""
     phase = handmade.llama(dims(tp=tp)).by_name[name]
-    return program_parts.record(phase, *operands, waits=waits, signals=signals)
+    return handmade.record(phase, *operands, waits=waits, signals=signals)
 
 
 def program(
@@ -45,7 +44,7 @@ def program(
 ) -> Program:
     """Streams are given per (rank, worker). Totals are left at zero: no view reads them."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
-    segments = [program_parts.segment(*streams) for streams in (prologue, body, epilogue)]
+    segments = [handmade.segment(*streams) for streams in (prologue, body, epilogue)]
     return Program(d, handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3)
 
 

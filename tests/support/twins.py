@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from cpu_support import PAGES, RandomCheckpoint, make_table
+from handmade import record, segment
 from numpy.typing import NDArray
-from program_parts import record, segment
 from protocol import LaunchImage
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTable, from_f32, to_f32

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import program_parts
 import pytest
 from atomic_steps import expected, make_table
 from compiled import SMOLLM2
 from compiled import compiled as compiled_for
 from ground_truth import adversarial
 from handmade import handmade, llama, rank_dims, small_dims
+from handmade import record as make_record
 from mutate import KINDS, edit, rows_of, with_phases
 
 from megakernel.isa import DRAIN, JOIN, Buffer, Dtype, Forward, Operation, Result, Rows, Units, record
@@ -48,7 +48,7 @@ def insert(program: Program, name: str, stream: int, position: int, words: np.nd
 
 def join(waits: list[int], signals: list[int]) -> np.ndarray:
     words = [[record.counter_word(counter) for counter in counters] for counters in (waits, signals)]
-    return program_parts.record(JOIN, waits=words[0], signals=words[1])
+    return make_record(JOIN, waits=words[0], signals=words[1])
 
 
 def with_counters(program: Program, totals: list[int]) -> Program:
