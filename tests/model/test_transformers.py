@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from runner import Runner
-from tiny_llama import ROPES, error, make_llama, rounded
+from tiny_llama import ROPES, error, hf_logits, make_llama, rounded
 
 from megakernel.isa import Dtype
 
@@ -35,18 +35,9 @@ SHAPES = {
 }
 
 
-def prompt(vocab):
-    return np.random.default_rng(5).integers(0, vocab, LENGTH).tolist()
-
-
-def reference(model, tokens, **options):
-    with torch.no_grad():
-        return model(torch.tensor([tokens]), **options).logits[0].float().numpy()
-
-
 def computed(checkpoint, dtype=Dtype.F32):
     """A prompt, and the logits that the CPU computes of it."""
-    tokens = prompt(checkpoint.config.vocab)
+    tokens = np.random.default_rng(5).integers(0, checkpoint.config.vocab, LENGTH).tolist()
     runner = Runner(checkpoint, dtype=dtype)
     got = runner.logits(tokens, CUTS)
     runner.close()
@@ -57,7 +48,7 @@ def computed(checkpoint, dtype=Dtype.F32):
 def test_f32(name):
     model, checkpoint = make_llama(seed=1, **SHAPES[name])
     tokens, got = computed(checkpoint)
-    assert error(got, reference(model, tokens)) < TOLERANCE
+    assert error(got, hf_logits(model, tokens)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -67,8 +58,8 @@ def test_bf16(name):
     """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
     model, checkpoint = make_llama(seed=2, **SHAPES[name])
     tokens, got = computed(rounded(model, checkpoint), Dtype.BF16)
-    truth = reference(model, tokens)
-    assert error(got, truth) <= 1.5 * error(reference(model.to(torch.bfloat16), tokens), truth)
+    truth = hf_logits(model, tokens)
+    assert error(got, truth) <= 1.5 * error(hf_logits(model.to(torch.bfloat16), tokens), truth)
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +69,24 @@ def good():
     return model, *computed(checkpoint)
 
 
-def test_planted_rope_off_by_one(good):
-    model, tokens, got = good
-    positions = torch.arange(LENGTH)[None]
-    positions[0, -1] += 1
-    assert error(got, reference(model, tokens, position_ids=positions)) > 100 * TOLERANCE
+POSITIONS = torch.arange(LENGTH)[None]
+PLANTED = {
+    "rope off by one": {"position_ids": POSITIONS + (POSITIONS == LENGTH - 1)},
+    "dropped KV row": {"position_ids": POSITIONS, "attention_mask": (POSITIONS != LENGTH // 2).float()},
+}
 
 
-def test_planted_dropped_kv_row(good):
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(good, bug):
     model, tokens, got = good
-    mask = torch.ones(1, LENGTH)
-    mask[0, LENGTH // 2] = 0
-    want = reference(model, tokens, attention_mask=mask, position_ids=torch.arange(LENGTH)[None])
-    assert error(got[LENGTH // 2 + 1 :], want[LENGTH // 2 + 1 :]) > 100 * TOLERANCE
+    first = LENGTH // 2 + 1  # who sees the row that lacks
+    assert error(got[first:], hf_logits(model, tokens, **PLANTED[bug])[first:]) > 100 * TOLERANCE
 
 
 def test_planted_swapped_heads(good):
     model, tokens, got = good
-    weight = model.model.layers[0].self_attn.q_proj.weight.data
-    heads = weight.view(4, 16, -1)
+    heads = model.model.layers[0].self_attn.q_proj.weight.data.view(4, 16, -1)
     heads[[0, 1]] = heads[[1, 0]]
-    swapped = reference(model, tokens)
+    swapped = hf_logits(model, tokens)
     heads[[0, 1]] = heads[[1, 0]]
     assert error(got, swapped) > 100 * TOLERANCE

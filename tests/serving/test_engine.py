@@ -9,11 +9,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from engine_support import CONFIG, EOS, Letters, fake_engine, output_ids
+from engine_support import CONFIG, EOS, TINY, Letters, fake_engine, output_ids
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.model.families import forward
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.logprobs import top_logprobs
@@ -314,9 +313,6 @@ def test_weight_bytes_counts_every_weight_once() -> None:
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
-TINY = RandomCheckpoint(
-    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
-)
 
 
 @BACKENDS

@@ -7,11 +7,10 @@ from itertools import count
 from typing import Any
 
 import pytest
-from engine_support import CONFIG, EOS, FakeBackend, continuation, digest, fake_engine, output_ids
+from engine_support import CONFIG, EOS, TINY, FakeBackend, continuation, digest, fake_engine, output_ids
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.runtime import build_step
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.serving import engine as engine_module
@@ -337,11 +336,6 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
 
 
 # -- on a real model
-
-
-TINY = RandomCheckpoint(
-    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
-)
 
 
 def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

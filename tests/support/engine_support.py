@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megakernel.isa import Dtype, StepTable
 from megakernel.machine import host
-from megakernel.model.config import ModelConfig
+from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step_check import check_step
@@ -24,6 +24,9 @@ from megakernel.serving.programs import Programs
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
+TINY = RandomCheckpoint(
+    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+)
 
 
 def digest(tokens: Sequence[int], before: int = 0) -> int:

@@ -114,10 +114,10 @@ def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind is RopeKind.DEFAULT else scaling}
 
 
-def hf_logits(hf: PreTrainedModel, tokens: list[int]) -> NDArray[np.float32]:
+def hf_logits(hf: PreTrainedModel, tokens: list[int], **options: torch.Tensor) -> NDArray[np.float32]:
     """Logits of all positions of one prompt, [len(tokens), vocab]."""
     with torch.no_grad():
-        logits: NDArray[np.float32] = hf(torch.tensor([tokens])).logits[0].float().numpy()
+        logits: NDArray[np.float32] = hf(torch.tensor([tokens]), **options).logits[0].float().numpy()
     return logits
 
 

@@ -1,0 +1,56 @@
+"""An operation or a result that an interpreter does not implement does not build."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from protocol import FLAGS, ROOT
+
+_BUILD = re.search(r"^FLAGS = (\[.*\])$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+assert _BUILD
+# What is compiled of each interpreter, and how; the CPU's with the flags of its build.
+COMPILED = {
+    "cuda": ("host/protocol.cpp", FLAGS),
+    "cpu": ("cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
+}
+
+
+def complaints(csrc: Path, interpreter: str) -> set[str]:
+    """Files that lack a case, as the compiler says."""
+    source, flags = COMPILED[interpreter]
+    command = ["g++", *flags, "-fsyntax-only", str(csrc / source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode == 0) == ("error" not in done.stderr), done.stderr
+    return set(re.findall(r"(\w+\.\w+):\d+:\d+: error: enumeration value .kNovel. not handled", done.stderr))
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "last", "lacking"),
+    [
+        ("cuda", "kSample = 9", {"bodies.h", "plan.h"}),
+        ("cuda", "kLogits = 5", {"dots.h", "gemm.h", "plan.h"}),
+        ("cpu", "kSample = 9", {"kernels.cpp"}),
+        ("cpu", "kLogits = 5", {"matmul.h"}),
+    ],
+)
+def test_a_new_operation_or_result_needs_its_cases(
+    tmp_path: Path, interpreter: str, last: str, lacking: set[str]
+) -> None:
+    csrc = Path(shutil.copytree(ROOT / "csrc", tmp_path / "csrc"))
+    assert complaints(csrc, interpreter) == set()
+    header = csrc / "common" / "isa.h"
+    text = header.read_text()
+    assert text.count(last) == 1
+    header.write_text(text.replace(last, f"{last}, kNovel = 99"))
+    assert complaints(csrc, interpreter) == lacking
+
+
+def test_no_switch_of_the_cuda_interpreter_has_a_default() -> None:
+    """Which would hide that a case is missing."""
+    files = [path for path in (ROOT / "csrc" / "cuda").rglob("*") if path.suffix in (".h", ".cuh", ".cu")]
+    assert len(files) > 20 and [path.name for path in files if "default:" in path.read_text()] == []
