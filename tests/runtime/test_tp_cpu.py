@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled import compiled as compiled_for
-from cpu_support import Array, RandomCheckpoint
+from cpu_support import Array, RandomCheckpoint, check_stops
 from handmade import make_dims, make_program, make_queue_program
 from twins import CpuTwins
 
@@ -313,19 +313,12 @@ def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [make_program, make_queue_program])
-def test_an_aborted_launch_leaves_a_working_backend(make: Any) -> None:
+def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Any) -> None:
     dims = hand_dims(CUT, 4, "replicated", "dealt")
     program, table = make(CUT, dims, 2), hand_table(dims)
     with cpu(CUT, dims) as backend:
-        first = backend.launch(program, table).logits.copy()
-        backend.delay(1, len(program.body.records) // 2, 1, 600.0)
-        launch = backend.start(program, table, trace=True)
-        launch.abort()
-        backend.delay(0, 0, 0, 0.0)
-        for rank in range(4):
-            assert not backend.buffer(Buffer.SPLITS, rank=rank).any()
-        for _ in range(3):
-            np.testing.assert_array_equal(backend.launch(program, table).logits, first)
+        check_stops(backend, program, table, lambda: backend.delay(1, len(program.body.records) // 2, 1, 600.0))
+        assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(4))
 
 
 def test_signals_to_ranks_that_are_not_there_are_refused() -> None:

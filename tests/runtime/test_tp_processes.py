@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from api_support import until
 from compiled import compiled as compiled_for
-from cpu_support import DIMS, PAGES, RandomCheckpoint
+from cpu_support import DIMS, PAGES, RandomCheckpoint, bits, check_stops
 from numpy.typing import NDArray
 from simulated import Node, held_up
 
@@ -28,7 +27,7 @@ from megakernel.isa.access import OWN, Access, Kind
 from megakernel.isa.record import phase_number
 from megakernel.machine import host
 from megakernel.program import Program
-from megakernel.runtime import Chunk, Output, SampleRow, build_step, join_ranks
+from megakernel.runtime import Chunk, SampleRow, build_step, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu import ranks as cpu_ranks
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
@@ -67,11 +66,6 @@ def decode(program: Program) -> StepTable:
     rows = min(program.dims.tokens - 4, 20)
     sample = [SampleRow(0, temperature=1.0, seed=3, repetition_penalty=1.3)]
     return build_step(program.dims, [Chunk(0, rows, [-1], range(5), sample), Chunk(2, 4, [-1], range(7, 12), sample)])
-
-
-def bits(output: Output) -> tuple[bytes, ...]:
-    live = output.logprobs != 0
-    return output.tokens.tobytes(), output.logprobs.tobytes(), output.logits[live].tobytes()
 
 
 def opened(tp: int, checkpoint: RandomCheckpoint = CHECKPOINT, **arguments: Any) -> ProcessBackend:
@@ -267,33 +261,11 @@ def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
-def test_an_interrupt_ends_the_launch_on_every_rank_and_the_next_works(backend: ProcessBackend) -> None:
-    program = compiled(2)
-    table = prompts(program)
-    before = bits(backend.launch(program, table))
-    processes = backend.processes
-    stall(backend, program, rank=1)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        backend.launch(program, table, trace=True)
-    timer.join()
-    for _ in range(2):
-        assert bits(backend.launch(program, table)) == before
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launch_that_is_stopped_leaves_the_same_processes(backend: ProcessBackend, rank: int) -> None:
+    processes, program = backend.processes, compiled(2)
+    check_stops(backend, program, prompts(program), lambda: stall(backend, program, rank))
     assert backend.processes == processes
-
-
-def test_a_launch_can_be_given_up(backend: ProcessBackend) -> None:
-    program = compiled(2)
-    table = prompts(program)
-    before = bits(backend.launch(program, table))
-    stall(backend, program, rank=0)
-    launch = backend.start(program, table, trace=True)
-    with pytest.raises(MegakernelError, match="has not ended"):
-        backend.start(program, table)
-    launch.abort()
-    launch.abort()
-    assert bits(backend.launch(program, table)) == before
 
 
 def test_a_deadlock_names_who_waits() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
 from megakernel.model import families
 from megakernel.model.config import ModelConfig
+from megakernel.program import Program
+from megakernel.runtime import Output
 
 Array = NDArray[Any]
 
@@ -136,3 +143,32 @@ def fill(backend: Any) -> None:
             for layer in range(dims.layers if spec.layered else 1):
                 view = backend.buffer(buffer, layer)
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
+
+
+def bits(output: Output) -> tuple[bytes, ...]:
+    """Of the rows that are sampled."""
+    live = output.logprobs != 0
+    return output.tokens.tobytes(), output.logprobs.tobytes(), output.logits[live].tobytes()
+
+
+def check_stops(backend: Any, program: Program, table: StepTable, stall: Callable[[], object]) -> None:
+    """One launch at a time; one that stalls can be given up, or interrupted, on every rank, and the next one works.
+
+    `stall`: makes an instruction of traced launches never end.
+    """
+    before = bits(backend.launch(program, table))
+    stall()
+    launch = backend.start(program, table, trace=True)
+    with pytest.raises(MegakernelError, match="has not ended"):
+        backend.start(program, table)
+    for _ in range(2):
+        launch.abort()  # again: nothing to do
+    assert bits(backend.launch(program, table)) == before
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        backend.launch(program, table, trace=True)
+    timer.join()
+    backend.delay(0, 0, 0, 0.0)
+    for trace in (False, True, False):
+        assert bits(backend.launch(program, table, trace=trace)) == before
