@@ -16,6 +16,7 @@ from native_harness import build
 
 from megakernel import codegen
 from megakernel.isa import DIM_FIELDS, Dims, Dtype
+from megakernel.isa.launch import STRUCTS, STRUCTURES
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, Norm, forward
@@ -106,6 +107,18 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         want = [value for name in names for value in [getattr(dims, name)] * 2]
         want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
         assert out.tolist() == want
+
+
+def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path) -> None:
+    fields = [(name, field.name) for name, (_, fields) in STRUCTS.items() for field in fields]
+    values = ", ".join(f"offsetof(mk::{s}, {f}), sizeof(mk::{s}::{f})" for s, f in fields)
+    header = ROOT / "csrc" / "cuda" / "params.h"
+    source = tmp_path / "offsets.cpp"
+    source.write_text(f'#include <stddef.h>\n#include "{header}"\nextern "C" const size_t offsets[] = {{{values}}};\n')
+    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(build(str(source), tmp_path), "offsets")
+    descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
+    assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
+    assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # what a kernel may take
 
 
 def test_an_expression_that_has_no_translation_is_refused() -> None:
