@@ -20,6 +20,7 @@ from megakernel.isa.launch import STRUCTS, STRUCTURES
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, Norm, forward
+from megakernel.runtime.cpu.native import CDims
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("megakernel", "scheduler", "serving", "csrc")
@@ -89,8 +90,6 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     source = tmp_path / "derived.cpp"
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
     library = build(str(source), tmp_path)
-    kinds = tuple((name, ctypes.c_float if kind is float else ctypes.c_int32) for name, kind in DIM_FIELDS)
-    words = type("Words", (ctypes.Structure,), {"_fields_": kinds})
     rng = np.random.default_rng(3)
     base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
@@ -102,8 +101,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
         dims = replace(base, **sizes)
         out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
-        d = words(*(getattr(dims, name) for name, _ in DIM_FIELDS))
-        library.derived(ctypes.byref(d), ctypes.c_void_p(out.ctypes.data))
+        library.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
         want = [value for name in names for value in [getattr(dims, name)] * 2]
         want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
         assert out.tolist() == want

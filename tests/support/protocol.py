@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, CONTROL, DIM_FIELDS, Buffer, Dims, Forward, Space, StepTable
+from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
 from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
+from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.heap import tiled
 from megakernel.runtime.reference import ReferenceBackend
@@ -305,8 +306,4 @@ def buffers_of(forward: Forward) -> list[Buffer]:
 
 
 def dims_words(dims: Dims) -> NDArray[np.int32]:
-    values = [getattr(dims, name) for name, _ in DIM_FIELDS]
-    return np.array(
-        [np.float32(v).view(np.int32) if kind is float else v for v, (_, kind) in zip(values, DIM_FIELDS, strict=True)],
-        np.int32,
-    )
+    return np.frombuffer(CDims.of(dims), np.int32)
