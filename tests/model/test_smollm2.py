@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from megakernel import LLM, SamplingParams
-from megakernel.isa import Buffer, Dtype
-from megakernel.model import open_checkpoint
+from megakernel.isa import Buffer
+from megakernel.model import load_config, open_checkpoint
 from megakernel.timeline import summarise
 
 PROMPTS = (
@@ -32,30 +31,11 @@ def llm(smollm2):
 
 @pytest.fixture(scope="module")
 def reference(smollm2):
-    """The same weights in transformers, put back into its RoPE order."""
-    checkpoint = open_checkpoint("smollm2-135m")
-    c = checkpoint.config
-
-    def rotate_half(rows):
-        return rows.reshape(-1, c.head_dim // 2, 2, c.hidden).swapaxes(1, 2).reshape(rows.shape)
-
-    load = partial(checkpoint.load, dtype=Dtype.F32)
-    state = {"embed_tokens": load(Buffer.EMBED, 0), "norm": load(Buffer.FINAL_NORM, 0)}
-    for layer in range(c.layers):
-        q, k, v = np.split(load(Buffer.W_QKV, layer), np.cumsum([c.heads, c.kv_heads]) * c.head_dim)
-        gate, up = load(Buffer.W_GATE_UP, layer)
-        attention = {"q": rotate_half(q), "k": rotate_half(k), "v": v, "o": load(Buffer.W_O, layer)}
-        mlp = {"gate": gate, "up": up, "down": load(Buffer.W_DOWN, layer)}
-        norms = {"input": load(Buffer.ATTN_NORM, layer), "post_attention": load(Buffer.MLP_NORM, layer)}
-        for form, parts in (("self_attn.{}_proj", attention), ("mlp.{}_proj", mlp), ("{}_layernorm", norms)):
-            state |= {f"layers.{layer}.{form.format(name)}": value for name, value in parts.items()}
-    sizes = {"vocab_size": c.vocab, "hidden_size": c.hidden, "intermediate_size": c.ffn, "rms_norm_eps": c.rms_eps}
-    sizes |= {"num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads}
-    sizes |= {"max_position_embeddings": c.max_context, "rope_theta": c.rope.theta, "tie_word_embeddings": True}
-    model = LlamaForCausalLM(HfConfig(**sizes)).eval()
-    theta = (getattr(model.config, "rope_parameters", None) or {}).get("rope_theta", c.rope.theta)
-    assert theta == c.rope.theta == 100000
-    tensors = {f"model.{name}.weight": torch.from_numpy(np.array(value)) for name, value in state.items()}
+    """The same file as transformers reads it."""
+    model = LlamaForCausalLM(HfConfig(**load_gguf_checkpoint(str(smollm2))["config"])).eval()
+    theta = (getattr(model.config, "rope_parameters", None) or vars(model.config))["rope_theta"]
+    assert theta == load_config("smollm2-135m").rope.theta == 100000
+    tensors = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     return model
