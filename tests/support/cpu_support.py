@@ -146,15 +146,14 @@ def fill(backend: Any) -> None:
 
 
 def bits(output: Output) -> tuple[bytes, ...]:
-    """Of the rows that are sampled."""
+    """Everything that a launch puts out for the rows that it samples."""
     live = output.logprobs != 0
     return output.tokens.tobytes(), output.logprobs.tobytes(), output.logits[live].tobytes()
 
 
 def check_stops(backend: Any, program: Program, table: StepTable, stall: Callable[[], object]) -> None:
-    """One launch at a time; one that stalls can be given up, or interrupted, on every rank, and the next one works.
-
-    `stall`: makes an instruction of traced launches never end.
+    """Only one launch runs at a time. A launch that stalls can be aborted or interrupted on every rank, and the next
+    one works. `stall` makes an instruction of traced launches never end.
     """
     before = bits(backend.launch(program, table))
     stall()

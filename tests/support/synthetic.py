@@ -56,7 +56,7 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
 
 
 def _simulated(p: Program, target: machine.Machine, costs: Costs, stall: Stall | None = None) -> Trace:
-    """What the simulator makes of a step that fills the program's rows, without the fetching of instructions."""
+    """The simulator's trace of a step that fills the program's rows, without instruction fetches."""
     target = replace(target, workers=p.workers)
     done = simulate(p, target, step_of(p), costs=costs, trace=True, stall=stall)
     assert done.trace is not None
@@ -67,8 +67,8 @@ SIGNAL_NS = 300
 
 
 def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
-    """On workers of a CPU, whose tiles take tens of microseconds. `stall` = (body record, layer) of an instruction that
-    takes 5 ms longer.
+    """A trace of CPU workers whose tiles take tens of microseconds. `stall` = (body record, layer) of an instruction
+    that takes 5 ms longer.
     """
     host = machine.host(p.workers)
     rates = {"matmul_flops": ((1.0, 1e10),), "attention_flops": ((1.0, 1e9),), "vector_flops": 1e8}

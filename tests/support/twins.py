@@ -1,4 +1,4 @@
-"""The reference and another interpreter: an instruction at a time, from equal buffers."""
+"""Runs single instructions on the reference and on another interpreter, from equal buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[int, Buffer, int]  # rank, buffer, layer
 
 
 class Twins(ABC):
-    """Weights and noise in every float buffer, on both; KV far beyond any sequence included."""
+    """Both hold the same weights, and the same noise in every other float buffer, KV beyond any sequence included."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
@@ -46,7 +46,7 @@ class Twins(ABC):
         ]
 
     def buffer(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
-        """Of the reference: what is read of it on this rank."""
+        """A view of the reference's copy: the rows that are compared."""
         return self.reference.buffer(buffer, layer, rank)
 
     def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
@@ -63,20 +63,20 @@ class Twins(ABC):
 
     @abstractmethod
     def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
-        """The same of the other interpreter."""
+        """A view of the same rows of the other interpreter's copy."""
 
     @abstractmethod
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
-        """On the other interpreter alone."""
+        """Run an instruction on the other interpreter only."""
 
     def run(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> dict[Key, Array]:
-        """Execute on the other interpreter, from the reference's buffers; all its buffers afterwards."""
+        """Execute on the other interpreter only, from the reference's buffers. Returns copies of its buffers."""
         self.start_equal()
         self.execute(instruction, layer, table, rank)
         return {key: self.other(*key).copy() for key in self.copies()}
 
     def start_equal(self) -> None:
-        """The other interpreter's buffers become the reference's."""
+        """Copy the reference's buffers to the other interpreter."""
         for key in self.copies():
             self.other(*key)[:] = self.buffer(*key)
 
@@ -100,7 +100,7 @@ class Twins(ABC):
         self.reference.execute(instruction, layer, table, self.forward, rank)
 
     def assert_equal(self, rtol: float, atol: float) -> None:
-        """All buffers of both, within what rounding once allows."""
+        """Every buffer is the same on both, up to one rounding."""
         for key in self.copies():
             got, expected, name = self.other(*key), self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
             if got.dtype == np.int32:
@@ -112,7 +112,7 @@ class Twins(ABC):
 
 
 class FibreTwins(Twins):
-    """The code of the Hopper interpreter on fibres. Counters: one for each row block, those of the last run."""
+    """The code of the Hopper interpreter on fibres, with one counter for each row block, which each run clears."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -130,7 +130,9 @@ class FibreTwins(Twins):
 
 
 class CpuTwins(Twins):
-    """The CPU backend, whose ranks have one copy of the outputs, and which counts a split's arrivals its own way."""
+    """The CPU backend. Its ranks share one copy of the outputs, so of these only the rows that a rank reads are
+    compared. It counts the arrivals of a split differently, so SPLITS is left out.
+    """
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -147,7 +149,7 @@ class CpuTwins(Twins):
         return self.backend.buffer(buffer, layer, rank)[:height][self._rows(rank, buffer)]
 
     def _rows(self, rank: int, buffer: Buffer) -> slice:
-        """Those that are read on a rank."""
+        """The rows of a buffer that a rank reads."""
         if BUFFERS[buffer].space is not Space.OUTPUT:
             return slice(None)
         own = self.dims.own_logit_rows if buffer is Buffer.LOGITS else self.dims.logit_rows if rank == 0 else 0
@@ -188,7 +190,7 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
 
 
 def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, step: float) -> None:
-    """Rows of all kinds, of logits that are multiples of `step`; with another vocabulary, as many slots as rows."""
+    """Samples rows with all kinds of parameters from logits that are multiples of `step`; 0 leaves them as they are."""
     n = 24
     dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8)
     for seed in range(3):
