@@ -2,6 +2,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace mk::simulate {
@@ -16,12 +18,28 @@ class Cache {
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
   // Bytes of a read that are not there. They are afterwards.
-  double read(int32_t piece, int32_t layer, double bytes, double filled);
+  double read(int32_t piece, int32_t layer, double bytes, double filled) {
+    Entry& e = touch(piece, filled);
+    if (piece < layered_ && e.layer != layer) {
+      e.bytes = 0.0;
+      e.layer = layer;
+    }
+    bytes = std::min(bytes, sizes_[piece]);
+    const double missing = std::max(0.0, bytes - e.bytes);
+    e.bytes = std::max(bytes, e.bytes);
+    return missing;
+  }
+
   // Puts more of a piece there.
-  void write(int32_t piece, double bytes, double filled);
+  void write(int32_t piece, double bytes, double filled) {
+    Entry& e = touch(piece, filled);
+    e.bytes = std::min(sizes_[piece], e.bytes + bytes);
+    e.dirty = true;
+  }
+
   // Bytes of pieces stored there that had to leave, since the last call: noticed when a piece is next
   // touched.
-  double take_written_back();
+  double take_written_back() { return std::exchange(written_back_, 0.0); }
 
  private:
   struct Entry {
@@ -29,7 +47,17 @@ class Cache {
     int32_t layer = -1;
     bool dirty = false;
   };
-  Entry& touch(int32_t piece, double filled);
+
+  Entry& touch(int32_t piece, double filled) {
+    Entry& e = entries_[piece];
+    if (filled - e.touched > capacity_) {
+      if (e.dirty) written_back_ += e.bytes;
+      e.bytes = 0.0;
+      e.dirty = false;
+    }
+    e.touched = filled;
+    return e;
+  }
 
   const double capacity_;
   const double* const sizes_;

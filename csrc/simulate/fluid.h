@@ -3,6 +3,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -18,9 +19,27 @@ class Flows {
   int64_t count() const { return static_cast<int64_t>(heap_.size()); }
   // Time at which the first flow ends, at the present speed.
   double next() const { return next_; }
-  void add(double now, double bytes, int32_t who);
-  int32_t pop(double now);  // the flow that ends at `now`
-  void set_speed(double now, double speed);
+  void add(double now, double bytes, int32_t who) {
+    advance(now);
+    heap_.push_back({v_ + bytes, who});
+    std::push_heap(heap_.begin(), heap_.end());
+    look_ahead();
+  }
+  // The flow that ends at `now`.
+  int32_t pop(double now) {
+    advance(now);
+    v_ = heap_.front().end;  // whatever rounding has made of it
+    std::pop_heap(heap_.begin(), heap_.end());
+    const int32_t who = heap_.back().who;
+    heap_.pop_back();
+    look_ahead();
+    return who;
+  }
+  void set_speed(double now, double speed) {
+    advance(now);
+    speed_ = speed;
+    look_ahead();
+  }
   double speed() const { return speed_; }
   // Bytes that have come to all flows by `now`.
   double delivered(double now) const {
@@ -33,8 +52,15 @@ class Flows {
     int32_t who;
     bool operator<(const Flow& o) const { return end > o.end || (end == o.end && who > o.who); }
   };
-  void advance(double now);
-  void look_ahead();
+
+  void advance(double now) {
+    delivered_ = delivered(now);
+    v_ += (now - at_) * speed_;
+    at_ = now;
+  }
+  void look_ahead() {
+    next_ = heap_.empty() || speed_ <= 0 ? kNever : at_ + std::max(0.0, heap_.front().end - v_) / speed_;
+  }
 
   std::vector<Flow> heap_;
   double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
@@ -55,7 +81,6 @@ class Shared {
     share(now);
     return who;
   }
-
   double delivered(double now) const { return flows_.delivered(now); }
 
   double carried = 0.0;
@@ -63,8 +88,7 @@ class Shared {
  private:
   void share(double now) {
     if (flows_.empty()) return;
-    const double part = rate_ / static_cast<double>(flows_.count());
-    flows_.set_speed(now, part < cap_ ? part : cap_);
+    flows_.set_speed(now, std::min(rate_ / static_cast<double>(flows_.count()), cap_));
   }
 
   double rate_, cap_;
@@ -75,10 +99,39 @@ class Shared {
 // are max-min fair: no flow can be faster without slowing one that is not faster than it.
 class Links {
  public:
-  Links(int ranks, double port, double total, double cap);
-  double next();
-  void add(double now, int from, int to, double bytes, int32_t who);
-  int32_t pop(double now);
+  Links(int ranks, double port, double total, double cap)
+      : ranks_(ranks), switch_(2 * ranks), port_(port), total_(total), cap_(cap) {
+    for (int from = 0; from < ranks; ++from)
+      for (int to = 0; to < ranks; ++to) pairs_.push_back({from, ranks + to, {}});
+  }
+
+  double next() {
+    if (!stale_) return next_;
+    stale_ = false;
+    share();
+    next_ = kNever;
+    for (Pair* pair : used_) {
+      const double end = pair->flows.next();
+      if (end < next_) {
+        next_ = end;
+        next_pair_ = pair;
+      }
+    }
+    return next_;
+  }
+  void add(double now, int from, int to, double bytes, int32_t who) {
+    Pair& pair = pairs_[from * ranks_ + to];
+    if (pair.flows.empty()) used_.push_back(&pair);
+    pair.flows.add(now, bytes, who);
+    changed(now, pair, 1);
+    carried += bytes;
+  }
+  int32_t pop(double now) {
+    const int32_t who = next_pair_->flows.pop(now);
+    if (next_pair_->flows.empty()) used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
+    changed(now, *next_pair_, -1);
+    return who;
+  }
 
   double carried = 0.0;
 
@@ -88,8 +141,46 @@ class Links {
     int out, in;  // which places they pass, beside the switch
     Flows flows;
   };
-  void share();
-  void pass(const Pair& pair, double flows);
+
+  void changed(double now, const Pair& pair, double flows) {
+    for (int place : {pair.out, pair.in, switch_}) passing_[place] += flows;
+    now_ = now;
+    stale_ = true;
+  }
+
+  // Water-filling: all flows speed up alike until a port, the switch or the cap is full; its flows stay at
+  // that speed, the others go on.
+  void share() {
+    double room[kMostPlaces], flows[kMostPlaces];
+    std::fill_n(room, switch_, port_);
+    room[switch_] = total_;
+    std::copy_n(passing_, switch_ + 1, flows);
+    rising_ = used_;
+    double speed = 0.0;
+    while (!rising_.empty()) {
+      const double to_cap = cap_ - speed;
+      double step = to_cap, steps[kMostPlaces];
+      for (int i = 0; i <= switch_; ++i) {
+        steps[i] = flows[i] > 0 ? room[i] / flows[i] : kNever;
+        step = std::min(step, steps[i]);
+      }
+      const bool capped = step == to_cap;
+      speed = capped ? cap_ : speed + step;
+      bool full[kMostPlaces];
+      for (int i = 0; i <= switch_; ++i) {
+        full[i] = steps[i] <= step * (1 + 1e-9);
+        room[i] -= step * flows[i];
+      }
+      const bool all = capped || full[switch_];
+      std::erase_if(rising_, [&](Pair* pair) {
+        if (!all && !full[pair->out] && !full[pair->in]) return false;
+        const double n = static_cast<double>(pair->flows.count());
+        for (int place : {pair->out, pair->in, switch_}) flows[place] -= n;
+        if (pair->flows.speed() != speed) pair->flows.set_speed(now_, speed);
+        return true;
+      });
+    }
+  }
 
   // Places that flows pass: the ports out of the ranks, those into them, the switch.
   static constexpr int kMostRanks = 16, kMostPlaces = 2 * kMostRanks + 1;

@@ -91,8 +91,8 @@ struct Result {
   double memory_bytes, cache_bytes, link_bytes;  // sums over ranks; written back bytes included
   double inside_worker[2], across_workers[2], across_ranks[2], phases[2];
   int64_t events, intervals;
-  int32_t stuck_stream, stuck_record, stuck_layer;  // where it stopped, if it did
-  int32_t crowded_counter;                          // a counter with more arrivals than its total, or -1
+  int32_t stuck_stream = -1, stuck_record, stuck_layer;  // where it stopped, if it did
+  int32_t crowded_counter = -1;                          // a counter with more arrivals than its total, or -1
 };
 
 }  // namespace mk::simulate
