@@ -5,11 +5,38 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
+#include <future>
+#include <numeric>
+#include <span>
+#include <thread>
 #include <vector>
 
 #include "verify.h"
 
 namespace mk::verify {
+
+// Values of 0 .. n - 1 by the group that each belongs to, and in a group in that order.
+template <class T>
+class Groups {
+ public:
+  Groups() = default;
+  template <class Group, class Value>
+  Groups(int64_t groups, int64_t n, Group group, Value value) : begin_(groups + 1), values_(n) {
+    for (int64_t i = 0; i < n; i++) begin_[group(i) + 1]++;
+    std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
+    std::vector<int64_t> next(begin_.begin(), begin_.end() - 1);
+    for (int64_t i = 0; i < n; i++) values_[next[group(i)]++] = value(i);
+  }
+
+  std::span<const T> operator[](int64_t group) const {
+    return {values_.data() + begin_[group], values_.data() + begin_[group + 1]};
+  }
+
+ private:
+  std::vector<int64_t> begin_;
+  std::vector<T> values_;
+};
 
 // `later` must begin after `earlier` has ended.
 struct Pair {
@@ -18,28 +45,145 @@ struct Pair {
 
 // A topological order of all rows into `order`; returns how many rows it holds, fewer where there is a cycle.
 // A row may be taken once `missing` (which is used up) of its incoming edges have been.
-int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order);
+inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
+  const Groups<int32_t> after(
+      graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },
+      [&](int64_t e) { return graph.target[e]; });
+  int32_t done = 0;
+  for (int32_t row = 0; row < graph.rows; row++)
+    if (missing[row] == 0) order[done++] = row;
+  for (int32_t i = 0; i < done; i++)
+    for (int32_t row : after[order[i]])
+      if (--missing[row] == 0) order[done++] = row;
+  return done;
+}
 
 class Reach {
  public:
-  Reach(const Graph& graph, const int32_t* order);
+  Reach(const Graph& graph, const int32_t* order)
+      : rows_(graph.rows),
+        counters_(graph.first[graph.runs]),
+        position_(graph.rows),
+        row_(order, order + graph.rows),
+        stands_in_(graph.rows) {
+    for (int32_t i = 0; i < rows_; i++) position_[order[i]] = i;
+    before_ = {rows_, graph.edges, [&](int64_t e) { return position_[graph.target[e]]; },
+               [&](int64_t e) { return position_[graph.source[e]]; }};
+    std::vector<uint8_t> used(rows_);
+    for (int64_t e = 0; e < graph.edges; e++) used[graph.source[e]] = 1;
+    std::iota(stands_in_.begin(), stands_in_.end(), 0);
+    for (int64_t e = 0; e < graph.edges; e++) {
+      const int32_t source = graph.source[e], target = graph.target[e];
+      if (target >= counters_ && used[target] && stands_in_[source] == source) stands_in_[source] = target;
+    }
+  }
 
-  // Indices of the pairs that nothing orders, ascending.
-  std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const;
+  // Indices of the pairs that nothing orders, ascending. Hundreds of tiles signal one counter, so the
+  // question is first asked of the counter. What has no path from there may have another: that is asked of
+  // the row itself.
+  std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
+    std::vector<int64_t> which(pairs.size());
+    std::iota(which.begin(), which.end(), 0);
+    which = sweep_all(pairs, which, [&](int64_t i) { return position_[stands_in_[pairs[i].earlier]]; });
+    return sweep_all(pairs, which, [&](int64_t i) { return position_[pairs[i].earlier]; });
+  }
 
  private:
   static constexpr int kWords = 8;  // 64-bit words of sources that one sweep follows
   static constexpr int kBits = 64 * kWords;
 
+  // Does the event at position `later` follow a sweep's source of number `bit`? `index`: of the pair.
+  struct Question {
+    int64_t index;
+    int32_t later, bit;
+  };
+
+  // Of the pairs `which`, those whose later event does not follow source(i), a position. Ascending.
+  template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
-                                 const std::vector<int32_t>& source) const;
-  void sweep(const std::vector<int32_t>& sources, const Pair* pairs, const int32_t* bit, int64_t count,
-             uint8_t* missed) const;
+                                 Source source) const {
+    // Number the sources in topological order and deal the pairs to chunks of kBits sources.
+    std::vector<int32_t> number(rows_, -1);
+    for (int64_t i : which) number[source(i)] = 0;
+    std::vector<int32_t> sources;
+    for (int32_t p = 0; p < rows_; p++) {
+      if (number[p] < 0) continue;
+      number[p] = static_cast<int32_t>(sources.size());
+      sources.push_back(p);
+    }
+    const size_t chunks = (sources.size() + kBits - 1) / kBits;
+    const Groups<Question> questions(
+        chunks, which.size(), [&](int64_t k) { return number[source(which[k])] / kBits; },
+        [&](int64_t k) {
+          const int64_t i = which[k];
+          return Question{i, position_[pairs[i].later], number[source(i)] % kBits};
+        });
+
+    // Each thread takes every so many chunks.
+    const size_t threads = std::min<size_t>(chunks, std::max(1u, std::thread::hardware_concurrency()));
+    const auto work = [&](size_t first) {
+      std::vector<int64_t> missed;
+      for (size_t c = first; c < chunks; c += threads) {
+        const size_t begin = c * kBits, end = std::min(begin + kBits, sources.size());
+        sweep({&sources[begin], end - begin}, questions[c], missed);
+      }
+      return missed;
+    };
+    std::vector<std::future<std::vector<int64_t>>> parts;
+    for (size_t t = 0; t < threads; t++)
+      parts.push_back(std::async(t ? std::launch::async : std::launch::deferred, work, t));
+    std::vector<int64_t> out;
+    for (auto& part : parts)
+      for (int64_t i : part.get()) out.push_back(i);
+    std::sort(out.begin(), out.end());
+    return out;
+  }
+
+  // Carry two bits per source along all edges, from the first source to the last row that is asked about:
+  // whether the source has ended, and whether it has only begun, when a row begins. A signal comes when what
+  // began has ended. Adds the indices of the questions whose answer is no.
+  void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
+             std::vector<int64_t>& missed) const {
+    const int32_t start = sources.front();
+    int32_t end = start;
+    for (const Question& question : questions) end = std::max(end, question.later + 1);
+    constexpr int kEnded = 1, kBegun = 2;
+    std::vector<uint64_t> bits(static_cast<size_t>(end - start) * 2 * kWords);  // ended, begun
+    std::vector<uint8_t> any(end - start);
+    size_t own = 0;
+    for (int32_t p = start; p < end; p++) {
+      const bool counter = row_[p] >= counters_;
+      uint64_t* ended = &bits[static_cast<size_t>(p - start) * 2 * kWords];
+      uint64_t* begun = counter ? ended : ended + kWords;
+      const int if_begun = counter ? kEnded : kBegun;
+      for (int32_t before : before_[p]) {
+        const int32_t q = before - start;
+        if (q < 0 || !any[q]) continue;
+        const uint64_t* from = &bits[static_cast<size_t>(q) * 2 * kWords];
+        if (any[q] & kEnded) {
+          for (int w = 0; w < kWords; w++) ended[w] |= from[w];
+          any[p - start] |= kEnded;
+        }
+        if (any[q] & kBegun) {
+          for (int w = 0; w < kWords; w++) begun[w] |= from[kWords + w];
+          any[p - start] |= if_begun;
+        }
+      }
+      if (own < sources.size() && sources[own] == p) {
+        begun[own / 64] |= uint64_t{1} << own % 64;
+        any[p - start] |= if_begun;
+        own++;
+      }
+    }
+    for (const auto& [index, later, bit] : questions) {
+      const int64_t at = int64_t{later} - start;
+      if (at < 0 || !(bits[at * 2 * kWords + bit / 64] >> bit % 64 & 1)) missed.push_back(index);
+    }
+  }
 
   int32_t rows_, counters_;         // the first counter's row
   std::vector<int32_t> position_;   // of a row in the order
-  std::vector<int64_t> begin_;      // [position]: into before_
-  std::vector<int32_t> before_;     // positions of the predecessors
+  Groups<int32_t> before_;          // by position: those of the predecessors
   std::vector<int32_t> row_;        // of a position
   std::vector<int32_t> stands_in_;  // a counter that a row signals and somebody waits for, else the row
 };

@@ -1,4 +1,4 @@
-// The C interface that scheduler/verify_native.py loads. Functions give -1 where memory runs out.
+// The C interface that scheduler/verify/native.py loads. Functions give -1 where memory runs out.
 #include <algorithm>
 #include <new>
 

@@ -29,7 +29,7 @@ struct Step {
   int64_t touches;
   const int32_t* phase;  // [touches], like all that follow
   const int32_t* place;
-  const int32_t* kind;   // Kind
+  const Kind* kind;
   const int32_t* event;  // in the events of the phase's segment
   const int32_t* row;
   const int32_t* row_end;
