@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from .backend import CudaBackend
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
 
-_Key = tuple[int, Buffer, int]
+_Key = tuple[Buffer, int, int]  # buffer, layer, rank: as both backends take them
 _State = dict[_Key, NDArray[np.generic]]
 
 
@@ -44,7 +43,7 @@ class Difference:
 def prepare(reference: ReferenceBackend, seed: int) -> None:
     """Poison what a step computes, and fill the KV cache with noise."""
     rng = np.random.default_rng(seed)
-    for rank, buffer, layer in _keys(reference):
+    for buffer, layer, rank in _keys(reference):
         array, spec = reference.buffer(buffer, layer, rank), BUFFERS[buffer]
         kind = spec.resolve_dtype(reference.dims)
         if kind is Dtype.I32:
@@ -102,16 +101,12 @@ class _Twins:
 
     def state(self) -> _State:
         """Of the reference."""
-        return {key: self._buffer(key).copy() for key in _keys(self._reference)}
+        return {key: self._reference.buffer(*key).copy() for key in _keys(self._reference)}
 
     def restore(self, state: _State) -> None:
         """Of the reference."""
         for key, array in state.items():
-            self._buffer(key)[:] = array
-
-    def _buffer(self, key: _Key) -> NDArray[Any]:
-        rank, buffer, layer = key
-        return self._reference.buffer(buffer, layer, rank)
+            self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
         """What is wrong with some records of a segment, from the reference's state `before`; they run on both."""
@@ -125,14 +120,15 @@ class _Twins:
             mirror, self._mirror = self._mirror, {}
             for key, array in before.items():
                 if key not in mirror or mirror[key].tobytes() != array.tobytes():
-                    self._gpu.set_buffer(key[1], array, key[2], key[0])
+                    buffer, layer_of, rank = key
+                    self._gpu.set_buffer(buffer, array, layer_of, rank)
             self._gpu.execute(self._program, index, work, layer, self._table)
-            self._mirror = {key: self._gpu.buffer(key[1], key[2], key[0], self._program.dims) for key in before}
+            self._mirror = {key: self._gpu.buffer(*key, self._program.dims) for key in before}
             if not first:
                 first = self._mirror
                 if (found := _compare(before, after, first)) is not None:
                     return found
-            changed = [key[1].name for key in first if self._mirror[key].tobytes() != first[key].tobytes()]
+            changed = [key[0].name for key in first if self._mirror[key].tobytes() != first[key].tobytes()]
             if changed:
                 return f"{changed[0]} differs from run to run"
         return None
@@ -159,7 +155,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
         if spec.space is not Space.WEIGHT:
             for rank in range(reference.dims.tp):
                 for layer in range(reference.dims.layers if spec.layered else 1):
-                    yield rank, buffer, layer
+                    yield buffer, layer, rank
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
@@ -174,7 +170,7 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 def _compare(before: _State, after: _State, got: _State) -> str | None:
     """What is wrong with the first buffer that is."""
     for key, expected in after.items():
-        found, buffer = got[key], key[1]
+        found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
                 return f"{buffer.name} holds other integers than the reference's"

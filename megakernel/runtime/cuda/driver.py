@@ -147,7 +147,7 @@ class Gpu:
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
         check("copying to the GPU", answer)
 
-    def fetch(self, array: NDArray[np.uint8], address: int, stream: Any = None) -> None:
+    def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
         """Begin to copy from the device, in the order of `stream`, by default that of launches."""
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
@@ -263,16 +263,11 @@ class Prepared:
         self._held = params, (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments = ctypes.addressof(self._held[1])
 
-    def begin(self) -> None:
-        """All blocks resident at once, or an error."""
+    def begin(self, *, together: bool) -> None:
+        """`together`: all blocks resident at once, or an error; else they must never wait for each other."""
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
-        answer = d.cuLaunchCooperativeKernel(self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
-        check("launching the interpreter", answer)
-
-    def begin_alone(self) -> None:
-        """For blocks that never wait for each other."""
-        d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
-        answer = d.cuLaunchKernel(self._function, *shape, SHARED_BYTES, self._stream, self._arguments, 0)
+        arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
+        answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
         check("launching the interpreter", answer)
 
 

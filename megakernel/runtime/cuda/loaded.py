@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from .limits import phase_refusal
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256
-_ABORT_BYTES = _COUNTER_BYTES = 4
+_ABORT_BYTES = 4
 
 Params = STRUCTURES["Params"]
 
@@ -36,7 +35,7 @@ class Tables:
         for name, array in arrays.items():
             self._offsets[name] = end
             end += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        self._base = gpu.allocate(end)
+        self._base, self._size = gpu.allocate(end), end
         whole = np.zeros(end, np.uint8)
         for name, array in arrays.items():
             start = self._offsets[name]
@@ -46,6 +45,11 @@ class Tables:
     def __getitem__(self, name: str) -> int:
         """Address of an array."""
         return self._base + self._offsets[name]
+
+    def clear(self) -> None:
+        """Fill all of them with zeros."""
+        self._gpu.use()
+        self._gpu.fill(self._base, 0, self._size)
 
     def close(self) -> None:
         self._gpu.free(self._base)
@@ -58,38 +62,25 @@ class Grid:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
-        self._tables = Tables(
-            gpu,
-            {
-                "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
-                "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
-                **{f"records{i}": s.records for i, s in enumerate(lists)},
-                **{f"offsets{i}": s.offsets.astype(np.int32) for i, s in enumerate(lists)},
-                "totals0": program.totals_first.astype(np.int32),
-                "totals1": program.totals_middle.astype(np.int32),
-                "totals2": program.totals_last.astype(np.int32),
-                **arrivals,
-                "addresses": heap.addresses(),
-                "strides": heap.strides(),
-                "maps": heap.maps(program.forward, program.dims),
-                "words": StepTable(program.dims).words,
-                "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
-            },
-        )
-        t = self._tables
+        # By the names of Params; where a name has several arrays, its field has as many pointers.
+        arrays: dict[str, NDArray[Any]] = {
+            "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
+            "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
+            **arrivals,
+            "buffers": heap.addresses(),
+            "layer_stride": heap.strides(),
+            "maps": heap.maps(program.forward, program.dims),
+            "step_words": StepTable(program.dims).words,
+            "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
+        }
+        several: dict[str, list[NDArray[Any]]] = {
+            "records": [s.records for s in lists],
+            "offsets": [s.offsets.astype(np.int32) for s in lists],
+            "totals": [t.astype(np.int32) for t in (program.totals_first, program.totals_middle, program.totals_last)],
+        }
+        numbered = {f"{name}{i}": array for name, group in several.items() for i, array in enumerate(group)}
+        self._tables = Tables(gpu, arrays | numbered)
         self.params: Any = Params(
-            dims=t["dims"],
-            phases=t["phases"],
-            records=(ctypes.c_void_p * 4)(*(t[f"records{i}"] for i in range(4))),
-            offsets=(ctypes.c_void_p * 4)(*(t[f"offsets{i}"] for i in range(4))),
-            totals=(ctypes.c_void_p * 3)(*(t[f"totals{i}"] for i in range(3))),
-            counter_values=t["counters"],
-            claims=t["claims"],
-            buffers=t["addresses"],
-            layer_stride=t["strides"],
-            maps=t["maps"],
-            step_words=t["words"],
-            diagnoses=t["diagnoses"],
             first_rank=ranks.start,
             ranks=len(ranks),
             workers=program.workers,
@@ -101,6 +92,10 @@ class Grid:
             layer_begin=0,
             layer_end=program.dims.layers,
         )
+        for name in arrays:
+            setattr(self.params, name, self._tables[name])
+        for name, group in several.items():
+            getattr(self.params, name)[:] = [self._tables[f"{name}{i}"] for i in range(len(group))]
         self._notes = gpu.pinned(self.blocks * WARPS * stall.NOTE.itemsize)
         self._prepared: dict[int, Prepared] = {}
         self._point()
@@ -115,20 +110,20 @@ class Grid:
     def refresh(self) -> None:
         """The heap has moved."""
         self.gpu.use()
-        self.gpu.upload(self._tables["addresses"], self._heap.addresses())
+        self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self.gpu.upload(self._tables["maps"], self._heap.maps(self._program.forward, self._program.dims))
         self._point()
 
     def send(self, words: NDArray[np.uint8]) -> None:
         """Begin to copy a step table from pinned memory."""
-        self.gpu.send(self._tables["words"], words)
+        self.gpu.send(self._tables["step_words"], words)
 
     def begin(self, kernel: Kernel) -> None:
         """Launch the whole program."""
         prepared = self._prepared.get(id(kernel))
         if prepared is None:
             prepared = self._prepared.setdefault(id(kernel), kernel.prepare(self.blocks, self.params))
-        prepared.begin()
+        prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:
         """What its warps waited for when the last launch was given up; of one that runs, as far as they have left."""
@@ -154,21 +149,13 @@ class Loaded:
         self.hash: str | None = None
         self._heap = heap
         self._generation = heap.generation
-        self._own: list[Tables] = []
-        arrivals: dict[str, list[int]] = {"counters": [], "claims": []}
-        self._arrivals: list[tuple[Gpu, int, int]] = []
         sizes = {
-            "counters": (program.dims.layers + 1) * program.counters,
+            "counter_values": (program.dims.layers + 1) * program.counters,
             "claims": program.dims.layers * program.rank_queues,
         }
-        for rank in range(program.ranks):
-            gpu = heap.node.gpu(rank)
-            table = Tables(gpu, {name: np.zeros(n, np.int32) for name, n in sizes.items()})
-            self._own.append(table)
-            for name, n in sizes.items():
-                arrivals[name].append(table[name])
-                self._arrivals.append((gpu, table[name], _COUNTER_BYTES * n))
-        pointers = {name: np.array(addresses, np.uint64) for name, addresses in arrivals.items()}
+        zeros = {name: np.zeros(n, np.int32) for name, n in sizes.items()}
+        self._own = [Tables(heap.node.gpu(rank), zeros) for rank in range(program.ranks)]
+        pointers = {name: np.array([own[name] for own in self._own], np.uint64) for name in sizes}
         self.grids = [Grid(heap, program, gpu, ranks, pointers) for gpu, ranks in heap.node.grids()]
         first = self.grids[0].gpu
         self._words = first.pinned(StepTable(program.dims).words.nbytes)
@@ -235,12 +222,9 @@ class Loaded:
 
     def reset(self) -> None:
         """As before the first launch. No grid may run."""
-        for gpu, address, size in self._arrivals:
-            gpu.use()
-            gpu.fill(address, 0, size)
-        for rank in range(self.program.ranks):
+        for rank, own in enumerate(self._own):
+            own.clear()
             gpu = self._heap.node.gpu(rank)
-            gpu.use()
             gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:

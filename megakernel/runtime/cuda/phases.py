@@ -45,7 +45,7 @@ class Phases:
 
     def _begin(self) -> None:
         for launch in self._launches:
-            launch.begin_alone()
+            launch.begin(together=False)
 
     def launch(self) -> None:
         self._graph.launch()
