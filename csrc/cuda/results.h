@@ -6,26 +6,10 @@
 #include "../common/index.h"
 #include "arithmetic.h"
 #include "ops/call.h"
+#include "ops/memory.h"
 #include "ops/softmax.h"
 
 namespace mk {
-
-struct alignas(8) Pair {
-  float a, b;
-};
-
-// Two floats that this launch computed: past the first-level cache, which is not coherent.
-MK_FN Pair load_pair(const float* p) {
-#if defined(__CUDA_ARCH__)
-  Pair v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.a), "=f"(v.b) : "l"(p));
-  return v;
-#else
-  return {p[0], p[1]};
-#endif
-}
-
-MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 
 // Bias of columns col and col + 1 added, where there is one.
 MK_FN Pair biased(const float* bias, int col, float a, float b) {

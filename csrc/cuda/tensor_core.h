@@ -14,6 +14,11 @@ MK_FN constexpr uint32_t tile_offset(int row, int byte) {
   return swizzle(static_cast<uint32_t>(row * kTileRowBytes + byte));
 }
 
+// An element of such a tile of bf16.
+MK_FN float tile_element(const unsigned char* tile, int row, int col) {
+  return from_bf16(*reinterpret_cast<const uint16_t*>(tile + tile_offset(row, 2 * col)));
+}
+
 // wgmma's descriptor of such a tile whose rows run along k. One instruction takes 32 bytes of k; the next 32
 // bytes are kDescriptorStep further. Bits: 0-13 address, 16-29 leading offset (unused in this mode), 32-45
 // offset of the next 8 rows, all in units of 16 bytes; 62-63 swizzle.

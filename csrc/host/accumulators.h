@@ -19,7 +19,8 @@ class HostAccumulators {
     for (int h = 0; h < kRows; ++h) {
       for (int c = 0; c < kHalves * 128; ++c) {
         float sum = sum_[h][c];
-        for (int k = 0; k < 64; ++k) sum += element(a, row(h), k) * element(c < 128 ? b0 : b1, c % 128, k);
+        for (int k = 0; k < 64; ++k)
+          sum += tile_element(a, row(h), k) * tile_element(c < 128 ? b0 : b1, c % 128, k);
         sum_[h][c] = sum;
       }
     }
@@ -41,12 +42,6 @@ class HostAccumulators {
   }
 
  private:
-  static float element(const unsigned char* page, int row, int k) {
-    uint16_t bits;
-    memcpy(&bits, page + tile_offset(row, 2 * k), sizeof bits);
-    return from_bf16(bits);
-  }
-
   const int warp_;
   float sum_[kRows][256] = {};
 };

@@ -9,6 +9,7 @@
 //   storer         stores, here and at other ranks; then the task's signals go out
 #include <algorithm>
 #include <new>
+#include <queue>
 #include <vector>
 
 #include "../common/isa.h"
@@ -57,7 +58,7 @@ class Engine {
   Result run() {
     for (Worker& w : workers_) fetch(w);
     for (;;) {
-      double time = events_.empty() ? kNever : events_.front().time;
+      double time = events_.empty() ? kNever : events_.top().time;
       Shared* source = nullptr;
       for (Rank& rank : ranks_)
         for (Shared* rate : {&rank.memory, &rank.cached})
@@ -74,9 +75,8 @@ class Engine {
         if (who < 0) continue;  // written back: nobody waits for it
         flow_ended(workers_[who / 2], who % 2);
       } else {
-        const Event e = events_.front();
-        std::pop_heap(events_.begin(), events_.end());
-        events_.pop_back();
+        const Event e = events_.top();
+        events_.pop();
         (this->*e.then)(*e.worker);
       }
       result_.step_s = now_;
@@ -159,10 +159,7 @@ class Engine {
     bool operator<(const Event& o) const { return time > o.time || (time == o.time && number > o.number); }
   };
 
-  void schedule(double time, Then then, Worker& w) {
-    events_.push_back({time, scheduled_++, then, &w});
-    std::push_heap(events_.begin(), events_.end());
-  }
+  void schedule(double time, Then then, Worker& w) { events_.push({time, scheduled_++, then, &w}); }
   // At once, if the time has come.
   void at(double time, Then then, Worker& w) {
     if (time > now_)
@@ -647,7 +644,7 @@ class Engine {
   Result result_{};
   double now_ = c_.launch_s;
   int64_t scheduled_ = 0;
-  std::vector<Event> events_;
+  std::priority_queue<Event> events_;
   std::vector<Worker> workers_;
   std::vector<Counter> counters_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]

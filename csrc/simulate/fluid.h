@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <queue>
 #include <vector>
 
 namespace mk::simulate {
@@ -21,17 +22,15 @@ class Flows {
   double next() const { return next_; }
   void add(double now, double bytes, int32_t who) {
     advance(now);
-    heap_.push_back({v_ + bytes, who});
-    std::push_heap(heap_.begin(), heap_.end());
+    heap_.push({v_ + bytes, who});
     look_ahead();
   }
   // The flow that ends at `now`.
   int32_t pop(double now) {
     advance(now);
-    v_ = heap_.front().end;  // whatever rounding has made of it
-    std::pop_heap(heap_.begin(), heap_.end());
-    const int32_t who = heap_.back().who;
-    heap_.pop_back();
+    const auto [end, who] = heap_.top();
+    heap_.pop();
+    v_ = end;  // whatever rounding has made of it
     look_ahead();
     return who;
   }
@@ -59,10 +58,10 @@ class Flows {
     at_ = now;
   }
   void look_ahead() {
-    next_ = heap_.empty() || speed_ <= 0 ? kNever : at_ + std::max(0.0, heap_.front().end - v_) / speed_;
+    next_ = heap_.empty() || speed_ <= 0 ? kNever : at_ + std::max(0.0, heap_.top().end - v_) / speed_;
   }
 
-  std::vector<Flow> heap_;
+  std::priority_queue<Flow> heap_;
   double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
 };
 

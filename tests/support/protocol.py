@@ -64,8 +64,8 @@ def _folder() -> Path:
 def build_fibres() -> ctypes.CDLL:
     """The library that runs launches on fibres."""
     out = _folder() / "protocol.so"
-    sources = [ROOT / "csrc" / "host" / name for name in ("protocol.cpp", "fibre.cpp")]
-    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", *map(str, sources), "-o", str(out)], check=True)
+    source = ROOT / "csrc" / "host" / "protocol.cpp"
+    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", str(source), "-o", str(out)], check=True)
     library = ctypes.CDLL(str(out))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]

@@ -27,7 +27,7 @@ class AttentionTile {
     for (int i = 0; i < rows_; ++i) {
       for (int t = 0; t < 64; ++t) {
         float sum = 0.0f;
-        for (int e = 0; e < head_dim_; ++e) sum += query_[i][e] * element(keys, e, t);
+        for (int e = 0; e < head_dim_; ++e) sum += query_[i][e] * tile_element(keys, e, t);
         score_[i][64 * kHalf + t] = sum;
       }
     }
@@ -54,7 +54,7 @@ class AttentionTile {
 
   void merge() {
     for (int i = 0; i < rows_; ++i) {
-      if (seen_[i]) scale_[i] = sums_[i].merge(block_[i].v[0], block_[i].v[1]);
+      if (seen_[i]) scale_[i] = sums_[i].merge(block_[i].a, block_[i].b);
     }
   }
 
@@ -64,7 +64,7 @@ class AttentionTile {
       if (!seen_[i]) continue;
       for (int e = 64 * kHalf; e < lower_of(64 * kHalf + 64, head_dim_); ++e) {
         float o = 0.0f;
-        for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * element(values, t, e % 64);
+        for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * tile_element(values, t, e % 64);
         out_[i][e] = alone ? o : scale_[i].merged(out_[i][e], o);
       }
     }
@@ -75,7 +75,7 @@ class AttentionTile {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
       float* out = to(i);
-      store_two(out, block_[i]);
+      store_pair(out, block_[i]);
       for (int e = 0; e < head_dim_; ++e) out[2 + e] = out_[i][e];
     }
   }
@@ -89,19 +89,13 @@ class AttentionTile {
   }
 
  private:
-  static float element(const unsigned char* tile, int row, int col) {
-    uint16_t bits;
-    memcpy(&bits, tile + tile_offset(row, 2 * col), sizeof bits);
-    return from_bf16(bits);
-  }
-
   const int head_dim_;
   int rows_ = 0;  // those that there are come first
   int position_[kQueryTile];
   float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
   Softmax sums_[kQueryTile];
   float score_[kQueryTile][kKvBlock];
-  Two block_[kQueryTile];  // m, l
+  Pair block_[kQueryTile];  // m, l
   Rescale scale_[kQueryTile];
   bool seen_[kQueryTile];
 };

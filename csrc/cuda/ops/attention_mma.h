@@ -121,7 +121,7 @@ class AttentionTile {
   // The block's m and l join those of the blocks before, in rows that see it. Its o does in values().
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].v[0], block_[half].v[1]) : Rescale{};
+      const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].a, block_[half].b) : Rescale{};
       block_[half] = {scale.keep, scale.add};
     }
   }
@@ -144,7 +144,7 @@ class AttentionTile {
       }
       MK_UNROLL for (int half = 0; half < 2; ++half) {
         if (!seen_[half]) continue;
-        const Rescale scale{block_[half].v[0], block_[half].v[1]};
+        const Rescale scale{block_[half].a, block_[half].b};
         MK_UNROLL for (int n = 0; n < 4; ++n) {
           MK_UNROLL for (int e = 0; e < 2; ++e) {
             float &out = out_[8 * kHalf + first + n][2 * half + e], &block_o = o[n][2 * half + e];
@@ -162,9 +162,9 @@ class AttentionTile {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       if (!seen_[half]) continue;
       float *out = to(fragment_row(lane, half)), *own = here(out + 2 + fragment_col(lane));
-      if (lane % 4 == 0) store_two(out, block_[half]);
+      if (lane % 4 == 0) store_pair(out, block_[half]);
       MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
-        if (8 * n < head_dim) store_two(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
+        if (8 * n < head_dim) store_pair(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
       }
     }
   }
@@ -193,7 +193,7 @@ class AttentionTile {
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Two block_[2];  // m, l; once merged, keep and add
+  Pair block_[2];  // m, l; once merged, keep and add
   bool seen_[2];
 };
 

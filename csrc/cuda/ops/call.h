@@ -115,6 +115,16 @@ class Team {
     return total;
   }
 
+  // A sum over lanes, then warps, in a fixed order.
+  MK_FN float sum(float mine) {
+    const float lanes = reduce_lanes<P>(mine, [](float a, float b) { return a + b; });
+    const uint64_t* warps = gather(float_to_bits(lanes));
+    float total = 0.0f;
+    MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) total +=
+        bits_to_float(static_cast<uint32_t>(warps[w]));
+    return total;
+  }
+
  private:
   P& p_;
   uint64_t (*gathered_)[kConsumerWarps];

@@ -64,11 +64,23 @@ MK_FN void store_words(void* to, const Words& value) {
 MK_FN void store_word(void* to, uint32_t value) { *static_cast<uint32_t*>(to) = value; }
 
 // Two float32, at a multiple of 8 bytes.
-struct alignas(8) Two {
-  float v[2];
+struct alignas(8) Pair {
+  float a, b;
 };
 
-MK_FN void store_two(float* to, const Two& value) { *reinterpret_cast<Two*>(to) = value; }
+MK_FN Pair load_pair(const float* p) {
+#if defined(__CUDA_ARCH__)
+  Pair v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.a), "=f"(v.b) : "l"(p));
+  return v;
+#else
+  return {p[0], p[1]};
+#endif
+}
+
+MK_FN void store_pair(float* to, const Pair& value) { *reinterpret_cast<Pair*>(to) = value; }
+// Rounded to bf16.
+MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 
 // Eight consecutive elements of a row as float32; their first is a multiple of eight.
 struct Eight {

@@ -79,11 +79,7 @@ class Norm {
     float squares = 0.0f;
     each(held, r,
          [&](int, const Eight& v) { MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e]; });
-    const float lanes = reduce_lanes<P>(squares, [](float a, float b) { return a + b; });
-    const uint64_t* warps = team_.gather(float_to_bits(lanes));
-    float sum = 0.0f;
-    MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) sum += bits_to_float(static_cast<uint32_t>(warps[w]));
-    return sum;
+    return team_.sum(squares);
   }
 
   MK_FN void store(int i, int own_row, int k, const Words& words) const {

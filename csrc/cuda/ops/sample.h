@@ -101,11 +101,7 @@ class Sampler {
       MK_UNROLL for (int j = 0; j < kGroup; ++j) sum += expf(v[j] - mine.value);
     }
     const Peak peak = as_peak(team_.reduce(peak_key(mine.value, mine.id), greater));
-    sum = reduce_lanes<P>(sum * expf(mine.value - peak.value), [](float a, float b) { return a + b; });
-    const uint64_t* warps = team_.gather(float_to_bits(sum));
-    sum = 0.0f;
-    MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) sum += bits_to_float(static_cast<uint32_t>(warps[w]));
-    log_sum = peak.value + logf(sum);
+    log_sum = peak.value + logf(team_.sum(sum * expf(mine.value - peak.value)));
     return peak;
   }
 
@@ -280,28 +276,25 @@ class Sampler {
     int32_t* counts = reinterpret_cast<int32_t*>(other_);
     const int end = s.sample_position[i];
     const float repetition = s.repetition_penalty[i];
-    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
-    p_.consumer_sync();
-    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) {
-      const int32_t id = load_int(history + t);
-      if (exchange(counts + id, 1) != 0) continue;
+    const auto for_tokens = [&](int begin, const auto& each) {
+      MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
+      p_.consumer_sync();
+    };
+    const auto forget = [&](int32_t id) { exchange(counts + id, 0); };
+    for_tokens(0, forget);
+    for_tokens(0, [&](int32_t id) {
+      if (exchange(counts + id, 1) != 0) return;
       const float z = load_float(z_ + id);
       z_[id] = z > 0.0f ? z / repetition : z * repetition;
-    }
-    p_.consumer_sync();
-    MK_LOOP for (int t = thread_; t < end; t += kThreadsOfRow) exchange(counts + load_int(history + t), 0);
-    p_.consumer_sync();
-    MK_LOOP for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow)
-        fetch_add(counts + load_int(history + t), 1);
-    p_.consumer_sync();
-    MK_LOOP for (int t = s.prompt_length[i] + thread_; t < end; t += kThreadsOfRow) {
-      const int32_t id = load_int(history + t);
+    });
+    for_tokens(0, forget);
+    for_tokens(s.prompt_length[i], [&](int32_t id) { fetch_add(counts + id, 1); });
+    for_tokens(s.prompt_length[i], [&](int32_t id) {
       const int32_t n = exchange(counts + id, 0);
       if (n > 0)
         z_[id] =
             load_float(z_ + id) - (s.frequency_penalty[i] * static_cast<float>(n) + s.presence_penalty[i]);
-    }
-    p_.consumer_sync();
+    });
   }
 
   // The thread of a token's first pair adds all of the token's pairs, in order.
