@@ -110,89 +110,79 @@ class ToHeads {
   const float *const bias_, *const norm_;
 };
 
-// output += .
-class ToResidual {
+// What the others have in common: of a column they need to know but its number.
+class To {
  public:
+  MK_FN explicit To(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
+
+  MK_FN int column(int col) const { return col; }
+
+ protected:
+  const Call& c_;
+  const float* const bias_;
+};
+
+// output += .
+class ToResidual : public To {
+ public:
+  using To::To;
   using Row = float*;
 
-  MK_FN explicit ToResidual(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
-
   MK_FN Row row(int r) const { return c_.at<float>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN int column(int col) const { return col; }
   MK_FN Pair value(int col, float a, float b) const { return biased(bias_, col, a, b); }
   MK_FN void store(Row row, int col, float a, float b) const {
     const Pair x = load_pair(row + col), t = value(col, a, b);
     *reinterpret_cast<Pair*>(row + col) = {x.a + t.a, x.b + t.b};
   }
-
- private:
-  const Call& c_;
-  const float* const bias_;
 };
 
 // This rank's slot of the output, where the residual of the row is kept.
-class ToPartial {
+class ToPartial : public To {
  public:
+  using To::To;
   struct Row {
     Ranks ranks;
     int64_t at;
   };
 
-  MK_FN explicit ToPartial(const Call& c) : c_(c) {}
-
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
     return {residual_ranks(d, r), int64_t{d.reduce_row(d.rank, r)} * c_.phase().width};
   }
-  MK_FN int column(int col) const { return col; }
   MK_FN void store(const Row& row, int col, float a, float b) const {
     MK_LOOP for (int rank = row.ranks.begin; rank < row.ranks.end; ++rank)
         store_pair(c_.copy<uint16_t>(c_.phase().output, rank) + row.at + col, a, b);
   }
-
- private:
-  const Call& c_;
 };
 
 // output = silu(gate) up. Here `store` takes gate and up of one column.
-class ToGated {
+class ToGated : public To {
  public:
+  using To::To;
   using Row = uint16_t*;
 
-  MK_FN explicit ToGated(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
-
   MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN int column(int col) const { return col; }
   MK_FN float value(int col, float gate, float up) const {
     if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
     return silu(gate) * up;
   }
   MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
-
- private:
-  const Call& c_;
-  const float* const bias_;
 };
 
 // The output at the rank that samples the row.
-class ToLogits {
+class ToLogits : public To {
  public:
+  using To::To;
   using Row = float*;
-
-  MK_FN explicit ToLogits(const Call& c) : c_(c) {}
 
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
     return c_.copy<float>(c_.phase().output, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
-  MK_FN int column(int col) const { return col; }
   MK_FN void store(Row row, int col, float a, float b) const {
     row[col] = a;
     if (col + 1 < c_.dims->rank_vocab()) row[col + 1] = b;
   }
-
- private:
-  const Call& c_;
 };
 
 }  // namespace mk

@@ -37,6 +37,11 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     if (!p.wait_always(slot.fetched, slot_parity(j)) || slot.task.end()) break;
     uint64_t begin = 0;
     int reading = -1;  // slot of the page that is being stored
+    const auto release = [&](int pending) {
+      if (reading < 0) return;
+      p.wait_read(pending);
+      p.arrive(block.empty[reading], kConsumerWarps);
+    };
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
              const Page at = page_of(page++);
              const bool output = use.fill == Fill::kOutput;
@@ -47,17 +52,11 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
              }
              // Behind a chunk's last output at once: the next chunk's pages need its slot.
-             if (reading >= 0) {
-               p.wait_read(output ? 1 : 0);
-               p.arrive(block.empty[reading], kConsumerWarps);
-             }
+             release(output ? 1 : 0);
              reading = output ? at.slot : -1;
              return true;
            });
-    if (reading >= 0) {
-      p.wait_read(0);
-      p.arrive(block.empty[reading], kConsumerWarps);
-    }
+    release(0);
     live = live && p.wait(slot.outputs, slot_parity(j), slot.task.where);
     p.wait_stores();
     if (live) signal_words(p, params, block.dims, slot.task);
