@@ -295,6 +295,11 @@ def params() -> str:
     return "\n".join(out)
 
 
+def _columns(titles: str) -> list[str]:
+    """The head of a table in Markdown."""
+    return [f"| {titles} |", f"| {' | '.join('---' for _ in titles.split('|'))} |"]
+
+
 def _pages_reference() -> list[str]:
     p = pages
     out = [
@@ -303,15 +308,13 @@ def _pages_reference() -> list[str]:
         "An instruction takes a run of them; `megakernel/isa/pages.py` has the order and the counts, `verify` proves"
         " that what it holds at once fits.",
         "",
-        "| pages of | filled by | released by |",
-        "| --- | --- | --- |",
+        *_columns("pages of | filled by | released by"),
         *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in pages.Stream),
         "",
         "Per tile of `rows` × `cols` outputs of a matmul, with K the inner length and M the matrices side by side;"
         " all divisions are rounded up.",
         "",
-        "| result | weight pages | input pages | output pages |",
-        "| --- | --- | --- | --- |",
+        *_columns("result | weight pages | input pages | output pages"),
     ]
     of_weights, of_inputs = f"K / {p.K_STEP} · M · (cols / {p.PAGE_ROWS})", f"K / {p.K_STEP} · (M · cols / {p.CHUNK})"
     for result in RESULTS:
@@ -345,8 +348,7 @@ def reference() -> str:
         "A phase is an operation with its parameters (`megakernel/isa/phases.py`); the phases of a model are in"
         " `megakernel/model/families`. A record names its phase by number.",
         "",
-        "| number | operation | family | operands | meaning |",
-        "| --- | --- | --- | --- | --- |",
+        *_columns("number | operation | family | operands | meaning"),
     ]
     for operation, spec in OPERATIONS.items():
         operands = ", ".join(spec.operands) or "—"
@@ -354,22 +356,16 @@ def reference() -> str:
         out.append(
             f"| {operation.value} | {operation.name.lower()} | {spec.family.name.lower()} | {operands} | {meaning} |"
         )
-    out += ["", "## Results of a matmul", "", "| result | meaning |", "| --- | --- |"]
+    out += ["", "## Results of a matmul", "", *_columns("result | meaning")]
     out += [f"| `{result.name}` | {meaning} |" for result, meaning in RESULTS.items()]
     out += ["", "## Pages", "", *_pages_reference()]
-    out += [
-        "",
-        "## Buffers",
-        "",
-        "| id | name | space | type | per layer | what |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    out += ["", "## Buffers", "", *_columns("id | name | space | type | per layer | what")]
     for b, buffer in BUFFERS.items():
         dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
         layered = "yes" if buffer.layered else "no"
         space = Space(buffer.space).value
         out.append(f"| {b.value} | `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
-    out += ["", "## Step table", "", "| field | length | type | what |", "| --- | --- | --- | --- |"]
+    out += ["", "## Step table", "", *_columns("field | length | type | what")]
     for f in STEP_FIELDS:
         length = " × ".join(f.of) + (f" + {f.plus}" if f.plus else "")
         length = f"ranks × ({length})" if f.per_rank else length

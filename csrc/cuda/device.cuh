@@ -19,23 +19,23 @@ MK_DEVICE uint64_t wall_ns() {
   return t;
 }
 
+// PTX whose scope is between `before` and `after`.
+#define MK_SCOPED_ASM(scope, before, after, ...)   \
+  if (scope == Scope::kGpu) {                      \
+    asm volatile(before ".gpu" after __VA_ARGS__); \
+  } else {                                         \
+    asm volatile(before ".sys" after __VA_ARGS__); \
+  }
+
 MK_DEVICE int32_t load_relaxed(const int32_t* at, Scope scope) {
   int32_t v;
-  if (scope == Scope::kGpu) {
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  } else {
-    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  }
+  MK_SCOPED_ASM(scope, "ld.relaxed", ".global.s32 %0, [%1];", : "=r"(v) : "l"(at) : "memory")
   return v;
 }
 
 MK_DEVICE void load_acquire(const int32_t* at, Scope scope) {
   [[maybe_unused]] int32_t v;
-  if (scope == Scope::kGpu) {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  } else {
-    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  }
+  MK_SCOPED_ASM(scope, "ld.acquire", ".global.s32 %0, [%1];", : "=r"(v) : "l"(at) : "memory")
 }
 
 class Device {
@@ -177,14 +177,9 @@ class Device {
     __syncwarp();
     return all;
   }
-  MK_DEVICE void signal(int32_t* to, int count, Scope scope) {
-    if (scope == Scope::kGpu) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
-    } else {
-      asm volatile("red.release.sys.global.add.s32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
-    }
-  }
-  MK_DEVICE int claim(int32_t* from, uint32_t base, int end) {
+  MK_DEVICE void signal(int32_t* to, int count, Scope scope){
+      MK_SCOPED_ASM(scope, "red.release", ".global.add.s32 [%0], %1;", ::"l"(to),
+                    "r"(count) : "memory")} MK_DEVICE int claim(int32_t* from, uint32_t base, int end) {
     int taken = -1;
     if (lane_ == 0) {
       int32_t seen = load_relaxed(from, Scope::kGpu);

@@ -59,20 +59,17 @@ def driver() -> Driver:
     if status:
         return Driver(version, (), f"the NVIDIA driver answers with error {status}: see that nvidia-smi works")
     devices = tuple(_device(lib, ordinal) for ordinal in range(value.value))
-    found = Driver(version, devices, None)
+    lack = None
     if not devices:
-        return replace(found, missing="the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES")
-    if not found.usable:
-        d = devices[0]
-        return replace(
-            found,
-            missing=f"the GPU, {d.name}, has compute capability {d.capability[0]}.{d.capability[1]}: "
-            "the interpreter is written for 9.0 (H100, H200)",
-        )
-    if version < DRIVER:
+        lack = "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    elif all(d.capability != CAPABILITY for d in devices):
+        major, minor = devices[0].capability
+        has = f"the GPU, {devices[0].name}, has compute capability {major}.{minor}"
+        lack = f"{has}: the interpreter is written for 9.0 (H100, H200)"
+    elif version < DRIVER:
         have = f"{version // 1000}.{version % 1000 // 10}"
-        return replace(found, missing=f"the NVIDIA driver is for CUDA {have}: install driver {DRIVER_NAME} or newer")
-    return found
+        lack = f"the NVIDIA driver is for CUDA {have}: install driver {DRIVER_NAME} or newer"
+    return Driver(version, devices, lack)
 
 
 def _device(lib: ctypes.CDLL, ordinal: int) -> Device:

@@ -239,27 +239,25 @@ class Kernel:
     def __init__(self, gpu: Gpu, code: bytes) -> None:
         gpu.use()
         d = gpu.driver
-        self._gpu = gpu
+        self.gpu = gpu
         self._module = check("loading the interpreter", d.cuModuleLoadData(code))
-        self._function = check("loading the interpreter", d.cuModuleGetFunction(self._module, KERNEL.encode()))
+        self.function = check("loading the interpreter", d.cuModuleGetFunction(self._module, KERNEL.encode()))
         shared = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check("taking shared memory", d.cuFuncSetAttribute(self._function, shared, SHARED_BYTES))
-        occupancy = d.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, THREADS, SHARED_BYTES)
+        check("taking shared memory", d.cuFuncSetAttribute(self.function, shared, SHARED_BYTES))
+        occupancy = d.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, THREADS, SHARED_BYTES)
         self.blocks = gpu.sms * min(1, int(check("asking for the occupancy", occupancy)))
 
-    def prepare(self, blocks: int, params: ctypes.Structure) -> Prepared:
-        return Prepared(self._gpu, self._function, blocks, params)
-
     def close(self) -> None:
-        self._gpu.use()
-        self._gpu.driver.cuModuleUnload(self._module)
+        self.gpu.use()
+        self.gpu.driver.cuModuleUnload(self._module)
 
 
 class Prepared:
     """Launches of `blocks` blocks with `params` as they are when each is begun. All that Python does is one call."""
 
-    def __init__(self, gpu: Gpu, function: Any, blocks: int, params: ctypes.Structure) -> None:
-        self._driver, self._function, self._stream, self._blocks = gpu.driver, function, gpu.stream, blocks
+    def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
+        self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
+        self._function, self._blocks = kernel.function, blocks
         self._held = params, (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments = ctypes.addressof(self._held[1])
 

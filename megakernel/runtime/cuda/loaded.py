@@ -122,7 +122,7 @@ class Grid:
         """Launch the whole program."""
         prepared = self._prepared.get(id(kernel))
         if prepared is None:
-            prepared = self._prepared.setdefault(id(kernel), kernel.prepare(self.blocks, self.params))
+            prepared = self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
         prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:

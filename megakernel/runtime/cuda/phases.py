@@ -9,7 +9,7 @@ from typing import Any
 
 from ...isa.launch import BODY, PROLOGUE
 from ...program import SEGMENTS, Program
-from .driver import Graph, Kernel
+from .driver import Graph, Kernel, Prepared
 from .loaded import Grid, Tables
 
 
@@ -32,7 +32,7 @@ class Phases:
             for index, name in plan
             if index == segment
         ]
-        self._launches = [kernel.prepare(grid.blocks, self._params(grid, *phase)) for phase in order]
+        self._launches = [Prepared(kernel, grid.blocks, self._params(grid, *phase)) for phase in order]
         self._graph: Graph = grid.gpu.record(self._begin)
 
     def _params(self, grid: Grid, segment: int, layer: int, name: str) -> Any:
