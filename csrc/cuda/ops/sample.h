@@ -266,6 +266,13 @@ class Sampler {
     return *count;
   }
 
+  // Of tokens [begin, end) of a row's history.
+  template <class Each>
+  MK_FN void for_tokens(const int32_t* history, int begin, int end, const Each& each) {
+    MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
+    p_.consumer_sync();
+  }
+
   // Repetition for every token of the history, then frequency and presence for those after the prompt. The
   // thread that meets a token first changes its logit.
   MK_FN void penalise(int i) {
@@ -276,20 +283,16 @@ class Sampler {
     int32_t* counts = reinterpret_cast<int32_t*>(other_);
     const int end = s.sample_position[i];
     const float repetition = s.repetition_penalty[i];
-    const auto for_tokens = [&](int begin, const auto& each) {
-      MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
-      p_.consumer_sync();
-    };
     const auto forget = [&](int32_t id) { exchange(counts + id, 0); };
-    for_tokens(0, forget);
-    for_tokens(0, [&](int32_t id) {
+    for_tokens(history, 0, end, forget);
+    for_tokens(history, 0, end, [&](int32_t id) {
       if (exchange(counts + id, 1) != 0) return;
       const float z = load_float(z_ + id);
       z_[id] = z > 0.0f ? z / repetition : z * repetition;
     });
-    for_tokens(0, forget);
-    for_tokens(s.prompt_length[i], [&](int32_t id) { fetch_add(counts + id, 1); });
-    for_tokens(s.prompt_length[i], [&](int32_t id) {
+    for_tokens(history, 0, end, forget);
+    for_tokens(history, s.prompt_length[i], end, [&](int32_t id) { fetch_add(counts + id, 1); });
+    for_tokens(history, s.prompt_length[i], end, [&](int32_t id) {
       const int32_t n = exchange(counts + id, 0);
       if (n > 0)
         z_[id] =
