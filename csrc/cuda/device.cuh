@@ -227,17 +227,18 @@ class Device {
     const int32_t layer = where.segment == kPrologue   ? kTracePrologue
                           : where.segment == kEpilogue ? kTraceEpilogue
                                                        : where.layer;
-    Interval& to = params_.trace[static_cast<int64_t>(blockIdx.x) * params_.trace_capacity + i];
-    to.begin = begin;
-    to.end = end;
-    to.instruction = static_cast<uint32_t>(where.number);
-    to.launch = params_.launch;
-    to.worker = static_cast<uint16_t>(blockIdx.x % params_.workers);
-    to.layer = static_cast<uint16_t>(layer);
-    to.rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / params_.workers);
-    to.role = static_cast<uint8_t>(role);
-    to.kind = static_cast<uint8_t>(kind);
-    to.slot = static_cast<uint8_t>(slot);
+    params_.trace[static_cast<int64_t>(blockIdx.x) * params_.trace_capacity + i] = {
+        .begin = begin,
+        .end = end,
+        .instruction = static_cast<uint32_t>(where.number),
+        .launch = params_.launch,
+        .worker = static_cast<uint16_t>(blockIdx.x % params_.workers),
+        .layer = static_cast<uint16_t>(layer),
+        .rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / params_.workers),
+        .role = static_cast<uint8_t>(role),
+        .kind = static_cast<uint8_t>(kind),
+        .slot = static_cast<uint8_t>(slot),
+    };
   }
   MK_DEVICE void stall(uint64_t ns) {
     for (const uint64_t begin = wall_ns(); wall_ns() - begin < ns;) {

@@ -11,13 +11,6 @@
 
 namespace mk {
 
-// Bias of columns col and col + 1 added, where there is one.
-MK_FN Pair biased(const float* bias, int col, float a, float b) {
-  if (!bias) return {a, b};
-  const Pair v = *reinterpret_cast<const Pair*>(bias + col);
-  return {a + v.a, b + v.b};
-}
-
 // Queries to the output, keys and values to the cache; q and k rotated by the angles of the row's position,
 // and normalised before where the phase says so. Of a head that is normalised all columns go to `store`
 // twice: first with `squares`, which adds up their squares in Row; of the sum over those who share the row,
@@ -129,7 +122,11 @@ class ToResidual : public To {
   using Row = float*;
 
   MK_FN Row row(int r) const { return c_.at<float>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN Pair value(int col, float a, float b) const { return biased(bias_, col, a, b); }
+  MK_FN Pair value(int col, float a, float b) const {
+    if (!bias_) return {a, b};
+    const Pair bias = *reinterpret_cast<const Pair*>(bias_ + col);
+    return {a + bias.a, b + bias.b};
+  }
   MK_FN void store(Row row, int col, float a, float b) const {
     const Pair x = load_pair(row + col), t = value(col, a, b);
     *reinterpret_cast<Pair*>(row + col) = {x.a + t.a, x.b + t.b};

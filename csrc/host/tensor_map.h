@@ -23,48 +23,41 @@ inline HostMap host_map(const TensorMap& map) {
   return out;
 }
 
-// One element of a box: its place in memory, null outside the tensor, and in the page.
-template <class F>
-inline void for_elements(const HostMap& map, int x, int y, int z, F&& f) {
-  const int per_row = 128 / map.item;
+// Calls f(in memory, in the page) for each element of a box, of type T; in memory null outside the tensor.
+// Element by element: a race detector sees every one.
+template <class T, class F>
+inline void for_elements(void* page, const HostMap& map, int x, int y, int z, F&& f) {
   for (int r = 0; r < kBoxRows; ++r) {
     const bool row_inside = y + r >= 0 && y + r < map.rows && z >= 0 && z < map.matrices;
     char* row = row_inside ? map.base + z * map.matrix_bytes + (y + r) * map.row_bytes : nullptr;
-    for (int e = 0; e < per_row; ++e) {
+    for (int e = 0; e < 128 / map.item; ++e) {
       const bool inside = row_inside && x + e < map.inner;
-      f(inside ? row + static_cast<int64_t>(x + e) * map.item : nullptr, tile_offset(r, e * map.item));
+      f(inside ? reinterpret_cast<T*>(row) + x + e : nullptr,
+        reinterpret_cast<T*>(static_cast<char*>(page) + tile_offset(r, e * map.item)));
     }
   }
 }
 
-// Element by element: a race detector sees every one.
-template <class T>
-inline void load_box(void* to, const HostMap& map, int x, int y, int z) {
-  for_elements(map, x, y, z, [&](const char* from, uint32_t at) {
-    *reinterpret_cast<T*>(static_cast<char*>(to) + at) = from ? *reinterpret_cast<const T*>(from) : T{};
-  });
-}
-
-template <class T>
-inline void store_box(const HostMap& map, int x, int y, int z, const void* from) {
-  for_elements(map, x, y, z, [&](char* to, uint32_t at) {
-    if (to) *reinterpret_cast<T*>(to) = *reinterpret_cast<const T*>(static_cast<const char*>(from) + at);
-  });
+template <class F>
+inline void for_elements_of_any(void* page, const HostMap& map, int x, int y, int z, F&& f) {
+  map.item == 2 ? for_elements<uint16_t>(page, map, x, y, z, f)
+                : for_elements<uint32_t>(page, map, x, y, z, f);
 }
 
 inline void load_box(void* to, const HostMap& map, int x, int y, int z) {
-  map.item == 2 ? load_box<uint16_t>(to, map, x, y, z) : load_box<uint32_t>(to, map, x, y, z);
+  for_elements_of_any(to, map, x, y, z, [](auto* from, auto* at) { *at = from ? *from : 0; });
 }
 
 inline void store_box(const HostMap& map, int x, int y, int z, const void* from) {
-  map.item == 2 ? store_box<uint16_t>(map, x, y, z, from) : store_box<uint32_t>(map, x, y, z, from);
+  for_elements_of_any(const_cast<void*>(from), map, x, y, z, [](auto* to, const auto* at) {
+    if (to) *to = *at;
+  });
 }
 
 // Of float32.
 inline void add_box(const HostMap& map, int x, int y, int z, const void* from) {
-  for_elements(map, x, y, z, [&](char* to, uint32_t at) {
-    if (to)
-      *reinterpret_cast<float*>(to) += *reinterpret_cast<const float*>(static_cast<const char*>(from) + at);
+  for_elements<float>(const_cast<void*>(from), map, x, y, z, [](float* to, const float* at) {
+    if (to) *to += *at;
   });
 }
 

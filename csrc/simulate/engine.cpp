@@ -523,11 +523,14 @@ class Engine {
     load(w);
   }
 
+  // The one that is the segment's of a run.
+  static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
+    return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
+  }
+
   // A worker begins (by = 1) or ends (-1) computing.
   void change(const Worker& w, const Run& run, int by) {
-    const int32_t layer = run.segment == kPrologue   ? p_.layers
-                          : run.segment == kEpilogue ? p_.layers + 1
-                                                     : run.layer;
+    const int32_t layer = by_segment(run, p_.layers, run.layer, p_.layers + 1);
     overlaps_.change(now_, w.rank, layer, p_.records[run.record].phase, by);
   }
 
@@ -605,9 +608,7 @@ class Engine {
   }
 
   // Of counters, where a run waits; it signals there, or in the next.
-  int32_t block(const Run& run) const {
-    return run.segment == kPrologue ? 0 : run.segment == kBody ? run.layer : p_.layers;
-  }
+  int32_t block(const Run& run) const { return by_segment(run, 0, run.layer, p_.layers); }
   Counter& counter(int32_t rank, int32_t block, int32_t index) {
     return counters_[(static_cast<int64_t>(block) * p_.ranks + rank) * p_.counters + index];
   }
@@ -617,9 +618,7 @@ class Engine {
   void record(const Worker& w, const Run& run, Role role, IntervalKind kind, double begin, double end,
               int32_t slot = 0) {
     if (intervals_ == nullptr || (end <= begin && kind != IntervalKind::COMPUTE)) return;
-    const int32_t layer = run.segment == kPrologue   ? kTracePrologue
-                          : run.segment == kEpilogue ? kTraceEpilogue
-                                                     : run.layer;
+    const int32_t layer = by_segment(run, kTracePrologue, run.layer, kTraceEpilogue);
     if (result_.intervals < most_)
       intervals_[result_.intervals] = {
           .begin = static_cast<uint64_t>(begin * 1e9),

@@ -65,7 +65,7 @@ class Heap:
         self._dims = dims
         self._sizes: dict[Buffer, int] = {}  # of activations and outputs
         self._address: dict[tuple[int, Buffer], int] = {}
-        self._grown: list[tuple[Gpu, int]] = []  # allocations that `fit` replaces
+        self._grown: list[tuple[Gpu, int]] = []  # by rank: allocations that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
         # By rank, the address of STATUS_BYTES of its GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT.
         self.status: dict[int, int] = {}
