@@ -21,6 +21,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../../../csrc/host/tensor_map.h"
@@ -30,6 +31,7 @@ namespace {
 constexpr int kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidHandle = 400,
               kNotFound = 500, kNotReady = 600, kPeerEnabled = 704, kTooLarge = 720,
               kCaptureUnsupported = 900;
+constexpr size_t kMemory = size_t{1} << 34;
 
 int setting(const char* name, int otherwise) {
   const char* text = getenv(name);
@@ -37,6 +39,7 @@ int setting(const char* name, int otherwise) {
 }
 
 using Work = std::function<void()>;
+using Works = std::vector<Work>;
 using Run = void (*)(const mk::Params*, int blocks, int cooperative);
 
 std::atomic<Run> run_kernel{nullptr};
@@ -66,7 +69,7 @@ class Stream {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return work_.empty(); });
   }
-  std::vector<Work>* recording = nullptr;
+  Works* recording = nullptr;
 
  private:
   void loop() {
@@ -100,26 +103,14 @@ struct Function {
 std::mutex memory_mutex;
 std::set<Stream*> streams;  // the main thread's
 std::map<uint64_t, size_t> memory, pinned;
-std::map<std::pair<int, int>, bool> peers;
-
-bool inside(const std::map<uint64_t, size_t>& blocks, uint64_t address, size_t size) {
-  auto next = blocks.upper_bound(address);
-  if (next == blocks.begin()) return false;
-  --next;
-  return address + size <= next->first + next->second;
-}
-
-// What refuses work on memory; 0: nothing.
-int refusal(uint64_t address, size_t size, Stream* stream) {
-  if (!current) return kInvalidContext;
-  if (stream->recording) return kCaptureUnsupported;
-  const std::lock_guard lock(memory_mutex);
-  return size == 0 || !inside(memory, address, size) ? kInvalidValue : kOk;
-}
+std::set<std::pair<int64_t, int64_t>> peers;
 
 bool on_device(uint64_t address, size_t size) {
   const std::lock_guard lock(memory_mutex);
-  return inside(memory, address, size);
+  auto next = memory.upper_bound(address);
+  if (next == memory.begin()) return false;
+  --next;
+  return address + size <= next->first + next->second;
 }
 
 int launch(Function* f, unsigned blocks, unsigned threads, unsigned shared, Stream* stream, void** arguments,
@@ -141,6 +132,46 @@ int launch(Function* f, unsigned blocks, unsigned threads, unsigned shared, Stre
   return kOk;
 }
 
+template <class T>
+int give(T* out, T value) {
+  *out = value;
+  return kOk;
+}
+
+template <class T>
+int destroyed(T* object) {
+  delete object;
+  return kOk;
+}
+
+int allocate(std::map<uint64_t, size_t>& blocks, void** address, size_t alignment, size_t size) {
+  if (!current) return kInvalidContext;
+  if (size == 0) return kInvalidValue;
+  if (size > kMemory || posix_memalign(address, alignment, size)) return kOutOfMemory;
+  memset(*address, 0xFF, size);  // NaN in every type
+  const std::lock_guard lock(memory_mutex);
+  blocks[reinterpret_cast<uint64_t>(*address)] = size;
+  return kOk;
+}
+
+// Freeing memory waits for all work, as the driver's does.
+int release(std::map<uint64_t, size_t>& blocks, uint64_t address) {
+  for (Stream* stream : streams) stream->wait();
+  const std::lock_guard lock(memory_mutex);
+  if (!blocks.erase(address)) return kInvalidValue;
+  free(reinterpret_cast<void*>(address));
+  return kOk;
+}
+
+// Work of a stream on memory of the device.
+int on_memory(uint64_t address, size_t size, Stream* stream, Work work) {
+  if (!current) return kInvalidContext;
+  if (stream->recording) return kCaptureUnsupported;
+  if (size == 0 || !on_device(address, size)) return kInvalidValue;
+  stream->push(std::move(work));
+  return kOk;
+}
+
 }  // namespace
 
 extern "C" {
@@ -155,14 +186,8 @@ int fake_allocations() {
 
 // -- the driver
 int cuInit(unsigned) { return kOk; }
-int cuDriverGetVersion(int* version) {
-  *version = setting("FAKE_CUDA_VERSION", 13000);
-  return kOk;
-}
-int cuDeviceGetCount(int* count) {
-  *count = setting("FAKE_CUDA_DEVICES", 1);
-  return kOk;
-}
+int cuDriverGetVersion(int* version) { return give(version, setting("FAKE_CUDA_VERSION", 13000)); }
+int cuDeviceGetCount(int* count) { return give(count, setting("FAKE_CUDA_DEVICES", 1)); }
 int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal < setting("FAKE_CUDA_DEVICES", 1) ? kOk : 101;
@@ -171,101 +196,40 @@ int cuDeviceGetName(char* name, int size, int) {
   strncpy(name, "NVIDIA H200 (pretended)", static_cast<size_t>(size));
   return kOk;
 }
-int cuDeviceTotalMem_v2(size_t* bytes, int) {
-  *bytes = size_t{1} << 34;
-  return kOk;
-}
+int cuDeviceTotalMem_v2(size_t* bytes, int) { return give(bytes, kMemory); }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
-  switch (attribute) {
-    case 16:
-      *value = setting("FAKE_CUDA_SMS", 132);
-      return kOk;
-    case 75:
-      *value = capability / 10;
-      return kOk;
-    case 76:
-      *value = capability % 10;
-      return kOk;
-    default:
-      *value = 1;
-      return kOk;
-  }
+  const std::map<int, int> values{
+      {16, setting("FAKE_CUDA_SMS", 132)}, {75, capability / 10}, {76, capability % 10}};
+  return give(value, values.contains(attribute) ? values.at(attribute) : 1);
 }
-int cuDevicePrimaryCtxRetain(void** context, int device) {
-  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
-  return kOk;
-}
+int cuDevicePrimaryCtxRetain(int64_t* context, int device) { return give(context, int64_t{device} + 1); }
 int cuDevicePrimaryCtxRelease_v2(int) { return kOk; }
-int cuCtxSetCurrent(void* context) {
-  current = reinterpret_cast<intptr_t>(context);
-  return kOk;
-}
-int cuDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
-  return kOk;
-}
-int cuCtxEnablePeerAccess(void* context, unsigned) {
+int cuCtxSetCurrent(int64_t context) { return give(&current, context); }
+int cuDeviceCanAccessPeer(int* can, int, int) { return give(can, 1); }
+int cuCtxEnablePeerAccess(int64_t context, unsigned) {
   const std::lock_guard lock(memory_mutex);
-  bool& enabled = peers[{static_cast<int>(current), static_cast<int>(reinterpret_cast<intptr_t>(context))}];
-  if (enabled) return kPeerEnabled;
-  enabled = true;
-  return kOk;
+  return peers.insert({current, context}).second ? kOk : kPeerEnabled;
 }
 int cuMemGetInfo_v2(size_t* free, size_t* total) {
   if (!current) return kInvalidContext;
-  *free = *total = size_t{1} << 34;
+  *free = *total = kMemory;
   return kOk;
 }
 int cuMemAlloc_v2(uint64_t* address, size_t size) {
-  if (!current) return kInvalidContext;
-  if (size == 0) return kInvalidValue;
-  void* block = nullptr;
-  if (size > size_t{1} << 34 || posix_memalign(&block, 256, size)) return kOutOfMemory;
-  memset(block, 0xFF, size);  // NaN in every type
-  const std::lock_guard lock(memory_mutex);
-  *address = reinterpret_cast<uint64_t>(block);
-  memory[*address] = size;
-  return kOk;
+  return allocate(memory, reinterpret_cast<void**>(address), 256, size);
 }
-// Freeing memory waits for all work, as the driver's does.
-int cuMemFree_v2(uint64_t address) {
-  if (!current) return kInvalidContext;
-  for (Stream* stream : streams) stream->wait();
-  const std::lock_guard lock(memory_mutex);
-  if (!memory.erase(address)) return kInvalidValue;
-  free(reinterpret_cast<void*>(address));
-  return kOk;
-}
-int cuMemHostAlloc(void** address, size_t size, unsigned) {
-  if (!current) return kInvalidContext;
-  if (size == 0) return kInvalidValue;
-  if (posix_memalign(address, 4096, size)) return kOutOfMemory;
-  const std::lock_guard lock(memory_mutex);
-  pinned[reinterpret_cast<uint64_t>(*address)] = size;
-  return kOk;
-}
-int cuMemFreeHost(void* address) {
-  for (Stream* stream : streams) stream->wait();
-  const std::lock_guard lock(memory_mutex);
-  if (!pinned.erase(reinterpret_cast<uint64_t>(address))) return kInvalidValue;
-  free(address);
-  return kOk;
-}
-int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, Stream* stream) {
-  if (const int refused = refusal(address, size, stream)) return refused;
-  stream->push([=] { memset(reinterpret_cast<void*>(address), value, size); });
-  return kOk;
+int cuMemFree_v2(uint64_t address) { return current ? release(memory, address) : kInvalidContext; }
+int cuMemHostAlloc(void** address, size_t size, unsigned) { return allocate(pinned, address, 4096, size); }
+int cuMemFreeHost(void* address) { return release(pinned, reinterpret_cast<uint64_t>(address)); }
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, Stream* stream) {
+  return on_memory(to, size, stream, [=] { memset(reinterpret_cast<void*>(to), value, size); });
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, Stream* stream) {
-  if (const int refused = refusal(to, size, stream)) return refused;
-  stream->push([=] { memcpy(reinterpret_cast<void*>(to), from, size); });
-  return kOk;
+  return on_memory(to, size, stream, [=] { memcpy(reinterpret_cast<void*>(to), from, size); });
 }
 int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, Stream* stream) {
-  if (const int refused = refusal(from, size, stream)) return refused;
-  stream->push([=] { memcpy(to, reinterpret_cast<const void*>(from), size); });
-  return kOk;
+  return on_memory(from, size, stream, [=] { memcpy(to, reinterpret_cast<const void*>(from), size); });
 }
 int cuStreamCreate(Stream** stream, unsigned) {
   if (!current) return kInvalidContext;
@@ -275,8 +239,7 @@ int cuStreamCreate(Stream** stream, unsigned) {
 }
 int cuStreamDestroy_v2(Stream* stream) {
   streams.erase(stream);
-  delete stream;
-  return kOk;
+  return destroyed(stream);
 }
 int cuStreamQuery(Stream* stream) {
   if (stream->recording) return kCaptureUnsupported;
@@ -287,39 +250,21 @@ int cuStreamSynchronize(Stream* stream) {
   stream->wait();
   return kOk;
 }
-int cuStreamBeginCapture_v2(Stream* stream, int) {
-  stream->recording = new std::vector<Work>;
-  return kOk;
+int cuStreamBeginCapture_v2(Stream* stream, int) { return give(&stream->recording, new Works); }
+int cuStreamEndCapture(Stream* stream, Works** graph) {
+  return give(graph, std::exchange(stream->recording, nullptr));
 }
-int cuStreamEndCapture(Stream* stream, std::vector<Work>** graph) {
-  *graph = stream->recording;
-  stream->recording = nullptr;
-  return kOk;
+int cuGraphInstantiateWithFlags(Works** made, Works* graph, uint64_t) {
+  return give(made, new Works(*graph));
 }
-int cuGraphInstantiateWithFlags(std::vector<Work>** executable, std::vector<Work>* graph, uint64_t) {
-  *executable = new std::vector<Work>(*graph);
-  return kOk;
-}
-int cuGraphLaunch(std::vector<Work>* executable, Stream* stream) {
+int cuGraphLaunch(Works* executable, Stream* stream) {
   for (const Work& work : *executable) stream->push(work);
   return kOk;
 }
-int cuGraphExecDestroy(std::vector<Work>* executable) {
-  delete executable;
-  return kOk;
-}
-int cuGraphDestroy(std::vector<Work>* graph) {
-  delete graph;
-  return kOk;
-}
-int cuEventCreate(Event** event, unsigned) {
-  *event = new Event;
-  return kOk;
-}
-int cuEventDestroy_v2(Event* event) {
-  delete event;
-  return kOk;
-}
+int cuGraphExecDestroy(Works* executable) { return destroyed(executable); }
+int cuGraphDestroy(Works* graph) { return destroyed(graph); }
+int cuEventCreate(Event** event, unsigned) { return give(event, new Event); }
+int cuEventDestroy_v2(Event* event) { return destroyed(event); }
 int cuEventRecord(Event* event, Stream* stream) {
   if (event->context != stream->context) return kInvalidHandle;
   if (stream->recording) return kCaptureUnsupported;
@@ -328,15 +273,10 @@ int cuEventRecord(Event* event, Stream* stream) {
   return kOk;
 }
 int cuEventQuery(Event* event) { return *event->done ? kOk : kNotReady; }
-int cuModuleLoadData(void** module, const void*) {
-  if (!current) return kInvalidContext;
-  *module = malloc(1);
-  return kOk;
+int cuModuleLoadData(char** module, const void*) {
+  return current ? give(module, new char{}) : kInvalidContext;
 }
-int cuModuleUnload(void* module) {
-  free(module);
-  return kOk;
-}
+int cuModuleUnload(char* module) { return destroyed(module); }
 int cuModuleGetFunction(Function** function, void*, const char* name) {
   static Function kernel;
   *function = &kernel;
