@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -342,6 +346,26 @@ def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: py
     monkeypatch.setattr(live.service.llm, "encode", Mock(side_effect=ValueError("secret")))
     status, _, data = live.request("POST", COMPLETIONS, {"prompt": "x"})
     assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
+
+
+def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
+    """Schemathesis reads it and sends what it allows and forbids. A sample of what the whole run tries:
+    `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`."""
+    pytest.importorskip("schemathesis")
+    config = Path(__file__).parents[1] / "support" / "schemathesis.toml"
+    with (
+        LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
+        serving(llm) as live,
+    ):
+        command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+        flags = ["--max-examples", "4", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
+        done = subprocess.run(
+            [*command, *flags, f"{live.url}/openapi.json"], capture_output=True, text=True, timeout=600, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout
+        found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+        assert found and found[1] == found[2] and int(found[1]) > 500, done.stdout
+        until(live.at_rest)
 
 
 # -- who may ask, and how much
