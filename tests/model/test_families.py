@@ -60,9 +60,9 @@ def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: st
             np.testing.assert_array_equal(stored.load(buffer, layer, Dtype.F32), want, err_msg=buffer.name)
 
 
-def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32):
+def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32, **options: str):
     """What the reference backend's ranks make of TOKENS, in two steps: tokens, log-probabilities, logits."""
-    runner = Runner(checkpoint, "reference", dtype, tp=tp)
+    runner = Runner(checkpoint, "reference", dtype, tp=tp, **options)
     outputs = [runner.step([Piece(3, start, TOKENS[start:end])]) for start, end in ((0, 30), (30, 41))]
     return [np.concatenate([getattr(out, name) for out in outputs]) for name in ("tokens", "logprobs", "logits")]
 
@@ -78,14 +78,14 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
-@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize(("tp", "o"), [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))])
 @pytest.mark.parametrize("family", SHAPES)
-def test_bf16_is_as_good_as_transformers_in_bf16(family: str, tp: int) -> None:
+def test_bf16_is_as_good_as_transformers_in_bf16(family: str, tp: int, o: str) -> None:
     model, checkpoint = make_llama(4, family, **SHAPES[family])
     checkpoint = rounded(model, checkpoint)
     want = hf_logits(model, TOKENS)
     theirs = hf_logits(model.to(torch.bfloat16), TOKENS)
-    assert 0 < error(run(checkpoint, tp, Dtype.BF16)[2], want) <= 1.5 * error(theirs, want)
+    assert 0 < error(run(checkpoint, tp, Dtype.BF16, o=o)[2], want) <= 1.5 * error(theirs, want)
 
 
 @pytest.mark.parametrize("projection", "qkv")

@@ -28,26 +28,27 @@ SHAPES = {
     "mlp bias": {"mlp_bias": True, "ffn": 75},
     "linear rope": {"rope": ROPES["linear"]},
     "llama3 rope": {"rope": ROPES["llama3"]},
-    "one layer": {"layers": 1},
+    "one layer": {"layers": 1, "rms_eps": 1e-2},
     "mistral": {"family": "mistral", "sliding_window": None, "heads": 5, "kv_heads": 5, "hidden": 56, "ffn": 61},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"family": "qwen3", "heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "tied": True},
 }
 
 
-def computed(checkpoint, dtype=Dtype.F32):
-    """A prompt, and the logits that the CPU computes of it."""
+def computed(checkpoint, dtype=Dtype.F32, backend="cpu"):
+    """A prompt, and the logits that a backend computes of it."""
     tokens = np.random.default_rng(5).integers(0, checkpoint.config.vocab, LENGTH).tolist()
-    runner = Runner(checkpoint, dtype=dtype)
+    runner = Runner(checkpoint, backend, dtype)
     got = runner.logits(tokens, CUTS)
     runner.close()
     return tokens, got
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_f32(name):
+def test_f32(name, backend):
     model, checkpoint = make_llama(seed=1, **SHAPES[name])
-    tokens, got = computed(checkpoint)
+    tokens, got = computed(checkpoint, backend=backend)
     assert error(got, hf_logits(model, tokens)) < TOLERANCE
 
 
