@@ -51,29 +51,30 @@ def parse(**changes: Any) -> ModelConfig:
     return parse_hf_config({**BASE, **changes}, "config.json")
 
 
-def test_plain_config() -> None:
-    assert parse() == PLAIN
-    assert parse(attention_bias=True) == replace(PLAIN, qkv_bias=True, o_bias=True)
-    assert parse(mlp_bias=True, tie_word_embeddings=True) == replace(PLAIN, mlp_bias=True, tied=True)
-    assert parse(bos_token_id=1, eos_token_id=[2, 3]) == replace(PLAIN, bos_id=1, eos_ids=(2, 3))
+UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
 
 
-def test_qwen2_always_has_biases_and_may_name_a_window_that_it_does_not_use() -> None:
-    unused = {"use_sliding_window": False, "sliding_window": 256, "max_window_layers": 1, "layer_types": [FULL, FULL]}
-    for window in ({}, unused):
-        assert parse(**QWEN2, **window) == replace(PLAIN, family="qwen2", qkv_bias=True)
-
-
-def test_heads_default_and_given_head_size() -> None:
-    config = parse(num_key_value_heads=None, head_dim=24)
-    assert (config.kv_heads, config.head_dim) == (4, 24)
-
-
-def test_qwen3_has_biases_where_it_says_so_and_the_windows_of_qwen2() -> None:
-    plain = replace(PLAIN, family="qwen3", head_dim=24)
-    unused = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 2, "layer_types": [FULL, FULL]}
-    assert parse(**QWEN3, **unused, head_dim=24, attention_bias=False) == plain
-    assert parse(**QWEN3, head_dim=24, attention_bias=True) == replace(plain, qkv_bias=True, o_bias=True)
+@pytest.mark.parametrize(
+    ("spelling", "read"),
+    [
+        ({}, {}),
+        ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+        ({"mlp_bias": True, "tie_word_embeddings": True}, {"mlp_bias": True, "tied": True}),
+        ({"bos_token_id": 1, "eos_token_id": [2, 3]}, {"bos_id": 1, "eos_ids": (2, 3)}),
+        ({"num_key_value_heads": None, "head_dim": 24}, {"kv_heads": 4, "head_dim": 24}),
+        # Qwen2 always has biases, Qwen3 where it says so; they may name a window that they do not use.
+        (QWEN2, {"qkv_bias": True}),
+        ({**QWEN2, **UNUSED, "sliding_window": 256, "max_window_layers": 1}, {"qkv_bias": True}),
+        ({**QWEN3, **UNUSED, "sliding_window": None, "max_window_layers": 2, "attention_bias": False}, {}),
+        ({**QWEN3, "head_dim": 24, "attention_bias": True}, {"head_dim": 24, "qkv_bias": True, "o_bias": True}),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": Rope(1e4, RopeKind.LINEAR, 4.0)}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope": Rope(7.0)}),
+        ({"quantization_config": None, "sliding_window": None, "use_flash": False, "pretraining_tp": 1}, {}),
+    ],
+)
+def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]) -> None:
+    family = spelling.get("model_type", "llama")
+    assert parse(**spelling) == replace(PLAIN, **{"family": family} | read)
 
 
 def test_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
@@ -94,11 +95,6 @@ def test_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
 )
 def test_rope_spellings(spelling: dict[str, Any]) -> None:
     assert parse(**spelling).rope == Rope(5e5, RopeKind.LLAMA3, 8.0, 1.0, 4.0, 8192)
-
-
-def test_linear_and_default_rope() -> None:
-    assert parse(rope_scaling={"type": "linear", "factor": 4}).rope == Rope(1e4, RopeKind.LINEAR, 4.0)
-    assert parse(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope == Rope(7.0)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +144,6 @@ def test_linear_and_default_rope() -> None:
 def test_refused_by_name(named: str, changes: dict[str, Any]) -> None:
     with pytest.raises(MegakernelError, match=f"^config.json.*{named}"):
         parse(**changes)
-
-
-def test_absent_features_may_be_spelled_out() -> None:
-    assert parse(quantization_config=None, sliding_window=None, use_flash=False, pretraining_tp=1) == parse()
 
 
 def test_generation_config_adds_ends(tmp_path: Path) -> None:
