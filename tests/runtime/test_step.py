@@ -287,17 +287,12 @@ def _first_split(t: StepTable) -> int:
     return int(np.flatnonzero(t.item_split >= 0)[0])
 
 
-def _set(name: str, index: object, value: float) -> Callable[[StepTable], None]:
+def _set(**changes: tuple[object, float]) -> Callable[[StepTable], None]:
+    """Of each of these fields, a value at an index, or where a function says."""
+
     def change(t: StepTable) -> None:
-        getattr(t, name)[index(t) if callable(index) else index] = value
-
-    return change
-
-
-def _set_all(**values: tuple[int, float]) -> Callable[[StepTable], None]:
-    def change(t: StepTable) -> None:
-        for name, (index, value) in values.items():
-            getattr(t, name)[index] = value
+        for name, (index, value) in changes.items():
+            getattr(t, name)[index(t) if callable(index) else index] = value
 
     return change
 
@@ -325,25 +320,25 @@ def _later_wait(t: StepTable) -> None:
 
 
 BROKEN: dict[str, Callable[[StepTable], None]] = {
-    "live rows do not come first": _set("row_seq", 1, -1),
-    "padding row's token": _set("token_ids", 23, 5),
-    "outside max_seqs": _set("row_seq", 0, 8),
-    "position is outside": _set("positions", 0, 4096),
-    "token is outside": _set("token_ids", 4, 100),
-    "page id is negative": _set("block_tables", (0, 0), -1),
-    "not one run": _set("row_seq", 2, 0),
-    "not consecutive": _set("positions", 5, 9),
+    "live rows do not come first": _set(row_seq=(1, -1)),
+    "padding row's token": _set(token_ids=(23, 5)),
+    "outside max_seqs": _set(row_seq=(0, 8)),
+    "position is outside": _set(positions=(0, 4096)),
+    "token is outside": _set(token_ids=(4, 100)),
+    "page id is negative": _set(block_tables=((0, 0), -1)),
+    "not one run": _set(row_seq=(2, 0)),
+    "not consecutive": _set(positions=(5, 9)),
     "written twice": lambda t: t.block_tables[1].__setitem__(1999 // 16, t.block_tables[3, 0]),
     "used by another": lambda t: t.block_tables[0].__setitem__(3, t.block_tables[3, 0]),
     "older page of its sequence": lambda t: t.block_tables[0].__setitem__(3, t.block_tables[0, 3999 // 16]),
-    "slot_items does not ascend": _set("slot_items", 1, 99),
+    "slot_items does not ascend": _set(slot_items=(1, 99)),
     "rows are outside": _next("item_rows", 30, _last),
-    "heads are outside": _set("item_kv_heads", _last, 4),
-    "cross a row block": _set("item_rows", _prefill, 9),
-    "not of its sequence": _set("item_seq", _last, 2),
-    "split index is below": _set("item_split", _last, -2),
-    "does not cover its KV$": _set("item_blocks", _last, 1),
-    "do not partition": _set("item_kv_heads", _last, 1),
+    "heads are outside": _set(item_kv_heads=(_last, 4)),
+    "cross a row block": _set(item_rows=(_prefill, 9)),
+    "not of its sequence": _set(item_seq=(_last, 2)),
+    "split index is below": _set(item_split=(_last, -2)),
+    "does not cover its KV$": _set(item_blocks=(_last, 1)),
+    "do not partition": _set(item_kv_heads=(_last, 1)),
     "item_splits in number": _next("item_splits", 1),
     "differ in span": _next("item_span", 1),
     "cover its KV blocks once": _next("item_blocks", 1),
@@ -352,24 +347,24 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "its own row block": _next("item_wait_block", 1, _last),
     "not there": _next("item_wait_blocks", 9, _last),
     "rows whose KV it reads": _later_wait,
-    "not a live row": _set("logit_rows", 0, 23),
-    "sample slot is outside": _set("sample_slot", 0, 8),
-    "padding logit row": _set("sample_slot", 10, 0),
-    "outside HISTORY": _set("sample_position", 0, 4098),
-    "target is outside": _set("target", 0, 100),
-    "negative": _set("top_k", 0, -1),
-    "temperature": _set("temperature", 0, np.nan),
-    "top_p": _set("top_p", 0, 0.0),
-    "min_p": _set("min_p", 0, 1.5),
-    "presence_penalty": _set("presence_penalty", 0, np.inf),
-    "repetition_penalty": _set("repetition_penalty", 0, 0.0),
-    "bias range": _set("bias_end", 0, 17),
-    "bias token": _set("bias_ids", 0, -3),
-    "bias is NaN": _set("bias_values", 0, np.nan),
-    "one place": _set_all(sample_slot=(1, 0), sample_position=(1, 4000)),
-    "deferred token is sampled": _set_all(sample_slot=(1, 0), sample_position=(1, 3999)),
-    "has no slot": _set_all(sample_slot=(0, -1), presence_penalty=(0, 1.0)),
-    "penalised row reads": _set_all(presence_penalty=(0, 1.0), sample_slot=(1, 0), sample_position=(1, 40)),
+    "not a live row": _set(logit_rows=(0, 23)),
+    "sample slot is outside": _set(sample_slot=(0, 8)),
+    "padding logit row": _set(sample_slot=(10, 0)),
+    "outside HISTORY": _set(sample_position=(0, 4098)),
+    "target is outside": _set(target=(0, 100)),
+    "negative": _set(top_k=(0, -1)),
+    "temperature": _set(temperature=(0, np.nan)),
+    "top_p": _set(top_p=(0, 0.0)),
+    "min_p": _set(min_p=(0, 1.5)),
+    "presence_penalty": _set(presence_penalty=(0, np.inf)),
+    "repetition_penalty": _set(repetition_penalty=(0, 0.0)),
+    "bias range": _set(bias_end=(0, 17)),
+    "bias token": _set(bias_ids=(0, -3)),
+    "bias is NaN": _set(bias_values=(0, np.nan)),
+    "one place": _set(sample_slot=(1, 0), sample_position=(1, 4000)),
+    "deferred token is sampled": _set(sample_slot=(1, 0), sample_position=(1, 3999)),
+    "has no slot": _set(sample_slot=(0, -1), presence_penalty=(0, 1.0)),
+    "penalised row reads": _set(presence_penalty=(0, 1.0), sample_slot=(1, 0), sample_position=(1, 40)),
 }
 
 
