@@ -169,9 +169,8 @@ class Model:
             raise Wild(f"{phase.name} touches nothing that can be") from e
         if attention:
             yield from self._items(record, boxes_of, tag, plain, rank, block, layer)
-        step = Step(phase.name, tag, tuple(plain), adds)
-        if attention:
             boxes_of = []
+        step = Step(phase.name, tag, tuple(plain), adds)
         if phase is DRAIN:
             queue, end = operands
             if not (0 <= queue < self.program.rank_queues):
@@ -218,25 +217,15 @@ class Model:
         slot, group_heads, groups = record[rec.OPERAND_WORD : rec.OPERAND_WORD + 3].tolist()
         if not 0 <= slot < dims.attention_slots or group_heads < 1:
             raise Wild("attention operands")
-        waits, signals = rec.waits(record), rec.signals(record)
+        words = rec.waits(record), rec.signals(record)
+        waits, signals = ([w for w in found if w & rec.INDEXED] for found in words)
         for it in self.table.slots[rank].get(slot, []):
             first = (it.row if it.start < 0 else it.start) // dims.row_block
-            blocks = range(first, it.row // dims.row_block + 1)
-            heads = range(it.head // group_heads, (it.head + it.heads - 1) // group_heads + 1)
-            grid = [
-                self._counter(w, rank, block, b * groups + g)
-                for w in waits
-                if w & rec.INDEXED
-                for b in blocks
-                for g in heads
-            ]
             member = it.row // dims.row_block
-            adds = [
-                (c, it.rows * it.heads)
-                for w in signals
-                if w & rec.INDEXED
-                for c in self._targets(w, rank, block, member)
-            ]
+            heads = range(it.head // group_heads, (it.head + it.heads - 1) // group_heads + 1)
+            members = [b * groups + g for b in range(first, member + 1) for g in heads]
+            grid = [self._counter(w, rank, block, m) for w in waits for m in members]
+            adds = [(c, it.rows * it.heads) for w in signals for c in self._targets(w, rank, block, member)]
             # The instruction's operands say what to wait for; what is computed is the item's.
             step = Step("item", (*tag[:3], it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
             step.split = (rank, layer, it.split, it.part, it.parts)
@@ -310,8 +299,8 @@ class Data:
         self.seen: dict[tuple[object, ...], int] = {}
         self.undefined = ""  # something that was read, or left for the host, and that nothing before it wrote
 
-    def execute(self, step: Step, launch: int) -> bool:
-        """Do a step's work; False where its arrivals are left to a later part of the split."""
+    def execute(self, step: Step, launch: int) -> None:
+        """Do a step's work; where a later part of its split is left, that one writes."""
         seen = hash((launch, step.tag, tuple(self._digest(b) for b in step.reads))) % _PRIME
         self.seen[launch, step.tag, step.split] = seen
         if step.split is not None:
@@ -319,12 +308,11 @@ class Data:
             done = self.parts[(launch, *key)]
             done[part] = seen
             if len(done) < parts:
-                return False
+                return
             seen = hash(tuple(done[n] for n in range(parts))) % _PRIME
         for copy, r0, r1, c0, c1 in step.writes:
             self.arrays[copy][r0:r1, c0:c1] = seen
             self.written[copy][r0:r1, c0:c1] = launch
-        return True
 
     def _digest(self, box: Box) -> int:
         copy, r0, r1, c0, c1 = box

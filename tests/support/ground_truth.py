@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from atomic_steps import LAUNCHES, Box, Data, Model, Right, Step, Table, Wild, expected, in_order, make_table
@@ -56,22 +57,26 @@ class Explorer:
         )
         self._conflicts: dict[tuple[int, int], bool] = {}
 
+    def places(self, state: State) -> Iterator[tuple[int, int, int]]:
+        """(stream, launch, position) of each stream that has not ended and whose rank has ended the launch before."""
+        for s, at in enumerate(state.at):
+            if at < LAUNCHES * self.lengths[s]:
+                launch, position = divmod(at, self.lengths[s])
+                if not launch or position or self._rank_done(state, s, launch):
+                    yield s, launch, position
+
     def steps(self, state: State, counters: np.ndarray) -> list[tuple[int, Step, int]]:
         """(stream, step, launch) that may run now."""
         out = []
-        for s, at in enumerate(state.at):
-            launch, position = divmod(at, max(self.lengths[s], 1)) if self.lengths[s] else (LAUNCHES, 0)
-            if launch == LAUNCHES or (launch and position == 0 and not self._rank_done(state, s, launch)):
-                continue
+        for s, launch, position in self.places(state):
             step = self.model.streams[s][position]
+            waits = step.waits
             if step.queue is not None:
                 inner = self._claimed(state, s, step, launch)
                 if inner is None:
                     out.append((s, step, launch))  # the drain is over
                     continue
-                waits, step = step.waits + inner.waits, inner
-            else:
-                waits = step.waits
+                waits, step = waits + inner.waits, inner
             if all(counters[c] >= (launch + 1) * self.model.totals[c] for c in waits):
                 out.append((s, step, launch))
         return out
@@ -109,42 +114,36 @@ class Explorer:
 
     def advance(self, state: State, s: int, launch: int) -> State:
         step = self.model.streams[s][state.at[s] % self.lengths[s]]
-        at, inner, heads = list(state.at), list(state.inner), list(state.heads)
-        if step.queue is not None and self._claimed(state, s, step, launch) is not None:
-            head = self._head(s, step, launch)
-            record, done = inner[s]
-            if record < 0:
-                record = heads[head]
-                heads[head] += 1
-            queue = self.model.queues[self.queue_keys[head % len(self.queue_keys)]]
-            done += 1
-            inner[s] = (-1, 0) if done == len(queue[record]) else (record, done)
-            return State(state.at, tuple(inner), tuple(heads))
-        at[s] += 1
-        return State(tuple(at), state.inner, state.heads)
+        if step.queue is None or self._claimed(state, s, step, launch) is None:
+            return State(_with(state.at, s, state.at[s] + 1), state.inner, state.heads)
+        if state.inner[s][0] < 0:
+            state = self.claim(state, s, launch)
+        record, done = state.inner[s]
+        queue = self.model.queues[self.queue_keys[self._head(s, step, launch) % len(self.queue_keys)]]
+        then = (-1, 0) if done + 1 == len(queue[record]) else (record, done + 1)
+        return State(state.at, _with(state.inner, s, then), state.heads)
 
     def claim(self, state: State, s: int, launch: int) -> State:
         """A blocked record is claimed all the same."""
         step = self._drain(state, s)
         assert step is not None
-        inner, heads = list(state.inner), list(state.heads)
         head = self._head(s, step, launch)
-        inner[s] = (heads[head], 0)
-        heads[head] += 1
-        return State(state.at, tuple(inner), tuple(heads))
+        record = state.heads[head]
+        return State(state.at, _with(state.inner, s, (record, 0)), _with(state.heads, head, record + 1))
 
     def claims(self, state: State) -> list[tuple[int, int]]:
         out = []
-        for s, at in enumerate(state.at):
-            if not self.lengths[s] or at >= LAUNCHES * self.lengths[s]:
-                continue
-            launch, position = divmod(at, self.lengths[s])
-            if launch and position == 0 and not self._rank_done(state, s, launch):
-                continue
+        for s, launch, _ in self.places(state):
             drain = self._drain(state, s)
             if drain and state.inner[s][0] < 0 and self._claimed(state, s, drain, launch) is not None:
                 out.append((s, launch))
         return out
+
+    def unfinished(self, state: State, counters: np.ndarray) -> str:
+        """What is wrong where nothing may run any more, or nothing."""
+        if any(at < LAUNCHES * n for at, n in zip(state.at, self.lengths, strict=True)):
+            return "deadlock"
+        return "" if np.array_equal(counters, LAUNCHES * self.model.totals) else "totals"
 
     def _drain(self, state: State, s: int) -> Step | None:
         """The drain from which stream `s` may claim: the step that it is at, or the next one of its launch."""
@@ -161,6 +160,10 @@ class Explorer:
         if key not in self._conflicts:
             self._conflicts[key] = _meet(a.writes, b.writes) or _meet(a.writes, b.reads) or _meet(a.reads, b.writes)
         return self._conflicts[key]
+
+
+def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])
 
 
 def _meet(a: list[Box], b: list[Box]) -> bool:
@@ -222,30 +225,25 @@ def explore(program: Program, table: Table, right: Right, limit: int) -> Verdict
                         return Verdict(False, f"overlap of {a.name} {a.tag} and {b.name} {b.tag}", len(seen))
                     suspects += 1
         if not ready and not claims:
-            if any(at < LAUNCHES * n for at, n in zip(state.at, explorer.lengths, strict=True)):
-                return Verdict(False, "deadlock", len(seen))
-            if not np.array_equal(progress.counters, LAUNCHES * explorer.model.totals):
-                return Verdict(False, "totals", len(seen))
+            if wrong := explorer.unfinished(state, progress.counters):
+                return Verdict(False, wrong, len(seen))
             continue
-        nexts = [(explorer.advance(state, s, launch), step, launch) for s, step, launch in ready]
+        nexts: list[tuple[State, Step | None, int]] = []
+        nexts += [(explorer.advance(state, s, launch), step, launch) for s, step, launch in ready]
+        nexts += [(explorer.claim(state, s, launch), None, launch) for s, launch in claims]
         for after, step, launch in nexts:
             if after not in seen:
                 seen.add(after)
                 moved = progress.copy()
-                moved.add(step, launch)
+                if step:
+                    moved.add(step, launch)
                 stack.append((after, moved))
-        for s, launch in claims:
-            after = explorer.claim(state, s, launch)
-            if after not in seen:
-                seen.add(after)
-                stack.append((after, progress.copy()))
         if len(seen) > limit:
             return Verdict(None, "too many states", len(seen))
     if _outputs(explorer, np.random.default_rng(0)) != want:
         return Verdict(False, "wrong data", len(seen))
-    return Verdict(
-        True if not suspects else None, "every interleaving" if not suspects else "races without effect", len(seen)
-    )
+    safe, why = (None, "races without effect") if suspects else (True, "every interleaving")
+    return Verdict(safe, why, len(seen))
 
 
 def run(
@@ -314,11 +312,7 @@ def run(
             data.execute(step, launch)
         progress.add(step, launch)
         state = explorer.advance(state, s, launch)
-    if any(at < LAUNCHES * n for at, n in zip(state.at, explorer.lengths, strict=True)):
-        return None
-    if not np.array_equal(progress.counters, LAUNCHES * explorer.model.totals):
-        return None
-    return data
+    return None if explorer.unfinished(state, progress.counters) else data
 
 
 def _outputs(explorer: Explorer, rng, **how) -> list[bytes] | None:
@@ -343,6 +337,12 @@ def adversarial(program: Program, table: Table, right: Right, seed: int, runs: i
         if _outputs(explorer, rng, **_manner(explorer, rng, number)) != want:
             return Verdict(False, "an adversarial run", number + 1)
     return Verdict(None, "no run failed", runs)
+
+
+def unsafe(base: Program, program: Program, seed: int = 0, runs: int = 4) -> bool:
+    """Whether an adversarial run shows that a program does not do what its base does."""
+    table = make_table(base.dims, seed)
+    return adversarial(program, table, expected(base, table), seed, runs).safe is False
 
 
 def _manner(explorer: Explorer, rng, number: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from atomic_steps import expected, make_table
-from ground_truth import Verdict, adversarial, explore
+from ground_truth import Verdict, adversarial, explore, unsafe
 from handmade import handmade, rank_dims, small_dims
 from mutate import KINDS, PARTS, edit, rows_of
 from small_programs import large, make, small
@@ -75,12 +75,6 @@ HANDMADE = {
         for tp, o, hop, queue in [(2, 0, 0, "none"), (2, 0, 1, "attention"), (2, 1, 0, "body"), (2, 1, 1, "none")]
     },
 }
-
-
-def unsafe(base: Program, program: Program, seed: int) -> bool:
-    """Whether an adversarial run shows a mistake."""
-    table = make_table(base.dims, seed)
-    return adversarial(program, table, expected(base, table), seed, 4).safe is False
 
 
 @pytest.mark.parametrize("name", HANDMADE)
