@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_programs import make, results, same
+from mutate import edit
 from numpy.typing import NDArray
 from protocol import LaunchImage
 
@@ -121,10 +122,7 @@ def test_a_seed_repeats_a_run() -> None:
 
 def test_a_counter_that_never_comes_ends_the_launch_with_who_waits() -> None:
     backend, program, table = make("grouped", 1, Options(matmul="tensor"))
-    records = program.body.records.copy()
-    records[0, SIGNAL_WORD] = 0
-    broken = replace(program, body=replace(program.body, records=records))
-    said = LaunchImage(backend, broken, table).run(seed=1)
+    said = LaunchImage(backend, edit(program, "body", 0, SIGNAL_WORD), table).run(seed=1)
     assert said.startswith("seed 1: deadlock:\n") and "abort" not in said
     assert "input loader waits in segment 1 layer 0 record" in said and "for counter" in said
 

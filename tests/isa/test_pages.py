@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from compiled import compiled as compiled_for
 from compiled import of
-from mutate import edit
+from mutate import edit_operand, rows_of
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units, attention_pages, launch, matmul_pages, pages
-from megakernel.isa.record import OPERAND_WORD, phase_number
+from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
@@ -168,9 +168,7 @@ def violations(program: Program) -> list[str]:
 
 
 def operand(program: Program, name: str, which: str, value: int) -> Program:
-    phase = program.forward.by_name[name]
-    row = int(np.flatnonzero(phase_number(program.body.records) == phase.number)[0])
-    return edit(program, "body", row, OPERAND_WORD + phase.operands.index(which), value)
+    return edit_operand(program, "body", rows_of(program, "body", name)[0], which, value)
 
 
 def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:

@@ -39,13 +39,19 @@ def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -
     return replace(program, **{name: Segment(records, segment.offsets)})
 
 
-def edit(program: Program, name: str, row: int | list[int], word: int | slice, value: int = 0) -> Program:
+def edit(program: Program, name: str, row: int | list[int], word: int | list[int] | slice, value: int = 0) -> Program:
     """One word of a record changed, or some words of some records."""
 
     def change(records: np.ndarray) -> None:
         records[row, word] = np.array(value & 0xFFFFFFFF, np.uint32).astype(np.int32)
 
     return _edited(program, name, change)
+
+
+def edit_operand(program: Program, name: str, row: int | list[int], which: str, value: int) -> Program:
+    """One operand of a record changed, or of some records of a phase."""
+    phase = program.forward.by_number[int(np.atleast_1d(getattr(program, name).records[row, 0])[0])]
+    return edit(program, name, row, record.OPERAND_WORD + phase.operands.index(which), value)
 
 
 def rows_of(program: Program, name: str, phase: str, rank: int | None = None) -> list[int]:
@@ -182,39 +188,37 @@ def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | N
     return found[int(rng.integers(len(found)))] if found else None
 
 
-def _reordered(program: Program, name: str, first: int, order: np.ndarray) -> Program:
-    def change(records: np.ndarray) -> None:
-        records[first : first + len(order)] = records[first : first + len(order)][order]
+def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
+    """A stream's part of a segment, or a queue, in another order."""
 
-    return _edited(program, name, change)
+    def mutate(program: Program, rng: Rng) -> Program | None:
+        found = _streams(program, rng, 2)
+        if found is None:
+            return None
+        name, first, end = found
+        order = order_of(end - first, rng)
+
+        def change(records: np.ndarray) -> None:
+            records[first:end] = records[first:end][order]
+
+        return None if (order == np.arange(end - first)).all() else _edited(program, name, change)
+
+    return mutate
 
 
-def swap(program: Program, rng: Rng) -> Program | None:
-    """Two instructions of a stream or queue change places."""
-    found = _streams(program, rng, 2)
-    if found is None:
-        return None
-    name, first, end = found
-    order = np.arange(end - first)
-    a, b = rng.choice(end - first, 2, replace=False)
+def _swapped(n: int, rng: Rng) -> np.ndarray:
+    """Two change places."""
+    order = np.arange(n)
+    a, b = rng.choice(n, 2, replace=False)
     order[[a, b]] = order[[b, a]]
-    return _reordered(program, name, first, order)
+    return order
 
 
-def reorder_segment(program: Program, rng: Rng) -> Program | None:
-    """A stream's part of a segment, or a queue, in another order: turned round, rotated or shuffled."""
-    found = _streams(program, rng, 2)
-    if found is None:
-        return None
-    name, first, end = found
-    n = end - first
+def _mixed(n: int, rng: Rng) -> np.ndarray:
+    """Turned round, rotated or shuffled."""
     how = int(rng.integers(3))
     order = np.arange(n)[::-1] if how == 0 else np.roll(np.arange(n), int(rng.integers(1, n)))
-    if how == 2:
-        order = rng.permutation(n)
-    if (order == np.arange(n)).all():
-        return None
-    return _reordered(program, name, first, order)
+    return rng.permutation(n) if how == 2 else order
 
 
 def _moved(copies: int, elsewhere: bool) -> Mutation:
@@ -325,8 +329,8 @@ KINDS: dict[str, Mutation] = {
     "change a total": change_total,
     "shift a region": shift_region,
     "shrink a buffer": shrink_buffer,
-    "swap two instructions": swap,
-    "reorder a segment": reorder_segment,
+    "swap two instructions": _reordered(_swapped),
+    "reorder a segment": _reordered(_mixed),
     "lose an instruction": _moved(0, False),
     "double an instruction": _moved(2, False),
     "move an instruction": _moved(1, True),
