@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mutate import edit
 from runner import Piece, Runner
+from simulated import by_node
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel import LLM, SamplingParams
@@ -115,10 +116,8 @@ def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Run
     good = runner.program(40, 40)
     table = runner.table(good, [Piece(0, 0, tokens)])
     expected = runner.backend.launch(good, table).logits.copy()
-    records = good.body.records.copy()
-    row = int(np.flatnonzero(records[:, record.SIGNAL_WORD])[0])
-    records[row, record.SIGNAL_WORD] = 0
-    bad = replace(good, body=replace(good.body, records=records))
+    row = int(np.flatnonzero(good.body.records[:, record.SIGNAL_WORD])[0])
+    bad = edit(good, "body", row, record.SIGNAL_WORD)
     begin = time.perf_counter()
     with pytest.raises(MegakernelError, match=r"rank 0 worker \d+ waits in .* for counter"):
         runner.backend.launch(bad, table)
@@ -140,14 +139,8 @@ def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None
     stalled = runner.backend.launch(program, table, trace=True).trace
     assert stalled.header.dropped == 0
 
-    def ends(trace: Any) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = {}
-        for r in trace.intervals:
-            key = int(r["layer"]), int(r["instruction"])
-            found[key] = max(found.get(key, 0), int(r["end"]))
-        return found
-
-    before, after = ends(plain), ends(stalled)
+    ran = by_node(plain.intervals), by_node(stalled.intervals)
+    before, after = ({node: int(rows["end"].max()) for node, rows in nodes.items()} for nodes in ran)
     late = {key for key in before if after[key] - before[key] > 2_500_000}
     assert (1, row) in late and before.keys() == after.keys()
     assert not any(layer == 0 for layer, _ in late)

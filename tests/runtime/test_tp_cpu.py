@@ -13,6 +13,7 @@ import pytest
 from compiled import compiled as compiled_for
 from cpu_support import Array, RandomCheckpoint, check_stops
 from handmade import make_dims, make_program, make_queue_program
+from mutate import edit, rows_of
 from twins import CpuTwins
 
 from megakernel import machine
@@ -272,17 +273,6 @@ def test_partial_drains_share_a_queue() -> None:
         assert (mine["end"][~late] <= done["begin"]).all() and (mine["begin"][late] >= done["end"]).all()
 
 
-def test_drains_that_cannot_run_are_refused() -> None:
-    dims = hand_dims(CUT, 2, "sharded", "dealt")
-    good, table = make_queue_program(CUT, dims, 1), hand_table(dims)
-    with cpu(CUT, dims) as backend:
-        for word, value in ((0, 1), (1, int(good.body.records[1, record.OPERAND_WORD + 1]) + 1)):
-            records = good.body.records.copy()
-            records[1, record.OPERAND_WORD + word] = value
-            with pytest.raises(MegakernelError, match="record 1 of the body drains what is not in a queue"):
-                backend.launch(replace(good, body=replace(good.body, records=records)), table)
-
-
 # -- what goes wrong, and the next launch
 
 
@@ -291,12 +281,9 @@ def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
     dims = hand_dims(CUT, 4, "sharded", "dealt")
     good, table = make(CUT, dims, 2), hand_table(dims)
     name = "queues" if make is make_queue_program else "body"
-    segment = getattr(good, name)
-    records = segment.records.copy()
-    at = np.flatnonzero(record.phase_number(records) == good.forward.by_name["o_partial"].number)[0]
-    word = int(records[at, record.SIGNAL_WORD])
-    records[at, record.SIGNAL_WORD] = 0
-    bad = replace(good, **{name: replace(segment, records=records)})
+    at = rows_of(good, name, "o_partial")[0]
+    word = int(getattr(good, name).records[at, record.SIGNAL_WORD])
+    bad = edit(good, name, at, record.SIGNAL_WORD)
     rank, counter = word >> record.RANK_SHIFT & record.RANK_MASK, (word & record.COUNTER_MASK) - 1
     expected = good.totals_first[rank, counter]
     message = (
@@ -321,11 +308,20 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Any) -> None:
         assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(4))
 
 
-def test_signals_to_ranks_that_are_not_there_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("make", "row", "word", "wrong", "message"),
+    [
+        (make_queue_program, 1, record.OPERAND_WORD, lambda queue: queue + 1, "drains what is not in a queue"),
+        (make_queue_program, 1, record.OPERAND_WORD + 1, lambda end: end + 1, "drains what is not in a queue"),
+        (make_program, 3, record.SIGNAL_WORD, lambda _: record.counter_word(0, rank=2), "signals rank 2 of 2"),
+    ],
+    ids=["another queue", "beyond the queue", "another rank"],
+)
+def test_records_that_cannot_run_are_refused(make: Any, row: int, word: int, wrong: Any, message: str) -> None:
     dims = hand_dims(CUT, 2, "sharded", "dealt")
-    program = make_program(CUT, dims)
-    program.body.records[3, record.SIGNAL_WORD] = record.counter_word(0, rank=2)
-    with cpu(CUT, dims) as backend, pytest.raises(MegakernelError, match="record 3 of the body signals rank 2 of 2"):
+    program = make(CUT, dims)
+    program = edit(program, "body", row, word, wrong(int(program.body.records[row, word])))
+    with cpu(CUT, dims) as backend, pytest.raises(MegakernelError, match=f"record {row} of the body {message}"):
         backend.launch(program, hand_table(dims))
 
 
@@ -351,31 +347,6 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
             same = (t["instruction"] == s["instruction"]) & (t["layer"] == s["layer"])
             compute = t[same & (t["kind"] == IntervalKind.COMPUTE)]
             assert compute["end"] == s["begin"]
-
-
-def test_a_stall_delays_what_depends_on_it_on_any_rank_and_nothing_else() -> None:
-    """One thread for each worker; a norm of rank 1 stalls. Rank 0 first meets it in the same layer's qkv."""
-    dims = hand_dims(CUT, 2, "sharded", "dealt", tokens=8)
-    program = make_program(CUT, dims, 1)
-    table = build_step(dims, [Chunk(0, 0, [4] * 8, [0], [SampleRow(7)])])
-    stalled = int(program.body.offsets[1])
-    assert int(program.body.records[stalled, 0]) == program.forward.by_name["attn_norm"].number
-    with cpu(CUT, dims, threads=2) as backend:
-        backend.delay(1, stalled, 1, 0.05)
-        trace = backend.launch(program, table, trace=True).trace
-    assert trace is not None
-    t = trace.intervals[trace.intervals["kind"] == IntervalKind.COMPUTE]
-    norm = t[(t["instruction"] == stalled) & (t["layer"] == 1)][0]
-    assert norm["end"] - norm["begin"] >= 5e7
-    late = t[(t["rank"] == 0) & (t["begin"] >= norm["end"])]
-    before = t[(t["rank"] == 0) & (t["end"] <= norm["end"])]
-    # Of rank 0's layer 1 its own norm and the q, k, v of its own row block come before, all else after.
-    own = before[before["layer"] == 1]["instruction"]
-    waits = program.body.records[own, record.WAIT_WORD]
-    needed = int(program.body.records[stalled, record.SIGNAL_WORD]) & record.COUNTER_MASK
-    assert len(own) > 1 and not (waits & record.COUNTER_MASK == needed).any()
-    first = late[late["layer"] == 1]["instruction"].min()
-    assert program.body.records[first, record.WAIT_WORD] & record.COUNTER_MASK == needed
 
 
 # -- size

@@ -17,14 +17,14 @@ import pytest
 from api_support import until
 from compiled import compiled as compiled_for
 from cpu_support import DIMS, PAGES, RandomCheckpoint, bits, check_stops
+from mutate import rows_of
 from numpy.typing import NDArray
-from simulated import Node, held_up
+from simulated import by_node, held_up
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Columns, Dims, Dtype, Operation, Phase, Result, StepTable, accesses, slot_work
+from megakernel.isa import Buffer, Columns, Dims, Dtype, Phase, StepTable, accesses, slot_work
 from megakernel.isa.access import OWN, Access, Kind
-from megakernel.isa.record import phase_number
 from megakernel.machine import host
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, join_ranks
@@ -88,11 +88,9 @@ def backend(two: ProcessBackend) -> Iterator[ProcessBackend]:
 
 def stall(backend: ProcessBackend, program: Program, rank: int, seconds: float = _LONG_S) -> int:
     """Stop a rank in its first q, k, v in layer 1 of traced launches: the row of the record."""
-    first, end = program.body.offsets[[rank * program.workers, (rank + 1) * program.workers]]
-    [heads] = program.forward.numbers(Operation.MATMUL, Result.HEADS)
-    rows = np.flatnonzero(phase_number(program.body.records[first:end]) == heads)
-    backend.delay(1, int(first + rows[0]), 1, seconds)
-    return int(first + rows[0])
+    row = rows_of(program, "body", "qkv_rope", rank)[0]
+    backend.delay(1, row, 1, seconds)
+    return row
 
 
 def ended(pid: int) -> bool:
@@ -478,24 +476,21 @@ def test_a_wrong_job(variables: dict[str, str], tp: int, complaint: str, monkeyp
 # -- the delay test
 
 
+@pytest.mark.parametrize("kind", [CpuBackend, ProcessBackend])
 @pytest.mark.parametrize("options", _LOWERINGS, ids=lambda o: o.residual)
-def test_a_stall_moves_only_what_depends_on_it_and_later_work_of_its_worker(options: Options) -> None:
+def test_a_stall_moves_only_what_depends_on_it_and_later_work_of_its_worker(options: Options, kind: Any) -> None:
     program = compiled(2, 40, options)
-    backend = ProcessBackend(CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=4)
+    backend = kind(CHECKPOINT, program.dims, PAGES, dtype=Dtype.F32, threads=4)
     table = prompts(program)
     backend.launch(program, table)
     start = 1, stall(backend, program, rank=1, seconds=0.5)
     trace = backend.launch(program, table, trace=True).trace
     backend.close()
     assert trace is not None
-    begin: dict[Node, int] = {}
-    end: dict[Node, int] = {}
-    lane: dict[Node, int] = {}
-    for interval in trace.intervals[np.isin(trace.intervals["kind"], [IntervalKind.COMPUTE, IntervalKind.STORE])]:
-        node = int(interval["layer"]), int(interval["instruction"])
-        begin[node] = min(begin.get(node, 1 << 63), int(interval["begin"]))
-        end[node] = max(end.get(node, 0), int(interval["end"]))
-        lane[node] = int(interval["rank"])
+    ran = by_node(trace.intervals[np.isin(trace.intervals["kind"], [IntervalKind.COMPUTE, IntervalKind.STORE])])
+    begin = {node: int(rows["begin"].min()) for node, rows in ran.items()}
+    end = {node: int(rows["end"].max()) for node, rows in ran.items()}
+    lane = {node: int(rows["rank"][0]) for node, rows in ran.items()}
     error = trace.header.clock_error_s * 1e9
     assert end[start] - begin[start] >= 0.5e9
     moved, may_move = (held_up(program, table, start, certain) for certain in (True, False))

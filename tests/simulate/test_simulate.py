@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import small_programs
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
-from simulated import FREE, Task, ended, hand_run, hand_work, held_up, step_of, unmet_waits
+from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, step_of, unmet_waits
 
 from megakernel import machine as machines
 from megakernel.cli import main
-from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, slot_work
 from megakernel.model import load_config
@@ -206,10 +207,16 @@ def machine_of(program: Program) -> machines.Machine:
     return machines.host(program.workers)
 
 
-@pytest.mark.parametrize("kind", ["small", "large"])
-def test_no_consumer_begins_before_its_producers_have_stored(kind: str) -> None:
-    for name, program in getattr(small_programs, kind)():
+def split() -> list[tuple[str, Program]]:
+    """One whose attention is cut over a long context."""
+    return [("split", small_programs.make(workers=4, tokens=1, max_seqs=1, max_context=4096))]
+
+
+@pytest.mark.parametrize("programs", [small_programs.small, small_programs.large, split])
+def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[[], Any]) -> None:
+    for name, program in programs():
         table = step_of(program)
+        assert (table.item_split >= 0).sum() > 1 or programs is not split
         for costs in (costs_everywhere(), costs_of(machine_of(program))):
             done = simulate(program, machine_of(program), table, costs=costs, trace=True)
             assert done.trace is not None
@@ -240,19 +247,6 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4) -> Program:
     return compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue), **limits)
 
 
-def test_a_split_signals_when_its_last_part_has_ended() -> None:
-    config = replace(
-        load_config("random:llama-3.2-1b"), layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, vocab=64
-    )
-    program = compile_program(
-        config, machines.host(4), dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=4096
-    )
-    table = decode_step(program.dims, 1, 4096)
-    assert (table.item_split >= 0).sum() > 1
-    done = simulate(program, machines.host(4), table, costs=costs_everywhere(), trace=True)
-    assert done.trace is not None and unmet_waits(program, table, done.trace) == []
-
-
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
     """Nothing is shared here: another path than dependence and a worker's order would be contention for a rate."""
     program = llama(workers=3)
@@ -270,18 +264,12 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
         assert stalled.step_s <= base.step_s + 5e-3 + 1e-9
 
 
-def moved_instructions(before: np.ndarray, after: np.ndarray) -> set[tuple[int, int]]:
-    """(layer, number) of what computes at another time."""
-
-    def ends(rows: np.ndarray) -> dict[tuple[int, int], list[int]]:
-        out: dict[tuple[int, int], list[int]] = {}
-        for row in rows[rows["kind"] == IntervalKind.COMPUTE]:
-            out.setdefault((int(row["layer"]), int(row["instruction"])), []).append(int(row["end"]))
-        return out
-
-    old, new = ends(before), ends(after)
+def moved_instructions(before: Intervals, after: Intervals) -> set[Node]:
+    """What computes at another time."""
+    old, new = (by_node(rows[rows["kind"] == IntervalKind.COMPUTE]) for rows in (before, after))
     assert old.keys() == new.keys()
-    return {key for key, times in old.items() if any(abs(a - b) > 1 for a, b in zip(times, new[key], strict=True))}
+    ends = {node: (np.sort(old[node]["end"]).astype(int), np.sort(new[node]["end"]).astype(int)) for node in old}
+    return {node for node, (was, now) in ends.items() if (abs(was - now) > 1).any()}
 
 
 @pytest.mark.parametrize(("tp", "queue"), [(1, "none"), (2, "attention"), (2, "none")])

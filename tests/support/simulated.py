@@ -58,24 +58,19 @@ def hand_work(
 ) -> Work:
     """One layer of these streams, rank by rank; `keys` are the sizes of cache pieces, `queue` is rank 0's."""
     tasks = [t for stream in [*streams, queue] for t in stream]
-    cuts = np.cumsum([0, *map(len, streams)])
-    offsets = (cuts, np.array([cuts[-1], len(tasks)]))
+    offsets = np.cumsum([0, *map(len, streams)], dtype=np.int32)
     totals = np.zeros((ranks, counters), np.int32)
     for t in tasks:
         for to, counter in t.signals:
             totals[slice(None) if to == EVERY_RANK else to, counter] += 1
 
-    def ints(values: Sequence[int]) -> np.ndarray:
-        return np.array(values, np.int32)
-
     waits = np.array([(c, i) for t in tasks for i, c in enumerate(t.waits)], WAIT)
     signals = np.array([(to, c, 0, 1) for t in tasks for to, c in t.signals], SIGNAL)
     table = np.zeros(len(tasks), TASK)
-    for name, attribute in (("weight_bytes", "weights"), ("read_bytes", "reads"), ("compute_s", "compute")):
+    named = {"weight_bytes": "weights", "read_bytes": "reads", "compute_s": "compute", "output_bytes": "output"}
+    for name, attribute in (named | {"weight_key": "weight_key"}).items():
         table[name] = [getattr(t, attribute) for t in tasks]
-    table["output_bytes"] = [t.output for t in tasks]
     table["ring_bytes"] = table["weight_bytes"] + table["read_bytes"]
-    table["weight_key"] = [t.weight_key for t in tasks]
     table["read_key"] = table["write_key"] = table["split"] = -1
     for name in ("wait", "signal"):
         ends = np.cumsum([len(getattr(t, f"{name}s")) for t in tasks])
@@ -97,9 +92,9 @@ def hand_work(
         keys=max(len(keys), 1),
         layered_keys=0,
         prologue=empty,
-        body=ints(offsets[0]),
+        body=offsets,
         epilogue=empty,
-        queue_records=ints([*offsets[1], *[len(tasks)] * (ranks - 1)]),
+        queue_records=np.array([offsets[-1], *[len(tasks)] * ranks], np.int32),
         totals_first=totals,
         totals_middle=totals,
         totals_last=np.zeros_like(totals),
@@ -116,6 +111,12 @@ def hand_work(
 def hand_run(work: Work, **changes: float) -> tuple[Result, Intervals]:
     """Simulate at FREE's costs but for `changes`."""
     return run(work, replace(FREE, **changes), (-1, -1, -1, 0.0), 10_000)  # type: ignore[arg-type]
+
+
+def by_node(intervals: Intervals) -> dict[Node, Intervals]:
+    """The rows of each record in each layer."""
+    nodes, which = np.unique(intervals[["layer", "instruction"]], return_inverse=True)
+    return {node: intervals[which == i] for i, node in enumerate(nodes.tolist())}
 
 
 def ended(intervals: Intervals, number: int) -> float:
@@ -227,21 +228,16 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
     """Consumers that begin to compute before all that the program makes them wait for is stored, and counters whose
     arrivals are not their totals. Shares nothing with the simulator but the trace."""
     rows = trace.intervals
-    begin, end, stored = defaultdict(list), defaultdict(list), defaultdict(list)
-    for row in rows[np.argsort(rows["end"], kind="stable")]:
-        key = (int(row["layer"]), int(row["instruction"]))
-        if row["kind"] == IntervalKind.COMPUTE:
-            begin[key].append(int(row["begin"]))
-            end[key].append(int(row["end"]))
-        elif row["kind"] == IntervalKind.STORE:
-            stored[key].append(int(row["end"]))
+    ran = by_node(rows[np.argsort(rows["end"], kind="stable")])
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)
     latest: dict[int, int] = defaultdict(int)
     waits: list[tuple[int, int, str]] = []
     for key, group in groupby(ordered(program, table), key=lambda task: task.key):
         tasks = list(group)
         # Items are computed and stored in order; what stores nothing ends with its arithmetic.
-        begins, ends = begin[key], stored[key] or end[key]
+        mine = ran.get(key, rows[:0])
+        computed, stored = (mine[mine["kind"] == kind] for kind in (IntervalKind.COMPUTE, IntervalKind.STORE))
+        begins, ends = computed["begin"].tolist(), (stored if len(stored) else computed)["end"].tolist()
         if len(begins) != len(tasks) or len(ends) != len(tasks):
             return [f"record {key[1]} of layer {key[0]} ran {len(begins)} of {len(tasks)} tasks"]
         for task, begins_at, ends_at in zip(tasks, begins, ends, strict=True):
