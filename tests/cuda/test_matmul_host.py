@@ -131,14 +131,7 @@ def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims
     assert inside.forward.by_name[name].rows is Rows.EVERY
 
 
-HEADS = [
-    (Units.TENSOR, 32),
-    (Units.TENSOR, 64),
-    (Units.TENSOR, 128),
-    (Units.DOTS, 16),
-    (Units.DOTS, 80),
-    (Units.DOTS, 128),
-]
+HEADS = [*((Units.TENSOR, size) for size in (32, 64, 128)), *((Units.DOTS, size) for size in (16, 80, 128))]
 
 
 def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> FibreTwins:

@@ -168,16 +168,6 @@ def test_bad_names(name: str, message: str) -> None:
     assert message in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    "units, leaf, spine, core",
-    [(2, 16, 8, 0), (4, 32, 16, 0), (8, 64, 32, 0), (16, 128, 128, 64), (32, 256, 256, 128), (64, 512, 512, 256)],
-)
-def test_switches_of_a_published_reference_design(units: int, leaf: int, spine: int, core: int) -> None:
-    """NVIDIA DGX SuperPOD reference architecture for DGX B200: table of larger pods."""
-    parts = book.parts(hardware("b200"), 256 * units)
-    assert (parts.units, parts.leaf_switches, parts.spine_switches, parts.core_switches) == (units, leaf, spine, core)
-
-
 def test_networks_that_cannot_be() -> None:
     with pytest.raises(MegakernelError, match="no whole nodes of 8"):
         hardware("h100").levels(12)

@@ -186,10 +186,6 @@ def parts(hardware: Hardware, gpus: int) -> Parts:
     cables = leaves * SWITCH_PORTS // 2
     if units == 1:
         return Parts(nodes, units, nodes * hardware.node.switches, leaves, 0, 0, 0.0)
-    spines = cables // SWITCH_PORTS
-    if leaves <= SWITCH_PORTS:
-        core = 0
-    else:
-        spines, core = 2 * spines, spines
-    links = SWITCH_PORTS / 2 / spines
-    return Parts(nodes, units, nodes * hardware.node.switches, leaves, spines, core, links)
+    core = cables // SWITCH_PORTS if leaves > SWITCH_PORTS else 0
+    spines = cables // SWITCH_PORTS + core
+    return Parts(nodes, units, nodes * hardware.node.switches, leaves, spines, core, SWITCH_PORTS / 2 / spines)

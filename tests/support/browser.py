@@ -56,16 +56,12 @@ class Browser:
     def _do(self, path: str, body: dict[str, Any]) -> Any:
         return self._call("POST", f"/session/{self._session}{path}", body)
 
-    def open(self, page: Path, ready: str) -> None:
-        """Load a file and wait until the expression `ready` is true."""
-        self.visit(page.resolve().as_uri(), ready)
-
     def open_timeline(self, page: Path) -> None:
         """Load a timeline's page with timeline_page.js at the end of its script: `timeline` answers questions."""
         script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
         asking = page.with_suffix(".asking.html")
         asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")
-        self.open(asking, "window.timeline")
+        self.visit(asking.resolve().as_uri(), "window.timeline")
 
     def visit(self, url: str, ready: str) -> None:
         """Load an address and wait until the expression `ready` is true."""
