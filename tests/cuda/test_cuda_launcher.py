@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from fake_gpu import (
     run,
     view,
 )
+from mutate import edit
 from protocol import _MAP as MAP
 
 from megakernel import LLM, SamplingParams
@@ -65,6 +68,16 @@ def _backend(dims: Dims, **options: Any) -> Any:
 
     no_compiler()
     return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype(dims.dtype), **options)
+
+
+@contextmanager
+def _launching(program: Program, **options: Any) -> Iterator[tuple[Any, PretendedKernel]]:
+    """A backend, and a kernel in which nothing may fail. All memory is given back."""
+    backend, kernel = _backend(program.dims, **options), PretendedKernel(PAGES)
+    yield backend, kernel
+    backend.close()
+    kernel.check()
+    assert library().fake_allocations() == 0
 
 
 def _table(dims: Dims, tokens: tuple[int, ...] = (5, 6, 7), start: int = 0, slot: int = 0) -> StepTable:
@@ -178,60 +191,57 @@ def test_arguments_point_to_what_they_say() -> None:
 def test_failed_launches_end_and_the_next_one_works() -> None:
     program = _program()
     table = _table(program.dims)
-    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
-    first = _bits(backend.launch(program, table))
+    with _launching(program) as (backend, kernel):
+        first = _bits(backend.launch(program, table))
 
-    # A worker finds that its wait takes too long.
-    def stuck(params: Any) -> bool:
-        notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
-        row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
-        notes[2, 3] = (1, 1, 2, row, 0, 7, 3, 4)
-        view(params.abort, (1,), np.int32)[0] = 1
-        a = Arguments(params)
-        a.counters[0][:] += 1
-        a.buffer(0, Buffer.SPLITS, 0, PAGES)[:] = 1
-        return False
+        # A worker finds that its wait takes too long.
+        def stuck(params: Any) -> bool:
+            notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
+            row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
+            notes[2, 3] = (1, 1, 2, row, 0, 7, 3, 4)
+            view(params.abort, (1,), np.int32)[0] = 1
+            a = Arguments(params)
+            a.counters[0][:] += 1
+            a.buffer(0, Buffer.SPLITS, 0, PAGES)[:] = 1
+            return False
 
-    kernel.before = stuck
-    with pytest.raises(MegakernelError) as caught:
-        backend.launch(program, table)
-    said = str(caught.value)
-    assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
-    assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
-    kernel.before = None
-    assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
+        kernel.before = stuck
+        with pytest.raises(MegakernelError) as caught:
+            backend.launch(program, table)
+        said = str(caught.value)
+        assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
+        assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
+        kernel.before = None
+        assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
 
-    # A launch that does not end by itself is ended from outside.
-    began = threading.Event()
+        # A launch that does not end by itself is ended from outside.
+        began = threading.Event()
 
-    def endless(params: Any) -> bool:
-        began.set()
-        assert poll(params.abort)
-        return False
+        def endless(params: Any) -> bool:
+            began.set()
+            assert poll(params.abort)
+            return False
 
-    kernel.before = endless
-    launch = backend.start(program, table)
-    assert began.wait(10)
-    with pytest.raises(MegakernelError, match="has not ended"):
+        kernel.before = endless
+        launch = backend.start(program, table)
+        assert began.wait(10)
+        with pytest.raises(MegakernelError, match="has not ended"):
+            backend.start(program, table)
+        launch.abort()
+        launch.abort()
+
+        # So is one that Ctrl-C interrupts.
+        import _thread
+
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            backend.launch(program, table)
+
+        # Close ends what runs.
+        kernel.before = None
+        assert _bits(backend.launch(program, table)) == first
+        kernel.before = endless
         backend.start(program, table)
-    launch.abort()
-    launch.abort()
-
-    # So is one that Ctrl-C interrupts.
-    import _thread
-
-    threading.Timer(0.2, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        backend.launch(program, table)
-
-    # Close ends what runs.
-    kernel.before = None
-    assert _bits(backend.launch(program, table)) == first
-    kernel.before = endless
-    backend.start(program, table)
-    backend.close()
-    kernel.check()
-    assert library().fake_allocations() == 0
 
 
 @pretended()
@@ -297,41 +307,34 @@ def test_an_overdue_launch() -> None:
     """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
     program = _program()
     table = _table(program.dims)
-    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
-    kernel.before = lambda params: not poll(params.abort)
-    with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp says"):
+    with _launching(program, timeout_s=0.1) as (backend, kernel):
+        kernel.before = lambda params: not poll(params.abort)
+        with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp says"):
+            backend.launch(program, table)
+        kernel.before = None
         backend.launch(program, table)
-    kernel.before = None
-    backend.launch(program, table)
-    kernel.check()
-    backend.close()
-    assert library().fake_allocations() == 0
 
 
 @pretended(FAKE_CUDA_SMS=4)
 def test_refuses_what_it_cannot_run() -> None:
     program = _program()
-    backend, _ = _backend(program.dims), PretendedKernel(PAGES)
     wide = _program(machine=replace(_machine(), workers=8))
-    with pytest.raises(MegakernelError, match="GPU 0 holds 4 at once: compile it with --workers 4"):
-        backend.launch(wide, _table(wide.dims))
-    wrong = {}
+    wrong = {"GPU 0 holds 4 at once: compile it with --workers 4": wide}
     for word, value, complaint in (
         (record.WAIT_WORD, record.counter_word(program.counters), "record 0 of body names a counter beyond the block"),
         (0, 31, "record 0 of body names an unknown phase"),
     ):
-        records = program.body.records.copy()
-        records[0, word] = value
-        wrong[complaint] = replace(program, body=replace(program.body, records=records))
+        wrong[complaint] = edit(program, "body", 0, word, value)
     for weights, changes, complaint in (
         (Buffer.W_QKV, {"norm": Buffer.MLP_NORM}, "qkv_rope normalises 4 rows of 64 elements itself, which its units"),
         (Buffer.W_O, {"storage": Dtype.F32}, "o_proj has weights in f32"),
     ):
         body = tuple(replace(p, **changes) if p.weights is weights else p for p in program.forward.body)
         wrong[complaint] = replace(program, forward=replace(program.forward, body=body))
-    for complaint, broken in wrong.items():
-        with pytest.raises(MegakernelError, match=complaint):
-            backend.launch(broken, _table(program.dims))
+    with _launching(program) as (backend, _):
+        for complaint, broken in wrong.items():
+            with pytest.raises(MegakernelError, match=complaint):
+                backend.launch(broken, _table(broken.dims))
     for changes, complaint in (
         ({"kv_page": 16}, "KV pages of 16 tokens"),
         ({"head_dim": 136}, "heads have 136 elements"),
@@ -339,7 +342,6 @@ def test_refuses_what_it_cannot_run() -> None:
     ):
         with pytest.raises(MegakernelError, match=complaint):
             _backend(replace(program.dims, **changes))
-    backend.close()
 
 
 # -- single instructions, traces
@@ -348,7 +350,6 @@ def test_refuses_what_it_cannot_run() -> None:
 @pretended()
 def test_executes_a_phase() -> None:
     program = _program(tp=2)
-    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[tuple[Any, ...]] = []
 
     def before(p: Any) -> bool:
@@ -357,18 +358,16 @@ def test_executes_a_phase() -> None:
         seen.append((segments, p.synchronise, p.segments, p.layer_begin, p.layer_end, p.workers))
         return False
 
-    kernel.before = before
     none: tuple[list[Any], list[int]] = ([], [0] * (2 * WORKERS + 1))
-    for index, layer in ((0, 0), (1, 2), (2, 0)):
-        phase = program.phases(index)[1]
-        backend.execute(program, index, phase, layer, _table(program.dims))
-        kernel.check()
-        expected = [none] * 3
-        expected[index] = (phase.records.tolist(), phase.offsets.tolist())
-        layers = (layer, layer + 1) if index == 1 else (0, program.dims.layers)
-        assert seen.pop() == (expected, 0, 1 << index, *layers, WORKERS)
-    backend.close()
-    assert library().fake_allocations() == 0
+    with _launching(program) as (backend, kernel):
+        kernel.before = before
+        for index, layer in ((0, 0), (1, 2), (2, 0)):
+            phase = program.phases(index)[1]
+            backend.execute(program, index, phase, layer, _table(program.dims))
+            expected = [none] * 3
+            expected[index] = (phase.records.tolist(), phase.offsets.tolist())
+            layers = (layer, layer + 1) if index == 1 else (0, program.dims.layers)
+            assert seen.pop() == (expected, 0, 1 << index, *layers, WORKERS)
 
 
 @pretended()
@@ -376,7 +375,6 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
     from megakernel.trace import DTYPE, IntervalKind, Role
 
     program = _program()
-    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
 
     def before(params: Any) -> bool:
         if not params.trace:
@@ -399,11 +397,11 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
             counts[block] = 2 if block else params.trace_capacity + 3
         return True
 
-    kernel.before = before
-    backend.delay(1, 4, 0, 5e-3)
-    assert backend.launch(program, _table(program.dims)).trace is None
-    trace = backend.launch(program, _table(program.dims), trace=True).trace
-    kernel.check()
+    with _launching(program) as (backend, kernel):
+        kernel.before = before
+        backend.delay(1, 4, 0, 5e-3)
+        assert backend.launch(program, _table(program.dims)).trace is None
+        trace = backend.launch(program, _table(program.dims), trace=True).trace
     assert trace.header.source == "cuda" and trace.header.program == program.hash and trace.header.dropped == 3
     assert trace.header.tick_s == 1e-9 and trace.header.clock_error_s == 32e-9
     assert 17e-9 < trace.header.read_s < 19e-9
@@ -411,7 +409,6 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
     later = trace.intervals[trace.intervals["worker"] > 0]
     np.testing.assert_array_equal(later["begin"].reshape(-1, 2) - later["begin"].min(), [[0, 50]] * (WORKERS - 1))
     np.testing.assert_array_equal(later["end"] - later["begin"], 10)
-    backend.close()
 
 
 # -- everything that a person types

@@ -173,14 +173,13 @@ class Arguments:
 
 def _phase(number: int, words: NDArray[np.int32]) -> Phase:
     """What the C++ struct says, without a name."""
-    kinds = {"Operation": Operation, "Rows": Rows, "Result": Result, "Dtype": Dtype}
-    values = {field.name: int(word) for field, word in zip(PHASE_FIELDS, words, strict=True)}
-    made: dict[str, Any] = {"name": f"phase {number}", "number": number, "ahead": values["ahead"]}
-    for field in PHASE_FIELDS:
+    kinds = {"Operation": Operation, "Rows": Rows, "Result": Result}
+    made: dict[str, Any] = {"name": f"phase {number}", "number": number}
+    for field, word in zip(PHASE_FIELDS, words.tolist(), strict=True):
         if field.kind == "Buffer":
-            made[field.name] = None if values[field.name] < 0 else Buffer(values[field.name])
-        elif field.kind in kinds and field.name != "storage":
-            made[field.name] = kinds[field.kind](values[field.name])
+            made[field.name] = None if word < 0 else Buffer(word)
+        elif field.kind in kinds or field.name == "ahead":
+            made[field.name] = kinds.get(field.kind, int)(word)
     return Phase(**made)
 
 

@@ -175,12 +175,14 @@ class LaunchImage:
         return stall.waits_of(self.program, np.frombuffer(notes, stall.NOTE), range(self.program.ranks))
 
     def restore(self) -> None:
-        """As before the first launch. Pointers stay where they are."""
-        places = self.image.places
-        values = [int(self.memory[p : p + 8].view(np.int64)[0]) for p in places]
-        self.memory[:] = self.fresh
-        for place, value in zip(places, values, strict=True):
-            self.memory[place : place + 8].view(np.int64)[0] = value
+        """As before the first launch."""
+        self._take(self.fresh.copy())
+
+    def _take(self, left: NDArray[np.uint8]) -> None:
+        """Other contents; pointers stay where they are."""
+        for place in self.image.places:
+            left[place : place + 8] = self.memory[place : place + 8]
+        self.memory[:] = left
 
     def save(self, path: Path) -> None:
         places = self.image.places
@@ -192,10 +194,7 @@ class LaunchImage:
         """What a process left in the file, but for its pointers."""
         places = self.image.places
         start = 24 + places.nbytes
-        left = np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy()
-        for place in places:
-            left[place : place + 8] = self.memory[place : place + 8]
-        self.memory[:] = left
+        self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
 
     def run(self, seed: int, bug: str = "none", block: int = -1) -> str:
         """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
