@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.model import pull
+from megakernel.model import KNOWN_SHAPES, pull
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     byte_model(folder)
     return str(folder)
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a random model of a small shape."""
+    from engine_support import CONFIG
+
+    monkeypatch.setitem(KNOWN_SHAPES, "tiny", CONFIG)
+    return "random:tiny"
 
 
 def pytest_sessionstart() -> None:

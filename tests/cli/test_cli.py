@@ -11,12 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 from commands import command, fails, run, run_json
-from engine_support import CONFIG
 from mutate import edit
 from rich.console import Console
 
 from megakernel import LLM, SamplingParams, scheduler
-from megakernel import model as model_room
 from megakernel.cli import output, parser
 from megakernel.cli.generate import sampling_params
 from megakernel.cli.options import prompt_ids
@@ -131,12 +129,6 @@ def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str])
 
 
 # -- programs
-
-
-@pytest.fixture
-def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(model_room.KNOWN_SHAPES, "tiny", CONFIG)
-    return "random:tiny"
 
 
 def test_compile_disasm_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:

@@ -31,6 +31,8 @@ LLAMA_70B = shape_of("llama-3.1-70b", load_config("random:llama-3.1-70b"))
 NODE, BEYOND = book.alpha_node(H100), book.alpha_beyond(H100)
 W, W_NODE = H100.link.egress_bytes_per_s, H100.node.egress_bytes_per_s
 PEAK = H100.flops_per_s("bf16")
+BOOST, CURVE = H100.chip.boost_clock_hz, H100.curve("all_reduce", 8)
+assert BOOST and CURVE and H100.costs
 
 
 def near(value: float, rel: float = 5e-3) -> object:
@@ -45,12 +47,10 @@ def test_01_fp32_lanes() -> None:
 
 
 def test_02_vector_rate_without_fma() -> None:
-    boost = H100.chip.boost_clock_hz
-    assert boost
     assert book.vector_ops_per_s(H100.chip, book.H100_BASE_CLOCK_HZ) == near(26.9e12)
-    assert book.vector_ops_per_s(H100.chip, boost) == near(33.5e12)
-    assert PEAK / book.vector_ops_per_s(H100.chip, boost) == near(30, 0.02)
-    assert H100.rates.fp32 == near(2 * book.vector_ops_per_s(H100.chip, boost))
+    assert book.vector_ops_per_s(H100.chip, BOOST) == near(33.5e12)
+    assert PEAK / book.vector_ops_per_s(H100.chip, BOOST) == near(30, 0.02)
+    assert H100.rates.fp32 == near(2 * book.vector_ops_per_s(H100.chip, BOOST))
 
 
 def test_03_matmul_intensity() -> None:
@@ -79,10 +79,8 @@ def test_06_clock_of_a_b200() -> None:
 
 
 def test_07_adding_two_vectors() -> None:
-    clock = H100.chip.boost_clock_hz
-    assert clock
     for elements, seconds in ((65536, 0.235e-6), (1 << 30, 3.85e-3)):
-        time = book.vector_add(H100, elements, clock)
+        time = book.vector_add(H100, elements, BOOST)
         assert time.seconds == near(seconds) == near(elements / 2.79e11) and not time.math_binds
 
 
@@ -235,13 +233,11 @@ def test_29_resident_warps() -> None:
 
 
 def test_30_vector_intensity() -> None:
-    boost = H100.chip.boost_clock_hz
-    assert boost
-    assert book.vector_ops_per_s(H100.chip, boost) / H100.chip.hbm_bytes_per_s == near(10)
+    assert book.vector_ops_per_s(H100.chip, BOOST) / H100.chip.hbm_bytes_per_s == near(10)
     clock = B200.chip.clock_for(B200.rates.fp32)
     assert book.vector_ops_per_s(B200.chip, clock) / B200.chip.hbm_bytes_per_s == near(5)
-    peak_s = 1024 / book.vector_ops_per_s(H100.chip, boost)
-    assert book.vector_add(H100, 1024, boost).math_s / peak_s == near(132 / 8)  # elements for 8 SMs alone
+    peak_s = 1024 / book.vector_ops_per_s(H100.chip, BOOST)
+    assert book.vector_add(H100, 1024, BOOST).math_s / peak_s == near(132 / 8)  # elements for 8 SMs alone
 
 
 def test_31_gpu_and_tpu() -> None:
@@ -298,9 +294,7 @@ def test_37_pipeline_divides_the_threshold() -> None:
 def test_38_reduction_in_the_network() -> None:
     ring, added = (2 * max(book.level_seconds(1e9, H100.levels(1024))), max(book.level_shares(1e9, H100.levels(1024))))
     assert ring / added == near(2, 0.05)
-    curve = H100.curve("all_reduce", 8)
-    assert curve
-    assert book.H100_IN_NETWORK_BUS_BYTES_PER_S / curve.at(10e9) == near(1.3)
+    assert book.H100_IN_NETWORK_BUS_BYTES_PER_S / CURVE.at(10e9) == near(1.3)
     assert near(1700, 0.01) == NODE / 1.3 and near(1900, 0.01) == BEYOND / 1.3
 
 
@@ -375,23 +369,19 @@ def test_bytes_between_ranks() -> None:
     """A layer's four gathers and scatters move 2 n D (Y - 1) / Y each."""
     n, hidden, layers = 1024, LLAMA_70B.hidden, LLAMA_70B.layers
     time = decode_step(LLAMA_70B, H100, Layout(tp=8), n, 128)
-    assert H100.costs
     moved = time.comms_s["node"] - layers * 4 * H100.costs.node_hop_s
     assert moved == pytest.approx(layers * 4 * 2 * n * hidden * 7 / 8 / W)
 
 
 def test_latency_of_small_messages() -> None:
-    assert H100.costs
     assert latency_s(1, H100.costs.node_hop_s, book.all_reduce_s(8192, 8, W)) == near(3e-6, 0.2)
     assert latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
     assert measured_s(4096, H100, 8) == near(3e-6) and measured_s(4096, B200, 8) is None
 
 
 def test_measured_bandwidth_by_size() -> None:
-    curve = H100.curve("all_reduce", 8)
-    assert curve
-    assert curve.at(58e6) == near(150e9) and curve.at(10e9) == near(370e9) == near(curve.at(1e12))
-    rates = [curve.at(2.0**i) for i in range(4, 40)]
+    assert CURVE.at(58e6) == near(150e9) and CURVE.at(10e9) == near(370e9) == near(CURVE.at(1e12))
+    rates = [CURVE.at(2.0**i) for i in range(4, 40)]
     assert rates == sorted(rates) and max(rates) < W
     large = measured_s(10e9, H100, 8, passes=1)
     assert large and large / book.all_gather_s(10e9, 8, W) == near(450 / 370)

@@ -15,7 +15,6 @@ from commands import fails, run, run_json
 from engine_support import CONFIG
 from fake_openai import FakeServer, running
 
-from megakernel import model as model_room
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
@@ -211,17 +210,11 @@ def test_least_work_is_the_sum_of_its_steps() -> None:
 # -- the verb
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(model_room.KNOWN_SHAPES, "tiny", CONFIG)
-    return "random:tiny"
-
-
 SIZES = ["--random-input-len", "8", "--random-output-len", "4"]
 FLAGS = ["bench", "serve", "--num-prompts", "6", "--dataset", "random", *SIZES]
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny_shape")
 def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
     ceilings = {"read_bytes_per_s": 1e12, "flops": 1e13, "threads": 2, "how": "made up"}
     record = {"ceilings": ceilings, "total": {"steps": 3, "wall_s": 2.0, "bound_s": 1.0}}
@@ -242,7 +235,7 @@ def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len({tuple(r["prompt"]) for r in a.requests}) == 18
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny_shape")
 def test_servers_take_turns() -> None:
     turns: list[str] = []
 
@@ -260,7 +253,7 @@ def test_servers_take_turns() -> None:
     assert turns == ["a", "b", "a", "b"] and [len(each) for each in figures] == [2, 2]
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny_shape")
 def test_bench_serve_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(faults={8: "short"})) as fake:
         status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url, "--machine", "h100")
@@ -269,11 +262,11 @@ def test_bench_serve_prints(capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in out
 
 
-def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}]))
     with running(FakeServer(model="somebody/else")) as fake:
-        known = [*FLAGS, "--base-url", fake.url, "--model", tiny]
+        known = [*FLAGS, "--base-url", fake.url, "--model", tiny_shape]
         assert "'somebody/else', of unknown sizes" in fails(capsys, *FLAGS, "--base-url", fake.url)
         assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
         assert "no tokenizer" in fails(capsys, *known, "--dataset", str(file))

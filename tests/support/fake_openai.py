@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 
@@ -91,23 +92,23 @@ class FakeServer:
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
     """The server on a free port of this machine until the block ends."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    begun = threading.Event()
+    end: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        end.append(partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set))
+        made = await asyncio.start_server(server.connection, "127.0.0.1", 0)
+        server.url = "http://{}:{}".format(*made.sockets[0].getsockname())
+        begun.set()
+        await ended.wait()
+        made.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    made = asyncio.run_coroutine_threadsafe(asyncio.start_server(server.connection, "127.0.0.1", 0), loop).result()
-    server.url = "http://{}:{}".format(*made.sockets[0].getsockname())
+    begun.wait()
     try:
         yield server
     finally:
-
-        async def stop() -> None:
-            made.close()
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        asyncio.run_coroutine_threadsafe(stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+        end[0]()
         thread.join()
-        loop.close()
