@@ -31,41 +31,25 @@ def tokens():
     return np.random.default_rng(1).integers(0, SHAPE["vocab"], 641).tolist()
 
 
-@pytest.fixture(scope="module")
-def on_host(checkpoint, tokens):
-    runner = Runner(checkpoint, dtype=Dtype.BF16, max_context=700)
-    yield runner.logits(tokens, [640])
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def on_host(request, checkpoint, tokens):
+    """A backend, and what it computes of a program for this machine."""
+    runner = Runner(checkpoint, request.param, Dtype.BF16, max_context=700)
+    yield request.param, runner.logits(tokens, [640])
     runner.close()
 
 
 @pytest.mark.parametrize("matmul", ["tensor", "dots"])
 def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(matmul, checkpoint, tokens, on_host):
+    backend, expected = on_host
     machine = replace(H200, workers=11)
-    runner = Runner(checkpoint, dtype=Dtype.BF16, machine=machine, max_context=700, matmul=matmul)
+    runner = Runner(checkpoint, backend, Dtype.BF16, machine=machine, max_context=700, matmul=matmul)
     program = runner.program(1, 1)
     table = runner.table(program, [Piece(0, 640, tokens[-1:])])
     together = table.item_kv_heads[table.item_split >= 0]
     assert verify(program).ok and len(together) and together.min() > 1, "no split of several KV heads"
-    np.testing.assert_array_equal(runner.logits(tokens, [640]), on_host)
+    np.testing.assert_array_equal(runner.logits(tokens, [640]), expected)
     runner.close()
-
-
-def test_the_reference_merges_splits_of_several_heads(checkpoint, tokens):
-    """One decode row over a cache of noise."""
-    outputs = []
-    for machine in (machines.host(1), replace(H200, workers=11)):
-        runner = Runner(checkpoint, "reference", machine=machine, max_context=700, matmul="tensor")
-        rng = np.random.default_rng(3)
-        keys, values = rng.standard_normal((2, 640, 2, 4, 16)).astype(np.float32)
-        dims, pages = runner.program(1, 1).dims, runner.pages[0]
-        for layer in range(2):
-            for at in range(640):
-                page, offset = pages[at // dims.kv_page], at % dims.kv_page
-                runner.backend.buffer(Buffer.K_CACHE, layer)[page, :, :, offset] = keys[at, layer]
-                runner.backend.buffer(Buffer.V_CACHE, layer)[page, :, offset, :] = values[at, layer]
-        outputs.append(runner.step([Piece(0, 640, tokens[-1:])]).logits.copy())
-        runner.close()
-    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.parametrize("queue", ["none", "body"])
@@ -85,7 +69,12 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
         ]
         table = build_step(program.dims, chunks)
         if phased:
-            _run_phases(backend, program, table)
+            rng = np.random.default_rng(0)
+            for segment, layer in [(0, 0), *((1, layer) for layer in range(program.dims.layers)), (2, 0)]:
+                for phase in program.phases(segment):
+                    rank = np.repeat(np.arange(2 * program.workers) // program.workers, np.diff(phase.offsets))
+                    for row in rng.permutation(len(phase.records)):
+                        backend.execute(phase.records[row], layer, table, program.forward, int(rank[row]))
         else:
             backend.launch(program, table)
         results.append([backend.buffer(Buffer.X, rank=rank).copy() for rank in range(2)])
@@ -95,13 +84,3 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
         known = np.isfinite(expected)  # other ranks' rows hold poison
         assert known.any()
         np.testing.assert_array_equal(got[known], expected[known])
-
-
-def _run_phases(backend, program, table):
-    rng = np.random.default_rng(0)
-    for segment, layers in ((0, 1), (1, program.dims.layers), (2, 1)):
-        for layer in range(layers):
-            for phase in program.phases(segment):
-                rank = np.repeat(np.arange(2 * program.workers) // program.workers, np.diff(phase.offsets))
-                for row in rng.permutation(len(phase.records)):
-                    backend.execute(phase.records[row], layer, table, program.forward, int(rank[row]))

@@ -256,6 +256,7 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
     backend, (program, table) = mixed.backend, mixed.steps()[0]
     copies = list(product(range(tp), SHARED))
     for rank, layer, words in in_order(program, backend, table):
+        phase = program.forward.by_number[int(phase_number(words))]
         views = {(r, b): backend.buffer(b, layer, r) for r, b in copies}
         allowed = {key: np.zeros(view.shape, bool) for key, view in views.items()}
         exact = {key: mask.copy() for key, mask in allowed.items()}
@@ -271,7 +272,6 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
         sent_before = backend.link_bytes.copy()
         backend.execute(words, layer, table, program.forward, rank)
         for (r, buffer), view in views.items():
-            phase = program.forward.by_number[int(phase_number(words))]
             where = phase.name, buffer.name, rank, r
             if buffer is Buffer.HISTORY:  # written where the table says, and read by later steps only
                 continue
@@ -281,17 +281,11 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
         stored = backend.link_bytes - sent_before
         assert not np.delete(stored, rank).any()
         if not by_table:
-            history = 4 * (tp - 1) * _stored_tokens(program.forward, table, words)
-            assert stored[rank] == history + sum(4 * exact[r, b].sum() for r, b in copies if r != rank)
-
-
-def _stored_tokens(forward: Forward, table: StepTable, words: NDArray[np.int32]) -> int:
-    """Tokens that a record stores in HISTORY."""
-    phase = forward.by_number[int(phase_number(words))]
-    if phase.operation is not Operation.SAMPLE:
-        return 0
-    row, rows = (int(column[0]) for column in phase.columns(words[None]).values())
-    return int((table.sample_slot[row : row + rows] >= 0).sum())
+            sent = sum(4 * exact[r, b].sum() for r, b in copies if r != rank)
+            if phase.operation is Operation.SAMPLE:  # tokens, to HISTORY
+                row, rows = (int(column[0]) for column in phase.columns(words[None]).values())
+                sent += 4 * (tp - 1) * (table.sample_slot[row : row + rows] >= 0).sum()
+            assert stored[rank] == sent
 
 
 # -- streams and counters
