@@ -44,7 +44,8 @@ SETTINGS: dict[str, Setting] = {
         Setting("dtype", "auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
         Setting(
             "weights",
-            "type of the matrices in memory: auto (what is computed in), f32 or q8_0 (not on a GPU)",
+            "type of the matrices in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, "
+            "q5_1, q4_k, q5_k or q6_k (not on a GPU)",
             "auto",
             "--weights",
         ),

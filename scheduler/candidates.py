@@ -102,9 +102,13 @@ class Candidates:
     """What `options` leaves open for one bucket, and what of it is predicted to be fastest on a machine."""
 
     def __init__(
-        self, config: ModelConfig, machine: Machine, options: Options, storage: Mapping[Buffer, Dtype] | None = None
+        self,
+        config: ModelConfig,
+        machine: Machine,
+        options: Options,
+        weight_bits: Mapping[Buffer, float] | None = None,
     ) -> None:
-        self._config, self._machine, self._options, self._storage = config, machine, options, storage
+        self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
 
     def fastest(self, dims: Dims) -> Candidate:
         """The lowering of O belongs to the numerics class, so it must not depend on the bucket: it is compared with the
@@ -129,7 +133,7 @@ class Candidates:
         return candidates[0] if len(candidates) == 1 else min(candidates, key=self._layer_seconds)
 
     def _candidate(self, dims: Dims, norm: Norm) -> Candidate:
-        return Candidate(dims, forward(self._config, dims, norm, self._storage))
+        return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
 
     def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
         """Where token rows have owners, blocks are so short that each rank owns one if there are as many rows.

@@ -36,14 +36,14 @@ def compile_program(
     max_context: int,
     tp: int = 1,
     options: Options = _DEFAULT,
-    storage: Mapping[Buffer, Dtype] | None = None,
+    weight_bits: Mapping[Buffer, float] | None = None,
 ) -> Program:
     """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits and must agree with the backend that launches
-    the program, and so must `options.matmul`: an engine asks `with_matmul` first. `storage` has the types of weight
-    matrices that are not stored in `dtype`. The result depends on the arguments only. Raises MegakernelError for
-    arguments out of range.
+    the program, and so must `options.matmul`: an engine asks `with_matmul` first. `weight_bits` has the bits of
+    an element of weight matrices that are not stored in `dtype`. The result depends on the arguments only. Raises
+    MegakernelError for arguments out of range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
@@ -55,7 +55,7 @@ def compile_program(
         if value > most:
             raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")
     dims = program_dims(config, machine, dtype=dtype, **sizes, tp=tp, units=units, queue=options.queue != "none")
-    candidate = Candidates(config, machine, options, storage).fastest(dims)
+    candidate = Candidates(config, machine, options, weight_bits).fastest(dims)
     return build_program(lower(candidate, machine), machine, options)
 
 

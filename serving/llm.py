@@ -11,8 +11,8 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..model.stored import stored_as
-from ..runtime import choose_backend, create, join_ranks, rank_machine
+from ..model.stored import bytes_by_type, stored_as
+from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
 from ..scheduler import Options, compile_program, with_matmul
 from .batch import SCORED_ROWS
 from .engine import Engine, Step, Token
@@ -64,7 +64,7 @@ class LLM:
     tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
     backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
     dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16
-    weights      type that matrices have in memory: auto (what is computed in), f32 or q8_0 (not on a GPU)
+    weights      type that matrices have in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
     threads      CPU threads; None: the cores that this process may use
     max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
     max_seqs     sequences that run at once
@@ -96,7 +96,7 @@ class LLM:
         join_ranks(tp)
         wanted = parse_dtype(dtype)
         checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
-        backend, wanted = choose_backend(backend, checkpoint.config, wanted, checkpoint.storage)
+        backend, wanted = choose_backend(backend, checkpoint.config, wanted, weights)
         self.machine = rank_machine(backend, threads, tp)
         self.model = checkpoint.name
         self.config = checkpoint.config
@@ -106,6 +106,9 @@ class LLM:
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
+        kept = checkpoint.storage if registered(backend).stores else {}
+        self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
+        bits = {buffer: storage.bits for buffer, storage in kept.items()}
         programs = Programs(
             partial(
                 compile_program,
@@ -116,7 +119,7 @@ class LLM:
                 max_context=context,
                 tp=tp,
                 options=options,
-                storage=checkpoint.storage,
+                weight_bits=bits,
             ),
             step_tokens,
             max(max_seqs, SCORED_ROWS),
@@ -138,7 +141,8 @@ class LLM:
     def about(self) -> dict[str, str | int]:
         """What runs, for people and reports."""
         names = {"model": self.model, "backend": self.engine.backend.name, "dtype": self.dtype.name.lower()}
-        return {**names, "threads": self.threads}
+        weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in self.weight_bytes.items())
+        return {**names, "weights": weights, "threads": self.threads}
 
     def generate(
         self,

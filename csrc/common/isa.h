@@ -29,7 +29,7 @@ constexpr int32_t kMostHeadDim = 496;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 
-enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, Q8_0 = 3 };
+enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q5_0 = 7, Q5_1 = 8, Q4_K = 9, Q5_K = 10, Q6_K = 11 };
 
 enum class Buffer : int32_t {
   kNone = -1,
@@ -86,13 +86,12 @@ struct Phase {
   Buffer inputs;
   Buffer output;
   int32_t ahead;  // layers from this one to that of the weights
-  Dtype storage;  // of a matmul's weights
   int32_t inner;  // length of a dot product
   int32_t width;  // output columns
   int32_t matrices;  // side by side
   int32_t ranks;  // of a reduction: ranks that have partials
 };
-static_assert(sizeof(Phase) == 60);
+static_assert(sizeof(Phase) == 56);
 
 // Operands of each operation, laid over words 1..15 of its records.
 struct Join { };

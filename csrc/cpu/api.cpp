@@ -32,6 +32,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 
 struct mk_engine {
   std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
+  int64_t weight_bytes = 0;
   std::unique_ptr<mk::Interpreter> interpreter;  // last: it ends before the weights that it reads
 };
 
@@ -62,18 +63,19 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
 // Aborts what runs, and returns when it has ended.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Bytes of a packed matrix; of one whose rows come first in it, the place of the rows after them.
-MK_API int64_t mk_packed_bytes(const mk::Matrix* matrix) { return matrix->bytes(); }
+// Bytes of all packed matrices.
+MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
 
-// Packs a row-major weight matrix of a rank into memory of the engine's own.
+// Packs a weight matrix of a rank into memory of the engine's own, and binds it.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
-                       const mk::Matrix* matrix, const void* source) {
+                       const mk::Matrix* matrix) {
   return guarded(
       [&] {
-        engine->weights.push_back({mk::allocate(matrix->bytes()), free});
-        void* packed = engine->weights.back().get();
-        mk::pack(*matrix, source, packed, engine->interpreter->threads());
-        engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed);
+        const mk::Packed packed = mk::pack(*matrix, engine->interpreter->threads());
+        engine->weights.push_back({packed.data, free});
+        engine->weights.push_back({packed.table, free});
+        engine->weight_bytes += packed.bytes;
+        engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed.table);
         return 0;
       },
       -1);

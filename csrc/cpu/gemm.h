@@ -1,51 +1,43 @@
-// Tiles of C = A W^T on packed weights (packing.h), accumulated in float32.
+// Tiles of C = A W^T on packed weights (packed.h), accumulated in float32.
 //
 // Every output has one accumulator that adds its products in ascending k, one fused multiply-add each where
 // the processor has it, whatever the number of rows, the tile or the register block: a row's bits depend on
 // nothing else. Quantised weights are multiplied as the float32 values that they stand for.
 #pragma once
+#include "formats.h"
 #include "rms_norm.h"
-#include "weights.h"
 
 namespace mk::MK_SIMD {
 
-// Accumulators that fit the registers, and the rows of the largest block. 16-lane targets have 32 registers.
+// Accumulators that fit the registers beside weights, and beside what it takes to widen quantised ones; and the rows of
+// the largest block. 16-lane targets have 32 registers. A test reads the machine code of every block.
 #if MK_LANES == 16
-constexpr int kAccumulators = 24, kMicroRows = 12;
+constexpr int kAccumulators = 24, kQuantisedAccumulators = 12, kMicroRows = 12;
 #elif MK_LANES == 8
-constexpr int kAccumulators = 12, kMicroRows = 6;
+constexpr int kAccumulators = 10, kQuantisedAccumulators = 4, kMicroRows = 5;
 #elif defined(__aarch64__)
-constexpr int kAccumulators = 24, kMicroRows = 6;
+constexpr int kAccumulators = 24, kQuantisedAccumulators = 16, kMicroRows = 6;
 #else
-constexpr int kAccumulators = 8, kMicroRows = 2;
+constexpr int kAccumulators = 8, kQuantisedAccumulators = 8, kMicroRows = 2;
 #endif
 static_assert(kMicroRows <= kMaxMicroRows);
+constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;  // of a pass over a weight tile
+constexpr int kFewRows = kMicroRows < 4 ? kMicroRows : 4;       // see MicroTable
 
 // log2 of the panels that a block of `rows` rows covers at once.
+template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
-  while (log2 > 0 && (rows * kPanelVectors << log2) > kAccumulators) --log2;
+  const int most = kPlain<W> || rows > kFewRows ? kAccumulators : kQuantisedAccumulators;
+  while (log2 > 0 && (rows * kPanelVectors << log2) > most) --log2;
   return log2;
 }
-static_assert(1 << panel_log2(1) <= kWidePanels);
+static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
-// Weights of two k steps for one vector of columns.
-MK_INLINE void load_pair(const Bf16* p, int v, F32& even, F32& odd) {
-  U32 words;
-  memcpy(&words, p + 2 * v * kLanes, sizeof words);
-  even = (F32)(words << 16);
-  odd = (F32)(words & 0xFFFF0000u);
-}
-
-MK_INLINE void load_pair(const float* p, int v, F32& even, F32& odd) {
-  even = load(p + v * kLanes);
-  odd = load(p + kPanel + v * kLanes);
-}
-
-// C[R][P panels] (+)= A W^T over k steps (even). A: rows kChunkStride apart within a chunk, chunks
-// chunk_stride apart; steps that begin inside a chunk end in it.
-template <int R, int P, class T>
-void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_stride, int k, float* c,
+// C[R][P panels] (+)= A W^T over k steps [begin, begin + steps) of the panels, whole units. A: rows
+// kChunkStride apart within a chunk, chunks chunk_stride apart; steps that begin inside a chunk end in it.
+template <int R, int P, class W>
+void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
   F32 acc[R][P][kPanelVectors];
   MK_UNROLL for (int i = 0; i < R; ++i) {
@@ -55,25 +47,26 @@ void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_strid
       }
     }
   }
-  for (int begin = 0; begin < k; begin += kChunk, a += chunk_stride) {
-    const int steps = k - begin < kChunk ? k - begin : kChunk;
-    for (int s = 0; s < steps; s += 2, w += 2 * kPanel) {
-      F32 even[P][kPanelVectors], odd[P][kPanelVectors];
-      MK_UNROLL for (int p = 0; p < P; ++p) {
-        const T* panel = w + p * panel_stride;
-        __builtin_prefetch(reinterpret_cast<const char*>(panel) + kPrefetchBytes);
-        MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) load_pair(panel, v, even[p][v], odd[p][v]);
-      }
-      MK_UNROLL for (int i = 0; i < R; ++i) {
-        const F32 x = splat(a[i * kChunkStride + s]);
-        MK_UNROLL for (int p = 0; p < P; ++p) {
-          MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][p][v] += x * even[p][v];
-        }
-      }
-      MK_UNROLL for (int i = 0; i < R; ++i) {
-        const F32 x = splat(a[i * kChunkStride + s + 1]);
-        MK_UNROLL for (int p = 0; p < P; ++p) {
-          MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][p][v] += x * odd[p][v];
+  const char* data[P];
+  MK_UNROLL for (int p = 0; p < P; ++p) data[p] = panels[p].data;
+  for (int done = 0; done < steps; a += chunk_stride) {
+    const int end = lower_of(done + kChunk, steps);
+    for (const float* x = a; done < end; done += kUnit) {
+      Reader<W> readers[P];
+      MK_UNROLL for (int p = 0; p < P; ++p) readers[p].open(data[p], begin + done);
+      for (int run = 0; run < kRuns; ++run, x += kRunSteps) {
+        MK_UNROLL for (int p = 0; p < P; ++p) readers[p].turn_to(run);
+        MK_UNROLL for (int s = 0; s < kRunSteps; ++s) {
+          F32 w[P][kPanelVectors];
+          MK_UNROLL for (int p = 0; p < P; ++p) {
+            MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) w[p][v] = readers[p].weight(s, v);
+          }
+          MK_UNROLL for (int i = 0; i < R; ++i) {
+            const F32 element = splat(x[i * kChunkStride + s]);
+            MK_UNROLL for (int p = 0; p < P; ++p) {
+              MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][p][v] += element * w[p][v];
+            }
+          }
         }
       }
     }
@@ -87,17 +80,19 @@ void micro(const float* a, int64_t chunk_stride, const T* w, int64_t panel_strid
   }
 }
 
-template <class T>
-using Micro = void (*)(const float*, int64_t, const T*, int64_t, int, float*, int64_t, bool);
+using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
 
-// micro<rows, 1 << log2>.
-template <class T>
+// micro<rows, 1 << log2, W>. Quantised weights go straight into the arithmetic of a few rows; for more they are
+// widened first.
+template <class W>
 struct MicroTable {
-  Micro<T> entry[kMicroRows + 1][3] = {};
+  static constexpr int kRows = kPlain<W> ? kMicroRows : kFewRows;
+
+  Micro entry[kRows + 1][3] = {};
 
   template <int R, int L>
   constexpr void fill() {
-    if constexpr (L <= panel_log2(R)) entry[R][L] = micro<R, (1 << L), T>;
+    if constexpr (L <= panel_log2<W>(R)) entry[R][L] = micro<R, (1 << L), W>;
   }
   template <int R>
   constexpr void fill_rows() {
@@ -106,11 +101,51 @@ struct MicroTable {
     fill<R, 2>();
     if constexpr (R > 1) fill_rows<R - 1>();
   }
-  constexpr MicroTable() { fill_rows<kMicroRows>(); }
+  constexpr MicroTable() { fill_rows<kRows>(); }
 };
 
-template <class T>
-constexpr MicroTable<T> kMicro{};
+template <class W>
+constexpr MicroTable<W> kMicro{};
+
+inline bool same_type(const Panel* panels, int count) {
+  for (int i = 1; i < count; ++i)
+    if (panels[i].dtype != panels->dtype) return false;
+  return true;
+}
+
+// Rows that are multiplied with a block of panels: x as `micro` has a, in blocks of block_rows, to c.
+struct RowBlocks {
+  const float* x;
+  int64_t chunk_stride;
+  float* c;
+  int64_t ldc;
+  int rows, block_rows;
+
+  template <class W>
+  void multiply(const Panel* panels, int log2, int begin, int skip, int steps, bool resume) const {
+    const float* block_x = x + skip / kChunk * chunk_stride + skip % kChunk;
+    for (int i = 0; i < rows; i += block_rows)
+      kMicro<W>.entry[lower_of(rows - i, block_rows)][log2](
+          block_x + int64_t{i} * kChunkStride, chunk_stride, panels, begin, steps, c + i * ldc, ldc, resume);
+  }
+};
+
+// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. `wide`: see Scratch.
+template <class W>
+void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
+              bool resume) {
+  if (kPlain<W> || rows.rows <= kFewRows) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  for (int done = 0, part; done < steps; done += part) {
+    part = lower_of(steps - done, kWideSteps);
+    Panel widened[kWidePanels];
+    for (int p = 0; p < 1 << log2; ++p) {
+      float* out = wide + p * kWideSteps * kPanel;
+      widen<W>(panels[p], begin + done, part, out);
+      widened[p].data = reinterpret_cast<const char*>(out);
+    }
+    rows.multiply<float>(widened, log2, 0, done, part, resume || done > 0);
+  }
+}
 
 // Rows of a matmul's inputs on their way into the arithmetic: of the compute type; or of float32, and
 // normalised here.
@@ -123,7 +158,7 @@ class Inputs {
         k_(call.phase->inner),
         eps_(call.dims->rms_eps) {}
 
-  // What `unpack` gives from now on: rows [row, row + count), at most kTileRows.
+  // What `unpack` gives from now on: rows [row, row + count), at most kPassRows.
   void turn_to(int row, int count) {
     first_ = row;
     count_ = count;
@@ -131,8 +166,8 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial vector is filled
-  // with zeros, so an odd k is followed by one.
+  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial unit is filled with
+  // zeros.
   void unpack(int begin, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -157,7 +192,8 @@ class Inputs {
   static MK_INLINE void unpack_row(int n, float* out, const F& vector) {
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) store(out + i, vector(i, kLanes));
-    if (i < n) store(out + i, vector(i, n - i));
+    if (i < n) store(out + i, vector(i, n - i)), i += kLanes;
+    for (; i % kUnit; i += kLanes) store(out + i, F32{});
   }
 
   const char* rows_;
@@ -165,16 +201,16 @@ class Inputs {
   const int k_;
   const float eps_;
   int first_ = 0, count_ = 0;
-  float scale_[kTileRows];
+  float scale_[kPassRows];
 };
 
-// t = inputs weights^T + bias of the phase on a tile; W is the packed weights' type. kResult takes columns
-// [first, first + columns) of a row, every output once. Several matrices alternate by panels: then it takes
-// one panel's columns at a time, with t of the next matrix kPanel further.
-template <class T, class W, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
+// t = inputs weights^T + bias of the phase on a tile. kResult takes columns [first, first + columns) of a row, every
+// output once. Several matrices alternate by panels: then it takes one panel's columns at a time, with t of the next
+// matrix kPanel further.
+template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
   const Phase& phase = *call.phase;
-  const int k = phase.inner, even_k = k + k % 2, matrices = phase.matrices;
+  const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
   const float* const bias = call.bias();
   float* const c = call.scratch->tile;
@@ -183,10 +219,10 @@ inline void gemm(const Call& call, const Tile& tile) {
   const int panel = tile.col / kPanel * matrices;
   const int panel_end = panel + panel_count(tile.col, tile.cols) * matrices;
   Inputs<T> inputs(call);
-  const Weights<W> weights(call);
+  const Panel* const weights = call.weights<Panel>();
 
-  for (int r = tile.row; r < row_end; r += kTileRows) {
-    const int rows = lower_of(row_end - r, kTileRows);
+  for (int r = tile.row; r < row_end; r += kPassRows) {
+    const int rows = lower_of(row_end - r, kPassRows);
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
@@ -198,26 +234,20 @@ inline void gemm(const Call& call, const Tile& tile) {
     }
     for (int p = panel; p < panel_end; p += kTilePanels) {
       const int panels = lower_of(panel_end - p, kTilePanels);
-      const int step = whole_k ? even_k : kChunk;
-      for (int begin = 0; begin < even_k; begin += step) {
-        const int steps = lower_of(even_k - begin, step);
+      const int step = whole_k ? whole_units : kChunk;
+      for (int begin = 0; begin < whole_units; begin += step) {
+        const int steps = lower_of(whole_units - begin, step);
         if (!whole_k) inputs.unpack(begin, x);
-        int log2 = panel_log2(block_rows);
-        for (int q = 0; q < panels; q += 1 << log2) {
-          while (q + (1 << log2) > panels) --log2;
+        for (int q = 0; q < panels;) {
           if (call.aborted()) return;
-          const int part = weights.steps(steps);
-          for (int s = 0; s < steps; s += part) {
-            const int part_steps = lower_of(steps - s, part);
-            const auto* block_w = weights.block(p + q, 1 << log2, begin + s, part_steps);
-            const float* block_x = x + s / kChunk * chunk_stride + s % kChunk;
-            for (int i = 0; i < rows; i += block_rows) {
-              const int n = lower_of(rows - i, block_rows);
-              kMicro<typename Weights<W>::Element>.entry[n][log2](
-                  block_x + int64_t{i} * kChunkStride, chunk_stride, block_w, weights.panel_stride,
-                  part_steps, c + i * ldc + q * kPanel, ldc, begin + s > 0);
-            }
-          }
+          const Panel* const first = weights + p + q;
+          const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
+          with_format(first->type(), [&]<class W>() {
+            int log2 = panel_log2<W>(block_rows);
+            while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
+            multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
+            q += 1 << log2;
+          });
         }
       }
       const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;

@@ -471,17 +471,18 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
 // Starts loads of the next slice of the record's weights; false where there is none left.
 bool Interpreter::prefetch(Cursor& c) {
   if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
-  const WeightSpan span = weight_span(*c.phase, operands<Tile>(c.record));
-  const int64_t end = std::min(span.bytes, kPrefetchLimit);
-  if (c.prefetched >= end) return false;
   const Buffer weights = c.phase->weights;
   const bool layered = kLayered[static_cast<int32_t>(weights)];
-  const void* base =
+  const void* table =
       bound(c.rank, weights, layered ? weights_layer(*c.phase, program_->dims(c.rank), c.layer) : 0);
-  if (base == nullptr) return false;
+  if (table == nullptr) return false;
+  const WeightSpan span =
+      weight_span(*c.phase, operands<Tile>(c.record), static_cast<const Panel*>(table));
+  const int64_t end = std::min(span.bytes, kPrefetchLimit);
+  if (c.prefetched >= end) return false;
   const int64_t slice = std::min(end, c.prefetched + kPrefetchSlice);
   for (; c.prefetched < slice; c.prefetched += 64)
-    __builtin_prefetch(static_cast<const char*>(base) + span.begin + c.prefetched, 0, 2);
+    __builtin_prefetch(span.begin + c.prefetched, 0, 2);
   return true;
 }
 

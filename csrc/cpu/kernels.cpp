@@ -67,7 +67,7 @@ Op op(Operation operation) {
     case Operation::kDrain:
       return nothing;
     case Operation::kGather:
-      return run<Run, gather<T>>;
+      return run<Run, gather>;
     case Operation::kRope:
       return run<Run, rope>;
     case Operation::kNorm:

@@ -1,6 +1,6 @@
 // The seam between the interpreter and the arithmetic: one function per operation, one table per SIMD width.
 #pragma once
-#include "../common/isa.h"
+#include "packed.h"
 
 #define MK_INLINE inline __attribute__((always_inline))
 
@@ -9,22 +9,6 @@ namespace mk {
 struct Bf16 {
   uint16_t bits;
 };
-
-// Columns of a packed weight panel (packing.h).
-constexpr int kPanel = 16;
-
-// A block of quantised weights: so many k steps of a column have one scale (float16) and a signed byte each.
-constexpr int kQ8Steps = 32;
-
-// The blocks of a panel's columns, as they are packed (packing.h).
-struct Q8Block {
-  uint16_t scales[kPanel];
-  int8_t weights[kQ8Steps][kPanel];
-};
-static_assert(sizeof(Q8Block) == kPanel * (sizeof(uint16_t) + kQ8Steps));
-
-// Panels that hold columns [col, col + cols).
-constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
 // Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
 constexpr int kTileRows = 96;      // token rows of one pass over a weight tile

@@ -15,98 +15,255 @@
 namespace mk {
 namespace {
 
-// What a panel has of a matrix: `count` columns, which are the source's rows from `row`.
+// Rows of a part that a panel has as columns; they may lie at any address.
 struct Columns {
-  int64_t row, count;
-
-  Columns(const Matrix& s, int64_t panel) {
-    const int64_t first = panel / s.matrices * kPanel;
-    row = panel % s.matrices * s.rows + first;
-    count = std::min<int64_t>(kPanel, s.rows - first);
-  }
+  Dtype type;
+  const char* rows;
+  int64_t count, k;
 };
 
 template <class T, int kPair>
-void pack_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
-  const Columns columns(s, panel);
-  const T* rows = static_cast<const T*>(source) + columns.row * s.k;
-  for (int64_t k = 0; k < s.k; k += kPair) {
-    T* line = static_cast<T*>(packed) + k * kPanel;
-    const int64_t pair = std::min<int64_t>(kPair, s.k - k);
-    for (int64_t c = 0; c < columns.count; ++c) {
-      for (int64_t j = 0; j < pair; ++j) line[c * kPair + j] = rows[c * s.k + k + j];
-    }
+void pack_plain(const Columns& columns, char* packed) {
+  const int64_t k = columns.k;
+  for (int64_t first = 0; first < k; first += kPair) {
+    T* line = reinterpret_cast<T*>(packed) + first * kPanel;
+    const int64_t pair = std::min<int64_t>(kPair, k - first);
+    for (int64_t c = 0; c < columns.count; ++c)
+      memcpy(line + c * kPair, columns.rows + (c * k + first) * int64_t{sizeof(T)}, pair * sizeof(T));
   }
 }
 
-// A block as rows have it.
-struct RowBlock {
+// -- GGML's blocks of a row: their scales go to a column of the panel's, their values to one byte each.
+
+template <class P>
+struct RowBlock;
+
+void unpack_nibbles(const uint8_t* bytes, uint8_t* values) {
+  for (int i = 0; i < 16; ++i) {
+    values[i] = bytes[i] & 15;
+    values[i + 16] = bytes[i] >> 4;
+  }
+}
+
+void add_fifth_bits(const uint8_t (&bits)[4], uint8_t* values) {
+  uint32_t word;
+  memcpy(&word, bits, sizeof word);
+  for (int i = 0; i < 32; ++i) values[i] |= (word >> i & 1) << 4;
+}
+
+template <>
+struct RowBlock<PackedQ8_0> {
   uint16_t scale;
-  int8_t weights[kQ8Steps];
+  int8_t bytes[32];
+
+  void scales(Scale& out, int c) const { out.scale[c] = scale; }
+  void values(uint8_t* out) const { memcpy(out, bytes, sizeof bytes); }
 };
-static_assert(sizeof(RowBlock) == sizeof(uint16_t) + kQ8Steps);
 
-int64_t q8_blocks(int64_t k) { return (k + kQ8Steps - 1) / kQ8Steps; }
+template <>
+struct RowBlock<PackedQ4_0> {
+  uint16_t scale;
+  uint8_t nibbles[16];
 
-void pack_q8_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
-  const Columns columns(s, panel);
-  const int64_t blocks = q8_blocks(s.k);
-  const RowBlock* rows = static_cast<const RowBlock*>(source) + columns.row * blocks;
-  Q8Block* out = static_cast<Q8Block*>(packed);
-  for (int64_t b = 0; b < blocks; ++b) {
-    for (int64_t c = 0; c < columns.count; ++c) {
-      const RowBlock& block = rows[c * blocks + b];
-      out[b].scales[c] = block.scale;
-      for (int k = 0; k < kQ8Steps; ++k) out[b].weights[k][c] = block.weights[k];
+  void scales(Scale& out, int c) const { out.scale[c] = scale; }
+  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
+};
+
+template <>
+struct RowBlock<PackedQ4_1> {
+  uint16_t scale, minimum;
+  uint8_t nibbles[16];
+
+  void scales(ScaleAndMinimum& out, int c) const {
+    out.scale[c] = scale;
+    out.minimum[c] = minimum;
+  }
+  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
+};
+
+template <>
+struct RowBlock<PackedQ5_0> {
+  uint16_t scale;
+  uint8_t high[4], nibbles[16];
+
+  void scales(Scale& out, int c) const { out.scale[c] = scale; }
+  void values(uint8_t* out) const {
+    unpack_nibbles(nibbles, out);
+    add_fifth_bits(high, out);
+  }
+};
+
+template <>
+struct RowBlock<PackedQ5_1> {
+  uint16_t scale, minimum;
+  uint8_t high[4], nibbles[16];
+
+  void scales(ScaleAndMinimum& out, int c) const {
+    out.scale[c] = scale;
+    out.minimum[c] = minimum;
+  }
+  void values(uint8_t* out) const {
+    unpack_nibbles(nibbles, out);
+    add_fifth_bits(high, out);
+  }
+};
+
+struct SuperBlock {
+  uint16_t scale, minimum;
+  uint8_t six[12];
+
+  void scales(SuperScaleAndMinimum& out, int c) const {
+    out.scale[c] = scale;
+    out.minimum[c] = minimum;
+    for (int i = 0; i < 3; ++i) memcpy(&out.six[i][c], six + 4 * i, 4);
+  }
+};
+
+// Two runs of 32 steps share their bytes.
+void unpack_runs(const uint8_t* nibbles, uint8_t* values) {
+  for (int i = 0; i < 256; ++i) values[i] = nibbles[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+}
+
+template <>
+struct RowBlock<PackedQ4_K> : SuperBlock {
+  uint8_t nibbles[128];
+
+  void values(uint8_t* out) const { unpack_runs(nibbles, out); }
+};
+
+template <>
+struct RowBlock<PackedQ5_K> : SuperBlock {
+  uint8_t high[32], nibbles[128];
+
+  void values(uint8_t* out) const {
+    unpack_runs(nibbles, out);
+    for (int i = 0; i < 256; ++i) out[i] |= (high[i % 32] >> (i / 32) & 1) << 4;
+  }
+};
+
+template <>
+struct RowBlock<PackedQ6_K> {
+  uint8_t low[128], high[64];
+  int8_t eight[16];
+  uint8_t scale[2];
+
+  void scales(SuperScale& out, int c) const {
+    memcpy(&out.scale[c], scale, 2);
+    for (int i = 0; i < 16; ++i) out.eight[i][c] = eight[i];
+  }
+  void values(uint8_t* out) const {
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 128; ++i) {
+        const int nibble = low[half * 64 + i % 64] >> (i / 64 * 4) & 15;
+        const int pair = high[half * 32 + i % 32] >> (i / 32 * 2) & 3;
+        out[half * 128 + i] = static_cast<uint8_t>(nibble | pair << 4);
+      }
+    }
+  }
+};
+
+// The values of a unit of column c.
+template <int kBits>
+void store_values(const uint8_t* values, int c, Values<kBits>& out) {
+  for (int s = 0; s < kUnit; ++s) {
+    const int i = s * kPanel + c;  // in [32][16]
+    if constexpr (kBits == 8) {
+      out.bytes[s][c] = static_cast<int8_t>(values[s]);
+    } else if constexpr (kBits == 4) {
+      out.words[s / 8][c] |= static_cast<uint32_t>(values[s]) << (s % 8 * 4);
+    } else {
+      constexpr int kAbove = kBits - 4, kHigh = sizeof out.high;
+      out.low[i % 256] |= (values[s] & 15) << (i / 256 * 4);
+      out.high[i % kHigh] |= values[s] >> 4 << (i / kHigh * kAbove);
     }
   }
 }
 
-void pack_panel(const Matrix& s, const void* source, int64_t panel, void* packed) {
-  switch (s.storage) {
-    case Dtype::F32:
-      return pack_panel<uint32_t, 1>(s, source, panel, packed);
-    case Dtype::BF16:
-      return pack_panel<uint16_t, 2>(s, source, panel, packed);
-    case Dtype::Q8_0:
-      return pack_q8_panel(s, source, panel, packed);
-    case Dtype::I32:
-      return;
+template <class P>
+void pack_blocks(const Columns& columns, char* packed) {
+  const int64_t blocks = (columns.k + P::kSteps - 1) / P::kSteps;
+  P* out = reinterpret_cast<P*>(packed);
+  uint8_t values[P::kSteps];
+  for (int c = 0; c < columns.count; ++c) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      RowBlock<P> block;
+      memcpy(static_cast<void*>(&block), columns.rows + (c * blocks + b) * int64_t{sizeof block}, sizeof block);
+      block.scales(out[b].scales, c);
+      block.values(values);
+      for (int i = 0; i < P::kUnits; ++i)
+        store_values<P::kValueBits>(values + i * kUnit, c, out[b].values[i]);
+    }
   }
+}
+
+void pack_panel(const Columns& columns, char* packed) {
+  const bool blocks = with_packed(columns.type, false, [&]<class P>() {
+    pack_blocks<P>(columns, packed);
+    return true;
+  });
+  if (blocks) return;
+  if (columns.type == Dtype::F32)
+    pack_plain<uint32_t, 1>(columns, packed);
+  else if (columns.type == Dtype::F16)
+    pack_plain<uint16_t, 1>(columns, packed);
+  else
+    pack_plain<uint16_t, 2>(columns, packed);
+}
+
+int64_t row_bytes(Dtype type, int64_t k) {
+  return with_packed(type, k * (type == Dtype::F32 ? 4 : 2), [&]<class P>() {
+    return (k + P::kSteps - 1) / P::kSteps * static_cast<int64_t>(sizeof(RowBlock<P>));
+  });
+}
+
+// What panel `index` has of a matrix.
+Columns columns_of(const Matrix& m, int64_t index) {
+  const int64_t first = index / m.matrices * kPanel;
+  int64_t row = index % m.matrices * m.rows + first;
+  const Part* part = m.parts;
+  for (; row >= part->rows; ++part) row -= part->rows;
+  const Dtype type = static_cast<Dtype>(part->dtype);
+  return {type, static_cast<const char*>(part->data) + row * row_bytes(type, m.k),
+          std::min<int64_t>(kPanel, m.rows - first), m.k};
 }
 
 }  // namespace
 
-int64_t Matrix::panel_bytes() const {
-  const int64_t elements = (k + k % 2) * kPanel;
-  switch (storage) {
-    case Dtype::F32:
-      return elements * 4;
-    case Dtype::BF16:
-      return elements * 2;
-    case Dtype::Q8_0:
-      return q8_blocks(k) * static_cast<int64_t>(sizeof(Q8Block));
-    case Dtype::I32:  // no weights have this type
-      break;
+Packed pack(const Matrix& matrix, int threads) {
+  constexpr int64_t kAlign = 64;
+  const int64_t panels = matrix.panels();
+  std::vector<Columns> columns;
+  std::vector<int64_t> begin{0};
+  for (int64_t p = 0; p < panels; ++p) {
+    columns.push_back(columns_of(matrix, p));
+    begin.push_back(begin.back() + (panel_bytes(columns[p].type, matrix.k) + kAlign - 1) / kAlign * kAlign);
   }
-  return 0;
-}
-
-void pack(const Matrix& matrix, const void* source, void* packed, int threads) {
-  auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p)
-      pack_panel(matrix, source, p, static_cast<char*>(packed) + p * matrix.panel_bytes());
+  Packed out{allocate(panels * static_cast<int64_t>(sizeof(Panel))), nullptr, begin.back()};
+  try {
+    out.data = allocate(out.bytes);
+  } catch (...) {
+    free(out.table);
+    throw;
+  }
+  auto work = [&](int64_t first, int64_t end) {
+    for (int64_t p = first; p < end; ++p) {
+      char* data = static_cast<char*>(out.data) + begin[p];
+      static_cast<Panel*>(out.table)[p] = {data, static_cast<int64_t>(columns[p].type)};
+      pack_panel(columns[p], data);
+    }
   };
   std::vector<std::thread> pool;
-  const int64_t panels = matrix.panels(), n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
+  const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
   for (int64_t t = 1; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
   work(0, panels / n);
   for (std::thread& t : pool) t.join();
+  return out;
 }
 
-WeightSpan weight_span(const Phase& phase, const Tile& tile) {
-  const Matrix columns{phase.matrices, kPanel, phase.inner, phase.storage};
-  return {tile.col / kPanel * columns.bytes(), panel_count(tile.col, tile.cols) * columns.bytes()};
+WeightSpan weight_span(const Phase& phase, const Tile& tile, const Panel* table) {
+  const Panel* first = table + tile.col / kPanel * phase.matrices;
+  const Panel* last = first + panel_count(tile.col, tile.cols) * phase.matrices - 1;
+  return {first->data, last->data + panel_bytes(last->type(), phase.inner) - first->data};
 }
 
 void* allocate(int64_t bytes) {

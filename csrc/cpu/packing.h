@@ -1,35 +1,41 @@
-// The layout of weight matrices that the kernels read.
-//
-// [N, K] becomes panels of kPanel columns (rows of the matrix), N filled up with zeros and K to an even
-// number. float32: [N / 16][K][16]. bfloat16: [N / 16][K / 2][16][2]; the two k steps of a column share a
-// 32-bit word. Q8_0: [N / 16][K / 32] blocks of 16 scales and [32][16] bytes, K filled up to whole blocks.
-// Several matrices alternate by panels: panel 0 of each, then panel 1 of each, ...
+// From rows of weights, as files have them, to packed panels (packed.h).
 #pragma once
-#include <stdint.h>
-
 #include "kernels.h"
+#include "packed.h"
 
 namespace mk {
 
-// One or several matrices side by side, each [rows, k], whose elements have one type.
+// Neighbouring rows of one type, in the layout of files: of quantised types GGML's blocks.
+struct Part {
+  int32_t dtype;
+  int64_t rows;
+  const void* data;
+};
+
+// One or several matrices side by side, each [rows, k], one after another in `parts`, which end between panels.
 struct Matrix {
-  int64_t matrices, rows, k;
-  Dtype storage;
+  int64_t matrices, rows, k, part_count;
+  const Part* parts;
 
-  int64_t panel_bytes() const;
   int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }
-  int64_t bytes() const { return panels() * panel_bytes(); }  // packed
 };
 
-// From row-major [matrices, rows, k], where rows of Q8_0 are blocks of a scale and 32 bytes, to the packed
-// layout, in zeroed memory, on `threads` threads.
-void pack(const Matrix& matrix, const void* source, void* packed, int threads);
+// Packed panels and the table that is bound as the matrix, both freed with `free`.
+struct Packed {
+  void* table;  // Panel[panels]
+  void* data;
+  int64_t bytes;  // of data
+};
 
-// Where in its packed weights a matmul's tile has its own.
+// On `threads` threads. Throws std::bad_alloc.
+Packed pack(const Matrix& matrix, int threads);
+
+// The packed weights of a matmul's tile: addresses, as far as the tile's panels adjoin.
 struct WeightSpan {
-  int64_t begin, bytes;
+  const char* begin;
+  int64_t bytes;
 };
-WeightSpan weight_span(const Phase& phase, const Tile& tile);
+WeightSpan weight_span(const Phase& phase, const Tile& tile, const Panel* table);
 
 // Page-aligned zeroed memory, in huge pages where the system grants them. Throws std::bad_alloc. Release with
 // free().

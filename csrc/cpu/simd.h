@@ -25,6 +25,7 @@ typedef float F32 __attribute__((vector_size(4 * MK_LANES)));
 typedef int32_t I32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
 MK_INLINE F32 splat(float x) { return x - F32{}; }
@@ -106,10 +107,40 @@ MK_INLINE void store(T* p, F32 v, int n) {
 
 MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
 
+MK_INLINE U32 load_words(const uint32_t* p) {
+  U32 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The lowest four bits of each lane as a number less kZero. The bits above may be anything.
+template <int kZero>
+MK_INLINE F32 float_of_nibble(U32 v) {
+#if defined(__AVX512F__)
+  // A table of 16 numbers fits a register, and the lowest four bits are its index.
+  const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
+  return (F32)_mm512_maskz_permutexvar_ps(0xFFFF, (__m512i)v, (__m512)numbers);
+#else
+  const I32 value = (I32)(v & 15);
+  return __builtin_convertvector(kZero ? value - kZero : value, F32);
+#endif
+}
+
+MK_INLINE Bytes load_bytes(const uint8_t* p) {
+  Bytes v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
 // float16s, exactly.
 MK_INLINE F32 load_half(const uint16_t* p) {
   U16 v;
   memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+  return (F32)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)v);
+#elif defined(__AVX2__)
+  return (F32)_mm256_cvtph_ps((__m128i)v);
+#endif
   const U32 half = widen(v), exponent = half & 0x7C00, mantissa = half & 0x03FF;
   const U32 rebias = U32{} + (112u << 23);  // the exponent's bias is 127, not 15
   const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));

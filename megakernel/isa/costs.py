@@ -55,7 +55,7 @@ def _cost(
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
     """Bytes of the weights of so many output columns of a matmul, as they lie in memory."""
-    return cols.astype(np.float64) * (phase.matrices(dims) * phase.storage_type(dims).row_bytes(phase.inner(dims)))
+    return cols.astype(np.float64) * (phase.matrices(dims) * phase.inner(dims) * phase.stored_bits(dims) / 8)
 
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
@@ -89,7 +89,7 @@ def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:
 _COSTS: dict[Operation, Callable[[Phase, Columns, Dims], Cost]] = {
     Operation.JOIN: _nothing,
     Operation.DRAIN: _nothing,
-    Operation.GATHER: lambda p, c, d: _cost(c["row"], memory=c["rows"] * p.inner(d) * float(itemsize(d))),
+    Operation.GATHER: lambda p, c, d: _cost(c["row"], memory=c["rows"] * p.inner(d) * p.stored_bits(d) / 8),
     Operation.ROPE: lambda p, c, d: _cost(c["row"], vector=2.0 * c["rows"] * d.head_dim),
     Operation.NORM: lambda p, c, d: _cost(c["row"], vector=4.0 * c["rows"] * p.inner(d)),
     Operation.MATMUL: _matmul,

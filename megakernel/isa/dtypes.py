@@ -3,73 +3,98 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Q8_0, as GGUF files have it: a float16 scale and 32 signed bytes; a weight is scale * byte.
-Q8_0_WEIGHTS, Q8_0_BYTES = 32, 34
-
 
 class Dtype(IntEnum):
+    """Types of elements. Those after I32 are of weight matrices only; the last ones are GGML's, block by block."""
+
     F32 = 0
     BF16 = 1
     I32 = 2
-    Q8_0 = 3  # of weight matrices only
+    F16 = 3
+    Q8_0 = 4
+    Q4_0 = 5
+    Q4_1 = 6
+    Q5_0 = 7
+    Q5_1 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        return np.dtype((np.float32, np.uint16, np.int32, np.uint8)[self])
+        """Of an array that holds such elements, or such blocks."""
+        plain = {Dtype.F32: np.float32, Dtype.BF16: np.uint16, Dtype.I32: np.int32, Dtype.F16: np.float16}
+        return np.dtype(plain.get(self, np.uint8))
 
     @property
     def quantised(self) -> bool:
-        return self is Dtype.Q8_0
+        return self in BLOCKS
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a type that is not quantised."""
         return self.numpy.itemsize
 
+    @property
+    def bits(self) -> float:
+        """Bits of an element, its share of a block's scales included."""
+        block = BLOCKS.get(self)
+        return 8.0 * (block.bytes / block.weights if block else self.itemsize)
+
     def row_bytes(self, elements: int) -> int:
         """Bytes of a row of a matrix; a part of a block at its end is stored whole."""
-        return -(-elements // Q8_0_WEIGHTS) * Q8_0_BYTES if self.quantised else elements * self.itemsize
+        block = BLOCKS.get(self)
+        return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
-    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the array that holds a matrix of `shape`: rows of quantised blocks are bytes."""
-        return (*shape[:-1], self.row_bytes(shape[-1])) if self.quantised else shape
+
+class Block(NamedTuple):
+    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h says what the bytes mean."""
+
+    weights: int
+    bytes: int
+
+
+BLOCKS = {
+    Dtype.Q8_0: Block(32, 34),
+    Dtype.Q4_0: Block(32, 18),
+    Dtype.Q4_1: Block(32, 20),
+    Dtype.Q5_0: Block(32, 22),
+    Dtype.Q5_1: Block(32, 24),
+    Dtype.Q4_K: Block(256, 144),
+    Dtype.Q5_K: Block(256, 176),
+    Dtype.Q6_K: Block(256, 210),
+}
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:
-    """float32 values of an array of `dtype`; by default of floats, or of bfloat16 bits in a uint16 array."""
-    if dtype is Dtype.Q8_0:
-        blocks = a.reshape(*a.shape[:-1], -1, Q8_0_BYTES)
-        scale = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
-        return (scale * blocks[..., 2:].view(np.int8)).reshape(*a.shape[:-1], -1)
+    """float32 values of an array of `dtype`; by default of floats, or of bfloat16 bits in a uint16 array.
+
+    Rows of quantised blocks, `[..., bytes]`, become rows of weights, each rounded once from scale * value + offset.
+    """
+    if dtype is not None and dtype.quantised:
+        from gguf import GGMLQuantizationType, dequantize  # here: a machine with a GPU need not have it
+
+        values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
+        return values
     if a.dtype == np.uint16:
         return (a.astype(np.uint32) << 16).view(np.float32)
     return a.astype(np.float32, copy=False)
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype` (nearest, ties to even; NaN stays NaN)."""
+    """Round float32 values to `dtype`, which is not quantised (nearest, ties to even; NaN stays NaN)."""
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
-    if dtype is Dtype.Q8_0:
-        return _q8_0(a)
+    if dtype is Dtype.F16:
+        with np.errstate(over="ignore"):
+            return a.astype(np.float16)
     if dtype is not Dtype.BF16:
         raise ValueError(f"no float storage in {dtype.name}")
     bits = np.ascontiguousarray(a, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _q8_0(a: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Rows of blocks, the last one filled up with zeros. The largest weight of a block becomes 127 or -127."""
-    spare = -a.shape[-1] % Q8_0_WEIGHTS
-    padded = np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, spare)]).reshape(*a.shape[:-1], -1, Q8_0_WEIGHTS)
-    scale = (np.abs(padded).max(axis=-1, keepdims=True) / 127).astype("<f2")
-    exact = scale.astype(np.float32)
-    steps = np.divide(padded, exact, out=np.zeros_like(padded), where=exact > 0)
-    values = np.clip(np.rint(steps), -127, 127).astype(np.int8)
-    out = np.concatenate([scale.view(np.uint8), values.view(np.uint8)], axis=-1)
-    return out.reshape(*a.shape[:-1], -1)

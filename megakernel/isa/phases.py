@@ -37,7 +37,7 @@ class Phase:
     `norm`     the scale of an RMS norm that a matmul applies to its inputs on the way in
     `head_norm`  the scales of the RMS norms of each head of q and of k, before they are rotated
     `ahead`    the weights are those of the layer so many further on, or of the last layer
-    `storage`  the type that a matmul's weights have in memory; None is the compute type
+    `weight_bits`  of an element of `weights` in memory, a mean where there are several types; None: the compute type's
 
     `number` is the phase's place in its `Forward`.
     """
@@ -53,7 +53,7 @@ class Phase:
     norm: Buffer | None = None
     head_norm: Buffer | None = None
     ahead: int = 0
-    storage: Dtype | None = None
+    weight_bits: float | None = None
     number: int = 0
 
     @property
@@ -71,6 +71,11 @@ class Phase:
     @property
     def is_matmul(self) -> bool:
         return self.operation is Operation.MATMUL
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether it reads a matrix. A reduction names one too, whose products it adds."""
+        return self.operation in (Operation.MATMUL, Operation.GATHER)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -95,8 +100,9 @@ class Phase:
         shape = self._shape(dims)
         return shape[0] if len(shape) == 3 else 1
 
-    def storage_type(self, dims: Dims) -> Dtype:
-        return Dtype(dims.dtype) if self.storage is None else self.storage
+    def stored_bits(self, dims: Dims) -> float:
+        """Bits of a weight in memory."""
+        return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, dims: Dims) -> int:
         """Ranks 0 .. n - 1 have a part of the weights' inner length; shards are dealt in order."""
@@ -135,7 +141,6 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
     PhaseField("ahead", "int32_t", "layers from this one to that of the weights", lambda p, d: p.ahead),
-    PhaseField("storage", "Dtype", "of a matmul's weights", lambda p, d: p.storage_type(d)),
     PhaseField("inner", "int32_t", "length of a dot product", lambda p, d: p.inner(d)),
     PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d)),
     PhaseField("matrices", "int32_t", "side by side", lambda p, d: p.matrices(d)),
@@ -222,7 +227,6 @@ _ENUMS: dict[str, type[int]] = {
     "operation": Operation,
     "rows": Rows,
     "result": Result,
-    "storage": Dtype,
     **dict.fromkeys(("weights", "inputs", "output", "bias", "norm", "head_norm"), Buffer),
 }
 
@@ -231,5 +235,5 @@ def _phase(row: Mapping[str, Any]) -> Phase:
     known = {field.name for field in fields(Phase)}
     if not isinstance(row.get("name"), str) or set(row) - known:
         raise ValueError(f"a phase has the fields {sorted(row)}")
-    values: dict[str, Any] = {k: _ENUMS[k](v) if k in _ENUMS else v if k == "name" else int(v) for k, v in row.items()}
-    return Phase(**values)
+    kinds: dict[str, Callable[[Any], Any]] = {**_ENUMS, "name": str, "weight_bits": float}
+    return Phase(**{key: kinds.get(key, int)(value) for key, value in row.items()})

@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import KV_BLOCK, Buffer, Dims, Dtype
+from ..isa import KV_BLOCK, Buffer, Dims, Dtype, to_f32
 from .config import ModelConfig
+
+
+class Part(NamedTuple):
+    """Neighbouring rows of a matrix that have one type."""
+
+    dtype: Dtype
+    rows: int
+
+
+class Rows(NamedTuple):
+    """Rows of a matrix as they lie in memory: [rows, bytes of a row], in the type's own layout."""
+
+    dtype: Dtype
+    data: NDArray[np.uint8]
+
+
+def widened(parts: Sequence[Rows], inner: int) -> NDArray[np.float32]:
+    """The float32 values that stored rows of `inner` weights stand for."""
+    values = [to_f32(data.view(dtype.numpy), dtype)[:, :inner] for dtype, data in parts]
+    return np.concatenate(values) if values else np.zeros((0, inner), np.float32)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Types of the rows of a weight buffer: the parts of each layer, or of the only one there is."""
+
+    layers: tuple[tuple[Part, ...], ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, the mean over all."""
+        parts = [part for layer in self.layers for part in layer]
+        return sum(part.rows * part.dtype.bits for part in parts) / sum(part.rows for part in parts)
 
 
 class Checkpoint(Protocol):
     """Weights of one model.
 
-    `dtype` is the type its matrices are stored in, or the nearest that is computed in. `storage` has the matrices of
-    matmuls that shall lie in memory in a type of their own, and that type.
+    `dtype` is the type its matrices are stored in, or the nearest that is computed in. `storage` has the matrices that
+    a backend with a use for it keeps in memory in types of their own: `stored` gives them so, `load` as all others.
     """
 
     name: str
     config: ModelConfig
     dtype: Dtype
-    storage: Mapping[Buffer, Dtype]
+    storage: dict[Buffer, Storage]
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         """One weight buffer (of one layer where layered) as `megakernel.isa.buffers` shapes it.
 
-        Float buffers with a declared type come in it whatever `dtype` says; bfloat16 comes as uint16, rows of
-        quantised blocks as uint8 (`Dtype.stored`). q and k rows are in the interleaved RoPE order. Takes the buffers
-        that `families.weights` lists.
+        Float buffers with a declared type come in it whatever `dtype` says; bfloat16 comes as uint16. q and k rows are
+        in the interleaved RoPE order. Takes the buffers that `families.weights` lists.
         """
+
+    def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
+        """A buffer (of one layer) that `storage` names: its rows in order, those of several matrices in turn."""
 
 
 # Fields of Dims that a model's configuration has under the same name, and those that no weight depends on.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors
 from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
-from .checkpoint import weight_dims
+from .checkpoint import Part, Rows, Storage, weight_dims
 from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
@@ -30,13 +30,11 @@ class TensorFile(Protocol):
     def where(self, name: str) -> Path:
         """The file that holds `name`."""
 
-    def is_f32(self, name: str) -> bool: ...
+    def dtype(self, name: str) -> Dtype:
+        """The type in which `rows` gives its elements."""
 
-    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
-        """Rows [start, end), 2-D (a vector is one column): float32, or bfloat16 bits as uint16.
-
-        Where the file has them in the quantised type `dtype`: its blocks, as uint8.
-        """
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """Rows [start, end), 2-D (a vector is one column), bfloat16 as uint16; of quantised blocks their bytes."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,15 @@ class FileCheckpoint:
     def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         self.name = name
         self.config = config
-        self.storage: Mapping[Buffer, Dtype] = {}
         self._tensors = tensors
         self._naming = naming
         _check(config, tensors, naming)
-        matrices = (
-            name
-            for buffer in naming.parts
-            if buffer in _expected_buffers(config) and len(_part_shapes(config, naming, buffer)[0]) == 2
-            for name in naming.names(buffer, 0)
-        )
-        self.dtype = Dtype.F32 if all(map(tensors.is_f32, matrices)) else Dtype.BF16
+        matrices = {buffer: self._layout(buffer) for buffer in _expected_buffers(config) if BUFFERS[buffer].matrix}
+        kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
+        self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
+        self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
+        if config.tied and Buffer.EMBED in self.storage:
+            self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         if buffer is Buffer.INV_FREQ:
@@ -82,7 +78,7 @@ class FileCheckpoint:
             buffer = Buffer.EMBED
         spec = BUFFERS[buffer]
         out_dtype = dtype if spec.dtype is None else spec.dtype
-        out = np.zeros(out_dtype.stored(spec.shape(weight_dims(self.config, dtype), 0)), dtype=out_dtype.numpy)
+        out = np.zeros(spec.shape(weight_dims(self.config, dtype), 0), dtype=out_dtype.numpy)
         shapes = _part_shapes(self.config, self._naming, buffer)
         flat = out.reshape(-1, out.shape[-1] if len(shapes[0]) == 2 else 1)
         start = 0
@@ -96,19 +92,33 @@ class FileCheckpoint:
                 part[:] = _interleave(part, self.config.head_dim)
         return out
 
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+        if buffer is Buffer.LM_HEAD and self.config.tied:
+            buffer = Buffer.EMBED
+        out = []
+        for index, name in enumerate(self._naming.names(buffer, layer)):
+            rows = self._tensors.rows(name, 0, self._tensors.shapes[name][0])
+            data = np.ascontiguousarray(rows).view(np.uint8)
+            halved = index < self._naming.halved.get(buffer, 0)
+            out.append(Rows(self._tensors.dtype(name), _interleave(data, self.config.head_dim) if halved else data))
+        return out
+
+    def _layout(self, buffer: Buffer) -> Storage:
+        """Types and rows of the tensors that make up a matrix, or several."""
+        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
+        dtype, shapes = self._tensors.dtype, self._tensors.shapes
+        names = (self._naming.names(buffer, layer) for layer in layers)
+        return Storage(tuple(tuple(Part(dtype(name), shapes[name][0]) for name in layer) for layer in names))
+
     def _read(self, name: str, out: NDArray[np.generic], dtype: Dtype) -> None:
         step = max(1, _CHUNK // out.shape[1])
+        kind = self._tensors.dtype(name)
         for start in range(0, len(out), step):
-            rows = self._tensors.rows(name, start, min(start + step, len(out)), dtype)
-            if rows.dtype == out.dtype:
-                out[start : start + step] = rows
-            elif dtype is Dtype.F32:
-                out[start : start + step] = to_f32(rows)
-            else:
-                out[start : start + step] = from_f32(to_f32(rows), dtype)
+            rows = self._tensors.rows(name, start, min(start + step, len(out)))
+            out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
 
 
-def _interleave(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
+def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     """From Hugging Face's order of a head's rows to adjacent pairs: row 2i is row i, row 2i+1 row i + head_dim/2."""
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)

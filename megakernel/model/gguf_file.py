@@ -84,8 +84,8 @@ class _Cursor:
         return numbers
 
 
-# Types whose blocks are stored as they are.
-_QUANTISED = {Dtype.Q8_0: GGMLQuantizationType.Q8_0}
+# Types that stay as they are; others become float32.
+_KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 
 class GgufFile:
@@ -107,21 +107,18 @@ class GgufFile:
     def where(self, name: str) -> Path:
         return self.path
 
-    def is_f32(self, name: str) -> bool:
-        return self._tensors[name].type == GGMLQuantizationType.F32
+    def dtype(self, name: str) -> Dtype:
+        return _KEPT.get(self._tensors[name].type, Dtype.F32)
 
-    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
-        """See TensorFile. Quantised types but `dtype` come as float32."""
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         tensor, shape = self._tensors[name], self.shapes[name]
         columns = math.prod(shape[1:])
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
         row_bytes = columns // block * block_bytes
         stop = tensor.begin + min(end, shape[0]) * row_bytes
         rows = self._bytes[tensor.begin + start * row_bytes : stop].reshape(-1, row_bytes)
-        if tensor.type == GGMLQuantizationType.BF16:
-            return rows.view("<u2")
-        if dtype is not None and _QUANTISED.get(dtype) == tensor.type:
-            return rows
+        if tensor.type in _KEPT:
+            return rows.view(_KEPT[tensor.type].numpy.newbyteorder("<"))
         values: NDArray[np.float32] = dequantize(rows, tensor.type)
         return values
 

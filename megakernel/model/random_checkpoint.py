@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
-from .checkpoint import weight_dims
+from .checkpoint import Rows, Storage, weight_dims
 from .config import ModelConfig, Rope, RopeKind
 from .rope import inverse_frequencies
 
@@ -55,7 +53,7 @@ class RandomCheckpoint:
     def __init__(self, name: str, config: ModelConfig, seed: int = 0) -> None:
         self.name = name
         self.config = config
-        self.storage: Mapping[Buffer, Dtype] = {}
+        self.storage: dict[Buffer, Storage] = {}
         self._seed = seed
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
@@ -73,6 +71,9 @@ class RandomCheckpoint:
         bits = _draw(generator, int(np.prod(shape))).reshape(shape)
         wanted = dtype if spec.dtype is None else spec.dtype
         return bits if wanted is Dtype.BF16 else from_f32(to_f32(bits), wanted)
+
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+        raise KeyError(buffer)  # nothing is in `storage`
 
 
 def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:

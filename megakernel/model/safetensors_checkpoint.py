@@ -21,8 +21,7 @@ from .families import FAMILIES
 from .files import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
-# bfloat16 stays bits.
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
 _HEADER_LIMIT = 100_000_000  # the format's own limit
 
 
@@ -51,10 +50,10 @@ class SafetensorsFiles:
     def where(self, name: str) -> Path:
         return self._tensors[name].path
 
-    def is_f32(self, name: str) -> bool:
-        return self._tensors[name].dtype == "F32"
+    def dtype(self, name: str) -> Dtype:
+        return Dtype[self._tensors[name].dtype]
 
-    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         tensor, shape = self._tensors[name], self.shapes[name]
         kind = _DTYPES[tensor.dtype]
         columns = math.prod(shape[1:])
@@ -62,7 +61,7 @@ class SafetensorsFiles:
         stop = tensor.begin + min(end, shape[0]) * row_bytes
         data = self._data[tensor.path][tensor.begin + start * row_bytes : stop]
         rows: NDArray[np.generic] = data.view(kind).reshape(-1, columns)
-        return rows.astype(np.float32) if tensor.dtype == "F16" else rows
+        return rows
 
     def _open_shards(self, folder: Path, index: Path) -> None:
         placed = read_json(index).get("weight_map")

@@ -2,49 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dims, Dtype
+from ..isa import BUFFERS, Buffer, Dims
+from ..isa.dtypes import BLOCKS
+from .checkpoint import Rows
 
 
-def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims, dtype: Dtype | None = None) -> NDArray[np.generic]:
+def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
     """The part of a weight buffer (of one layer) that rank `dims.rank` holds, a view where its parts adjoin.
 
-    `whole` is what one rank alone would hold, in `dtype` where that is quantised; the result has the shape that BUFFERS
-    declares for `dims`. Raises MegakernelError where a shard would cut a quantised block.
+    `whole` is what one rank alone would hold; the result has the shape that BUFFERS declares for `dims`.
+    """
+    if dims.tp == 1:
+        return whole
+    ranges, columns = _share(buffer, dims)
+    if ranges is not None:
+        flat = whole.reshape(-1, whole.shape[-1]) if BUFFERS[buffer].matrix else whole.reshape(-1)
+        parts = [flat[first : first + count] for first, count in ranges]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        whole = whole.reshape(BUFFERS[buffer].shape(dims, 0))
+    return whole if columns is None else whole[:, columns[0] : sum(columns)]
+
+
+def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
+    """`shard` of rows that have types of their own. Raises MegakernelError where it would cut a quantised block."""
+    ranges, columns = _share(buffer, dims) if dims.tp > 1 else (None, None)
+    if ranges is not None:
+        whole = [part for chosen in ranges for part in _cut(whole, *chosen)]
+    return list(whole) if columns is None else [_columns(part, buffer, *columns) for part in whole]
+
+
+def _share(buffer: Buffer, dims: Dims) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
+    """(first, count) of the rows that a rank holds, those of several matrices counted on, and of their columns.
+
+    None stands for all of them.
     """
     d = dims
-    if d.tp == 1:
-        return whole
-    ffn = slice(d.first_ffn, d.first_ffn + d.rank_ffn)
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
             first_q, first_kv = d.first_head * d.head_dim, d.first_kv_head * d.head_dim
-            starts = ((first_q, d.q_cols), (q + first_kv, d.kv_cols), (q + kv + first_kv, d.kv_cols))
-            return np.concatenate([whole[start : start + rows] for start, rows in starts])
+            return [(first_q, d.q_cols), (q + first_kv, d.kv_cols), (q + kv + first_kv, d.kv_cols)], None
         case Buffer.W_O if not d.replicated_o:
-            return _columns(whole, buffer, dtype, d.first_head * d.head_dim, d.q_cols)
+            return None, (d.first_head * d.head_dim, d.q_cols)
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
-            return whole[:, ffn]
+            return [(d.first_ffn, d.rank_ffn), (d.ffn + d.first_ffn, d.rank_ffn)], None
         case Buffer.W_DOWN:
-            return _columns(whole, buffer, dtype, d.first_ffn, d.rank_ffn)
+            return None, (d.first_ffn, d.rank_ffn)
         case Buffer.LM_HEAD:
-            return whole[d.first_vocab : d.first_vocab + d.rank_vocab]
-    return whole
+            return [(d.first_vocab, d.rank_vocab)], None
+    return None, None
 
 
-def _columns(
-    whole: NDArray[np.generic], buffer: Buffer, dtype: Dtype | None, first: int, count: int
-) -> NDArray[np.generic]:
-    """Columns [first, first + count) of a matrix."""
-    if dtype is None or not dtype.quantised:
-        return whole[:, first : first + count]
-    begin = dtype.row_bytes(first)
-    if count and dtype.row_bytes(first + 1) == begin:
+def _cut(whole: Sequence[Rows], first: int, count: int) -> list[Rows]:
+    """Rows [first, first + count)."""
+    out, begin = [], 0
+    for dtype, data in whole:
+        part = data[max(first - begin, 0) : max(first + count - begin, 0)]
+        out += [Rows(dtype, part)] if len(part) else []
+        begin += len(data)
+    return out
+
+
+def _columns(part: Rows, buffer: Buffer, first: int, count: int) -> Rows:
+    dtype, data = part
+    if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
-            f"cannot share {buffer.name} in {dtype.name.lower()}: a rank's part begins inside a block"
+            f"cannot share {buffer.name} in {dtype.name.lower()}: a rank's part begins inside a block of "
+            f"{BLOCKS[dtype].weights} weights"
         )
-    return whole[:, begin : begin + dtype.row_bytes(count)]
+    begin = dtype.row_bytes(first)
+    return Rows(dtype, data[:, begin : begin + dtype.row_bytes(count)])

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dtype
-from .checkpoint import Checkpoint, weight_dims
-from .families import forward
+from ..isa import BUFFERS, Buffer, Dtype, from_f32
+from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
+from .config import ModelConfig
+from .families import weights
+from .quantise import quantise
 
-# What `--weights` takes; auto: the compute type.
-WEIGHT_TYPES: dict[str, Dtype | None] = {"auto": None, "f32": Dtype.F32, "q8_0": Dtype.Q8_0}
+# What `--weights` takes beside `auto`, the checkpoint's own.
+WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
 
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """`checkpoint` with the weights of its matmuls stored in the type `name`. Raises MegakernelError."""
+    """`checkpoint` with its matrices stored in the type `name`, or for `auto` as they are. Raises MegakernelError."""
+    if name == "auto":
+        return checkpoint
     if name not in WEIGHT_TYPES:
-        raise MegakernelError(f"cannot store weights in {name!r}: known are {', '.join(WEIGHT_TYPES)}")
-    dtype = WEIGHT_TYPES[name]
-    return checkpoint if dtype is None else _Stored(checkpoint, dtype)
+        raise MegakernelError(f"cannot store weights in {name!r}: known are auto, {', '.join(WEIGHT_TYPES)}")
+    return _Stored(checkpoint, WEIGHT_TYPES[name])
+
+
+def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
+    """Bytes of all matrices of a model in memory, by the name of their type; tied embeddings count once.
+
+    `storage` has those that are not in the compute type `dtype`.
+    """
+    dims = weight_dims(config, dtype)
+    out: Counter[str] = Counter()
+    for buffer in weights(config, dims):
+        if not BUFFERS[buffer].matrix or (buffer is Buffer.LM_HEAD and config.tied):
+            continue
+        *rows, inner = BUFFERS[buffer].shape(dims, 0)
+        whole = Storage(((Part(dtype, math.prod(rows)),),) * (dims.layers if BUFFERS[buffer].layered else 1))
+        for kind, count in (part for layer in storage.get(buffer, whole).layers for part in layer):
+            out[kind.name.lower()] += count * kind.row_bytes(inner)
+    return dict(out.most_common())
 
 
 class _Stored:
-    """See `stored_as`."""
+    """See `stored_as`. Rows that the checkpoint has in that type stay as they are."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
-        phases = forward(whole.config, weight_dims(whole.config, whole.dtype))
-        self.storage: Mapping[Buffer, Dtype] = {
-            phase.weights: dtype for phase in phases if phase.is_matmul and phase.weights is not None
+        dims = weight_dims(whole.config, whole.dtype)
+        shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(whole.config, dims) if BUFFERS[b].matrix}
+        self.storage = {
+            buffer: Storage(((Part(dtype, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
+            for buffer, shape in shapes.items()
         }
-        self._whole = whole
+        self._whole, self._kind = whole, dtype
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         return self._whole.load(buffer, layer, dtype)
+
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+        if buffer in self._whole.storage:
+            rows = self._whole.stored(buffer, layer)
+            if {part.dtype for part in rows} == {self._kind}:
+                return list(rows)
+        values = self._whole.load(buffer, layer, Dtype.F32).astype(np.float32, copy=False)
+        flat = values.reshape(-1, values.shape[-1])
+        data = quantise(flat, self._kind) if self._kind.quantised else from_f32(flat, self._kind).view(np.uint8)
+        return [Rows(self._kind, data)]

@@ -46,10 +46,9 @@ def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
         for buffer in (phase.weights, phase.norm, phase.bias):
             if buffer is not None and buffer not in out:
                 spec = BUFFERS[buffer]
-                stored = phase.is_matmul and buffer is phase.weights
-                dtype = phase.storage_type(dims) if stored else spec.resolve_dtype(dims)
-                *rows, length = spec.shape(dims, 0)
-                out[buffer] = (dims.layers if spec.layered else 1) * math.prod(rows) * dtype.row_bytes(length)
+                bits = phase.stored_bits(dims) if spec.matrix else spec.resolve_dtype(dims).bits
+                elements = (dims.layers if spec.layered else 1) * math.prod(spec.shape(dims, 0))
+                out[buffer] = round(elements * bits / 8)
     return out
 
 
@@ -85,7 +84,8 @@ def step_work(
 
     weights = float(sum(model_weights(filter(read, forward), dims).values()))
     if not (tied and logit_rows):
-        weights += total * dims.hidden * itemsize(dims)
+        gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
+        weights += sum(total * phase.inner(dims) * phase.stored_bits(dims) / 8 for phase in gathers)
     kv = 2.0 * sum(contexts) * dims.kv_cols * itemsize(dims) * dims.layers
     return Work(flops, weights, kv, _link_bytes(dims, total, logit_rows))
 

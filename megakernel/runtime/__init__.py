@@ -1,7 +1,7 @@
 """Launching programs: step tables, and a folder for each backend."""
 
 from .backend import Output
-from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine
+from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine, registered
 from .step import Chunk, SampleRow, build_step
 from .step_check import check_step
 
@@ -16,4 +16,5 @@ __all__ = [
     "create",
     "join_ranks",
     "rank_machine",
+    "registered",
 ]

@@ -5,12 +5,12 @@ A backend's modules are imported when it is used, so that a machine without GPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import MegakernelError
-from ..isa import KV_BLOCK, Buffer, Dims, Dtype
+from ..isa import KV_BLOCK, Dims, Dtype
 from ..isa.launch import PAGES
 from ..machine import Machine, host
 from ..model.checkpoint import Checkpoint, weight_dims
@@ -19,7 +19,6 @@ from ..settings import SETTINGS
 from .backend import Backend
 
 RANKS = ("threads", "processes")
-Storage = Mapping[Buffer, Dtype]  # of a Checkpoint
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Registered:
-    """`lack` says why a model, computed in a type and with weights stored in others, cannot run on it here, or None;
+    """`lack` says why a model, computed in a type and with weights in what `--weights` asks, cannot run on it here;
     `machine` is one rank's share of the machine, by the threads that are asked for and the number of ranks.
 
-    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `automatic`: `auto` may
+    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `stores`: weights
+    may have types of their own in memory; else all have the compute type. `automatic`: `auto` may
     take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
     """
 
     what: str
     create: Callable[[Request], Backend]
     machine: Callable[[int | None, int], Machine]
-    lack: Callable[[ModelConfig, Dtype, Storage], str | None] = lambda config, dtype, storage: None
+    lack: Callable[[ModelConfig, Dtype, str], str | None] = lambda config, dtype, weights: None
     dtype: Dtype | None = None
+    stores: bool = True
     automatic: bool = False
     devices: bool = False
     arithmetic: bool = True
@@ -88,19 +89,18 @@ def _cuda_share(threads: int | None, ranks: int) -> Machine:
     return machine(ranks)
 
 
-def _cuda_lack(config: ModelConfig, dtype: Dtype, storage: Storage) -> str | None:
+def _cuda_lack(config: ModelConfig, dtype: Dtype, weights: str) -> str | None:
     from .cuda.availability import missing
     from .cuda.limits import refusal
 
-    if storage:
-        names = ", ".join(sorted({stored.name.lower() for stored in storage.values()}))
-        return f"weights in {names} are not supported by the cuda backend: use --weights auto"
+    if weights != "auto":
+        return f"weights in {weights} are not supported by the cuda backend: use --weights auto"
     return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
 
 
 # `auto` takes the first that it may and that lacks nothing.
 REGISTRY: dict[str, Registered] = {
-    "cuda": Registered("a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, automatic=True, devices=True),
+    "cuda": Registered("a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, False, automatic=True, devices=True),
     "cpu": Registered("CPU threads", _cpu, _host_share, automatic=True),
     "reference": Registered("NumPy, slow", _reference, _host_share),
     "null": Registered("no arithmetic; measures all the rest", partial(_cpu, null=True), _host_share, arithmetic=False),
@@ -116,9 +116,9 @@ def registered(name: str) -> Registered:
 
 
 def choose_backend(
-    name: str, config: ModelConfig, dtype: Dtype | None, storage: Storage | None = None
+    name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `storage` is the checkpoint's.
+    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `weights`: what `--weights` asks.
 
     Raises MegakernelError where `name` is unknown or cannot run this model here.
     """
@@ -127,7 +127,7 @@ def choose_backend(
     for candidate in candidates:
         backend = registered(candidate)
         wanted = backend.dtype if dtype is None else dtype
-        lack = backend.lack(config, Dtype.F32 if wanted is None else wanted, storage or {})
+        lack = backend.lack(config, Dtype.F32 if wanted is None else wanted, weights)
         if lack is None:
             return candidate, wanted
     raise MegakernelError(f"the {candidates[-1]} backend cannot run here: {lack}")
@@ -152,7 +152,7 @@ def create(
     if ranks not in RANKS:
         raise MegakernelError(f"ranks={ranks!r} is unknown: known are {', '.join(RANKS)}")
     if name == "auto":
-        name, _ = choose_backend(name, checkpoint.config, dtype, checkpoint.storage)
+        name, _ = choose_backend(name, checkpoint.config, dtype)
     return registered(name).create(Request(checkpoint, dims, pages, dtype, threads, ranks))
 
 

@@ -110,8 +110,8 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if not must <= named <= must | may:
         yield f"it must name {_list(must)} and may name {_list(may)}; it names {_list(named)}"
         return
-    if p.storage is not None and (not p.is_matmul or p.storage is Dtype.I32):
-        yield f"it has no weights to store as {p.storage.name}"
+    if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits <= 32):
+        yield f"it has no weights of {p.weight_bits} bits"
     yield from _place(p, segment, dims.layers)
     if p.inputs is not None and p.inputs is p.output:
         yield f"it reads and writes {p.inputs.name}"

@@ -327,7 +327,7 @@ def test_refuses_what_it_cannot_run() -> None:
         wrong[complaint] = edit(program, "body", 0, word, value)
     for weights, changes, complaint in (
         (Buffer.W_QKV, {"norm": Buffer.MLP_NORM}, "qkv_rope normalises 4 rows of 64 elements itself, which its units"),
-        (Buffer.W_O, {"storage": Dtype.F32}, "o_proj has weights in f32"),
+        (Buffer.W_O, {"weight_bits": 4.5}, "o_proj has weights of 4.5 bits"),
     ):
         body = tuple(replace(p, **changes) if p.weights is weights else p for p in program.forward.body)
         wrong[complaint] = replace(program, forward=replace(program.forward, body=body))

@@ -13,8 +13,9 @@ from model_helpers import tiny_gguf, weight_count
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
+from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, load_config, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
+from megakernel.model.checkpoint import Part, Storage, weight_dims
 from megakernel.model.rope import inverse_frequencies
 from megakernel.model.stored import stored_as
 
@@ -56,13 +57,19 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
     np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
 
 
-def test_blocks_that_the_file_has_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", BLOCKS)
+@pytest.mark.parametrize("weights", ["auto", "the same"])
+def test_blocks_that_the_file_has_are_kept(tmp_path: Path, dtype: Dtype, weights: str) -> None:
     """Scales are smaller or larger than quantising anew would make them."""
-    rows = np.random.default_rng(4).integers(0, 256, (256, 512 // 32 * 34), dtype=np.uint8)
-    tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type.Q8_0)})
-    checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), "q8_0")
-    assert checkpoint.storage[Buffer.W_DOWN] is Dtype.Q8_0
-    np.testing.assert_array_equal(checkpoint.load(Buffer.W_DOWN, 0, Dtype.Q8_0), rows)
+    assert tuple(BLOCKS[dtype]) == gguf.GGML_QUANT_SIZES[Type[dtype.name]]
+    rows = np.random.default_rng(4).integers(0, 256, (256, dtype.row_bytes(512)), dtype=np.uint8)
+    tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type[dtype.name])})
+    name = dtype.name.lower() if weights == "the same" else weights
+    checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), name)
+    assert checkpoint.storage[Buffer.W_DOWN] == Storage(((Part(dtype, 256),),))
+    (part,) = checkpoint.stored(Buffer.W_DOWN, 0)
+    assert part.dtype is dtype
+    np.testing.assert_array_equal(part.data, rows)
 
 
 def test_shape_from_metadata(tmp_path: Path) -> None:

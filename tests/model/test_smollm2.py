@@ -69,7 +69,9 @@ class _Zeroed:
 
     def __init__(self, inner, layer):
         self._inner, self._layer = inner, layer
-        self.name, self.config, self.dtype, self.storage = inner.name, inner.config, inner.dtype, {}
+        self.name, self.config, self.dtype = inner.name, inner.config, inner.dtype
+        self.storage = {b: s for b, s in inner.storage.items() if b is not Buffer.W_DOWN}
+        self.stored = inner.stored
 
     def load(self, buffer, layer, dtype):
         weight = self._inner.load(buffer, layer, dtype)

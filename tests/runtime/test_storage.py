@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from numpy.typing import NDArray
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, from_f32, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, to_f32
+from megakernel.isa.dtypes import BLOCKS
 from megakernel.machine import host
-from megakernel.model.checkpoint import Checkpoint
-from megakernel.model.stored import WEIGHT_TYPES, stored_as
+from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, widened
+from megakernel.model.stored import stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
@@ -45,15 +45,43 @@ class Dequantised:
     def __init__(self, quantised: Checkpoint, dims: Dims) -> None:
         self.name, self.dtype = quantised.name, quantised.dtype
         self.config = replace(quantised.config, tied=False)
-        self.storage: Mapping[Buffer, Dtype] = dict.fromkeys(quantised.storage, Dtype.F32)
+        self.storage = {
+            buffer: Storage(tuple((Part(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers))
+            for buffer, storage in quantised.storage.items()
+        }
         self._quantised, self._dims = quantised, dims
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        stored = self._quantised.storage.get(buffer)
-        if stored is None:
-            return self._quantised.load(buffer, layer, dtype)
+        return self._quantised.load(buffer, layer, dtype)
+
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
         inner = BUFFERS[buffer].shape(self._dims, 0)[-1]
-        return from_f32(to_f32(self._quantised.load(buffer, layer, stored), stored)[..., :inner], dtype)
+        return [Rows(Dtype.F32, widened(self._quantised.stored(buffer, layer), inner).view(np.uint8))]
+
+
+class Mixed:
+    """A checkpoint whose matrices have rows of several types, and others in the next layer."""
+
+    def __init__(self, whole: RandomCheckpoint, kinds: tuple[Dtype, ...]) -> None:
+        self.name, self.dtype, self.config, self.load = whole.name, whole.dtype, whole.config, whole.load
+        self._all = {kind: stored_as(whole, kind.name.lower()) for kind in kinds}
+        self._kinds = kinds
+        layers = {b: len(s.layers) for b, s in self._all[kinds[0]].storage.items()}
+        self.storage = {b: Storage(tuple(tuple(self._parts(b, i)) for i in range(n))) for b, n in layers.items()}
+
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+        out, begin = [], 0
+        for kind, rows in self._parts(buffer, layer):
+            (whole,) = self._all[kind].stored(buffer, layer)
+            out.append(Rows(kind, whole.data[begin : begin + rows]))
+            begin += rows
+        return out
+
+    def _parts(self, buffer: Buffer, layer: int) -> list[Part]:
+        rows = self._all[self._kinds[0]].storage[buffer].layers[layer][0].rows
+        third = rows // 3 // 16 * 16 or rows // 3
+        turned = self._kinds[layer % len(self._kinds) :] + self._kinds
+        return [Part(turned[0], third), Part(turned[1], third), Part(turned[2], rows - 2 * third)]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
@@ -64,15 +92,18 @@ def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
         pytest.skip(str(e))
 
 
-def quantised(dims: Dims, dtype: Dtype = Dtype.F32, *, tied: bool = False) -> tuple[Checkpoint, Dequantised]:
-    """A checkpoint in q8_0, and what it stands for."""
+def quantised(
+    dims: Dims, dtype: Dtype = Dtype.F32, kind: Dtype = Dtype.Q8_0, *, tied: bool = False
+) -> tuple[Checkpoint, Dequantised]:
+    """A checkpoint with all matrices in `kind`, and what it stands for."""
     dims = replace(dims, dtype=int(dtype))
-    checkpoint = stored_as(RandomCheckpoint(dims, tied), "q8_0")
+    checkpoint = stored_as(RandomCheckpoint(dims, tied), kind.name.lower())
     return checkpoint, Dequantised(checkpoint, dims)
 
 
 def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
-    given: dict[str, Any] = {"dtype": checkpoint.dtype, "storage": checkpoint.storage}
+    bits = {buffer: storage.bits for buffer, storage in checkpoint.storage.items()}
+    given: dict[str, Any] = {"dtype": checkpoint.dtype, "weight_bits": bits}
     return compiled(
         checkpoint.config, host(2), rows, rows, tp, Options(**options), max_seqs=3, max_context=400, **given
     )
@@ -100,16 +131,28 @@ def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:
 # One row, a few, more than a register block, more than a pass over the weights.
 @pytest.mark.parametrize("rows", [1, 2, 13, 100])
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_the_bits_of_what_the_blocks_stand_for(
-    monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
+    monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype, dtype: Dtype, rows: int
 ) -> None:
-    """And what the reference computes. The LM head is the embedding table, in another type."""
+    """And what the reference computes. The LM head is the embedding table."""
     use(monkeypatch, simd)
-    blocks, floats = quantised(ODD, dtype, tied=True)
+    blocks, floats = quantised(ODD, dtype, kind, tied=True)
     found = logits(CpuBackend, blocks, rows)
     np.testing.assert_array_equal(found, logits(CpuBackend, floats, rows))
     assert_close(found, logits(ReferenceBackend, blocks, rows), dtype)
+
+
+# Parts that end between panels, and parts that do not.
+@pytest.mark.parametrize("dims", ["ODD", "SHARED"])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_matrices_of_several_types(dims: str, rows: int) -> None:
+    whole = RandomCheckpoint({"ODD": ODD, "SHARED": SHARED}[dims])
+    mixed = Mixed(whole, (Dtype.Q4_K, Dtype.Q6_K, Dtype.F16, Dtype.BF16))
+    found = logits(CpuBackend, mixed, rows)
+    np.testing.assert_array_equal(found, logits(CpuBackend, Dequantised(mixed, whole.dims), rows))
+    assert_close(found, logits(ReferenceBackend, mixed, rows), Dtype.F32)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
@@ -134,10 +177,10 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
     head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
 
     class Scales(RandomCheckpoint):
-        def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
-            return head if buffer is Buffer.LM_HEAD else super().load(buffer, layer, dtype)
+        def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+            return [Rows(Dtype.Q8_0, head)]
 
-    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Dtype.Q8_0})
+    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((Part(Dtype.Q8_0, len(head)),),))})
     program = program_of(checkpoint, 5)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
     tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.vocab)
@@ -179,7 +222,7 @@ def test_processes_have_the_bits_of_threads(tied: bool) -> None:
 def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
     """The second rank's heads begin at column 72."""
     blocks, _ = quantised(DIMS)
-    with pytest.raises(MegakernelError, match=r"cannot share W_O in q8_0: a rank's part begins inside a block$"):
+    with pytest.raises(MegakernelError, match=r"cannot share W_O in q8_0: a rank's part begins inside a block of 32"):
         logits(kind, blocks, 2, 2, o="sharded")
     assert np.isfinite(logits(kind, blocks, 2, 2, o="replicated")).all()
 
@@ -187,33 +230,38 @@ def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
 # -- memory
 
 
-@pytest.mark.parametrize(("shape", "columns"), [((64, 96), 64), ((2, 40, 301), 2 * 48), ((7, 32), 16), ((0, 32), 0)])
-def test_packed_weights_have_the_bytes_of_the_file(shape: tuple[int, ...], columns: int) -> None:
-    """And those of the columns that fill up the last panel of a matrix."""
-    matrix = native.CMatrix.of(shape, Dtype.Q8_0)
-    packed = native.library().mk_packed_bytes(ctypes.byref(matrix))
-    assert packed == columns * Dtype.Q8_0.row_bytes(shape[-1])
+@pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
+def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
+    """But for what fills up the last panel of a matrix and the last cache line of a panel."""
+    dims = replace(DIMS, hidden=512, ffn=512)
+    blocks, _ = quantised(dims, kind=kind, tied=True)
+    backend = CpuBackend(blocks, dims, PAGES, dtype=Dtype.F32, threads=1)
+    need = 0.0
+    for buffer, storage in blocks.storage.items():
+        *matrices, rows, inner = BUFFERS[buffer].shape(dims, 0)
+        if buffer is not Buffer.LM_HEAD:
+            need += len(storage.layers) * math.prod(matrices) * -(-rows // 16) * 16 * kind.row_bytes(inner)
+    assert need <= backend._ranks.weight_bytes < need * 1.01
+    backend.close()
 
 
 def test_a_step_reads_the_bytes_of_the_blocks() -> None:
-    """34 for 32 weights and for what is left of a row, instead of 4 for each."""
+    """34 for 32 weights, instead of 4 for each."""
     whole, (blocks, _) = RandomCheckpoint(SHARED), quantised(SHARED)
     read = []
     for checkpoint in (whole, blocks):
         program = program_of(checkpoint, 1)
         read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
     d = SHARED
-    wide = {d.hidden: d.layers * (d.qkv_cols + 2 * d.ffn) + d.vocab, d.q_cols: d.layers * d.hidden}
-    wide[d.ffn] = d.layers * d.hidden
-    saved = sum(rows * (4 * k - Dtype.Q8_0.row_bytes(k)) for k, rows in wide.items())
-    assert read[0] - read[1] == saved
+    weights = d.layers * (d.hidden * (d.qkv_cols + 3 * d.ffn) + d.q_cols * d.hidden) + (d.vocab + 1) * d.hidden
+    assert read[0] - read[1] == pytest.approx(weights * (4 - 34 / 32), abs=1)  # bytes of a buffer are whole
 
 
 # -- what is refused
 
 
 def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MegakernelError, match=r"^cannot store weights in 'q4': known are auto, f32, q8_0$"):
+    with pytest.raises(MegakernelError, match=r"^cannot store weights in 'q4': known are auto, f32, bf16, .*q6_k$"):
         LLM("random:smollm2-135m", weights="q4")
     assert main(["generate", "--model", "random:smollm2-135m", "--weights", "q4", "--prompt-ids", "1"]) == 1
     error = capsys.readouterr().err
@@ -222,10 +270,10 @@ def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
     """With a GPU and without."""
-    blocks, _ = quantised(DIMS)
+    whole = RandomCheckpoint(DIMS)
     with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported by the cuda backend"):
-        LLM(blocks, backend="cuda", max_context=32, max_seqs=1)
-    assert choose_backend("auto", blocks.config, None, blocks.storage) == ("cpu", None)
+        LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_seqs=1)
+    assert choose_backend("auto", whole.config, None, "q8_0") == ("cpu", None)
 
 
 # -- whole models
@@ -238,7 +286,7 @@ def test_the_engine_without_arithmetic() -> None:
     assert result.token_ids == [0] * 4
 
 
-@pytest.mark.parametrize("weights", [name for name in WEIGHT_TYPES if name != "auto"])
+@pytest.mark.parametrize("weights", ["auto", "f32", "q8_0"])
 def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
     with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)

@@ -49,10 +49,10 @@ def compiled(
     dtype: Dtype = Dtype.BF16,
     max_seqs: int = 4,
     max_context: int = 64,
-    storage: Mapping[Buffer, Dtype] | None = None,
+    weight_bits: Mapping[Buffer, float] | None = None,
 ) -> Program:
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context, "tp": tp}
-    return compile_program(config, target, dtype=dtype, options=options, storage=storage, **sizes)
+    return compile_program(config, target, dtype=dtype, options=options, weight_bits=weight_bits, **sizes)
 
 
 def of(program: Program, phase: str) -> Records:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
 from megakernel.model import families
+from megakernel.model.checkpoint import Storage
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
@@ -56,7 +57,7 @@ class RandomCheckpoint:
     tied: bool = False
     biased: bool = True
     name: str = "random"
-    storage: Mapping[Buffer, Dtype] = field(default_factory=dict)
+    storage: dict[Buffer, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         d = self.dims

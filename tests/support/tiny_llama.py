@@ -44,10 +44,10 @@ class _StateDict:
     def where(self, name: str) -> Path:
         return Path("state_dict")
 
-    def is_f32(self, name: str) -> bool:
-        return True
+    def dtype(self, name: str) -> Dtype:
+        return Dtype.F32
 
-    def rows(self, name: str, start: int, end: int, dtype: Dtype | None = None) -> NDArray[np.generic]:
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         tensor = self._tensors[name][start:end]
         return tensor.reshape(len(tensor), -1)
 

@@ -1,35 +1,35 @@
 #pragma once
 #include <math.h>
 
-#include "../simd.h"
+#include "../formats.h"
 
 namespace mk::MK_SIMD {
 
-// output[r] = weights[token(r)]. The table is packed like a matrix (packing.h), so that one that is also an
+// A column of a panel over k steps.
+template <class W>
+void read_column(const Panel& panel, int column, int k, float* out) {
+  for (int begin = 0; begin < k; begin += kUnit) {
+    float wide[kUnit][kPanel];
+    widen<W>(panel, begin, kUnit, wide[0]);
+    const int steps = lower_of(k - begin, kUnit);
+    for (int s = 0; s < steps; ++s) out[begin + s] = wide[s][column];
+  }
+}
+
+// output[r] = weights[token(r)]. The table is packed like a matrix (packed.h), so that one that is also an
 // LM head is stored once.
-template <class T>
-void gather(const Call& call, const Run& op) {
+inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;
-  const T* table = call.weights<T>();
+  const Panel* table = call.weights<Panel>();
   const int32_t* history = call.at<int32_t>(Buffer::HISTORY);
-  constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // packed bfloat16 keeps two k steps of a column together
-  const int64_t panel_stride = int64_t{width + width % 2} * kPanel;
   for (int r = op.row; r < op.row + op.rows; ++r) {
     const int32_t position = call.step->positions[r];
     int32_t token = call.step->token_ids[r];
     if (token < 0) token = history[int64_t{-1 - token} * (d.max_context + 1) + position];
-    const T* w = table + token / kPanel * panel_stride + token % kPanel * kPair;
+    const Panel& panel = table[token / kPanel];
     float* x = call.output<float>() + int64_t{r} * width;
-    for (int k = 0; k < width; ++k) {
-      const T value = w[k / kPair * (kPanel * kPair) + k % kPair];
-      if constexpr (sizeof(T) == 2) {
-        const uint32_t bits = uint32_t{value.bits} << 16;
-        memcpy(x + k, &bits, sizeof bits);
-      } else {
-        x[k] = value;
-      }
-    }
+    with_format(panel.type(), [&]<class W>() { read_column<W>(panel, token % kPanel, width, x); });
   }
 }
 

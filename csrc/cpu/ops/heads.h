@@ -80,7 +80,7 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
 }
 
 // A tile; where heads are normalised, in parts of as many heads as one pass holds.
-template <class T, class W>
+template <class T>
 void heads(const Call& call, const Tile& tile) {
   // A part may begin inside a panel, and so reach into one more than its columns fill.
   constexpr int kPass = (kTilePanels - 1) * kPanel;
@@ -88,7 +88,7 @@ void heads(const Call& call, const Tile& tile) {
   const int head = call.dims->head_dim;
   const int most = call.phase->head_norm == Buffer::kNone ? tile.cols : kPass / head * head;
   for (int done = 0; done < tile.cols; done += most)
-    gemm<T, W, store_heads<T>>(call,
+    gemm<T, store_heads<T>>(call,
                                {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
 }
 

@@ -38,36 +38,21 @@ inline void store_logits(const Call& call, int r, int first, int n, float* t) {
            t, n);
 }
 
-// With weights of type W.
-template <class T, class W>
+template <class T>
 void matmul(const Call& call, const Tile& tile) {
   switch (call.phase->result) {
     case Result::kNone:
       return;
     case Result::kHeads:
-      return heads<T, W>(call, tile);
+      return heads<T>(call, tile);
     case Result::kResidual:
-      return gemm<T, W, add_residual>(call, tile);
+      return gemm<T, add_residual>(call, tile);
     case Result::kPartial:
-      return gemm<T, W, store_partial<T>>(call, tile);
+      return gemm<T, store_partial<T>>(call, tile);
     case Result::kGated:
-      return gemm<T, W, store_gated<T>>(call, tile);
+      return gemm<T, store_gated<T>>(call, tile);
     case Result::kLogits:
-      return gemm<T, W, store_logits>(call, tile);
-  }
-}
-
-template <class T>
-void matmul(const Call& call, const Tile& tile) {
-  switch (call.phase->storage) {
-    case Dtype::F32:
-      return matmul<T, float>(call, tile);
-    case Dtype::BF16:
-      return matmul<T, Bf16>(call, tile);
-    case Dtype::Q8_0:
-      return matmul<T, Q8Block>(call, tile);
-    case Dtype::I32:  // no weights have this type
-      return;
+      return gemm<T, store_logits>(call, tile);
   }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space
+from ...isa import BUFFERS, Buffer, Dims, Forward, Phase, Space
 from ..config import ModelConfig
 from .family import Family, Norm
 from .llama import LLAMA
@@ -19,16 +19,16 @@ __all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
 
 
 def forward(
-    config: ModelConfig, dims: Dims, norm: Norm = Norm.OWN, storage: Mapping[Buffer, Dtype] | None = None
+    config: ModelConfig, dims: Dims, norm: Norm = Norm.OWN, weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
-    """The forward pass of a model as `dims` shares it. `storage`: types of weights that are not the compute type."""
+    """The forward pass of a model as `dims` shares it. `weight_bits`: of weights not stored in the compute type."""
     made = FAMILIES[config.family].forward(config, dims, norm)
 
     def stored(phase: Phase) -> Phase:
-        kind = (storage or {}).get(phase.weights) if phase.is_matmul and phase.weights is not None else None
-        return replace(phase, storage=kind)
+        bits = (weight_bits or {}).get(phase.weights) if phase.reads_weights and phase.weights is not None else None
+        return replace(phase, weight_bits=bits)
 
-    return Forward.of(*(tuple(map(stored, segment)) for segment in made.segments)) if storage else made
+    return Forward.of(*(tuple(map(stored, segment)) for segment in made.segments)) if weight_bits else made
 
 
 def weights(config: ModelConfig, dims: Dims) -> list[Buffer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import MegakernelError
@@ -30,16 +31,32 @@ class CDims(ctypes.Structure):
         return cls(*(getattr(dims, name) for name, _ in DIM_FIELDS))
 
 
+class CPart(ctypes.Structure):
+    """`mk::Part` of csrc/cpu/packing.h."""
+
+    _fields_ = (("dtype", _I32), ("rows", _I64), ("data", _POINTER))
+
+
 class CMatrix(ctypes.Structure):
     """`mk::Matrix` of csrc/cpu/packing.h."""
 
-    _fields_ = (("matrices", _I64), ("rows", _I64), ("k", _I64), ("storage", _I32))
+    _fields_ = (("matrices", _I64), ("rows", _I64), ("k", _I64), ("part_count", _I64), ("parts", _POINTER))
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], storage: Dtype) -> CMatrix:
-        """A buffer of `shape`: [rows, k], or several of that side by side."""
+    def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
+        """A buffer of `shape`: [rows, k], or several of that side by side. `parts`: type, rows and address of each."""
         matrices, rows, k = (1, *shape)[-3:]
-        return cls(matrices, rows, k, storage)
+        made = (CPart * len(parts))(*(CPart(*part) for part in parts))
+        matrix = cls(matrices, rows, k, len(parts), ctypes.addressof(made))
+        matrix.held = made  # as long as the matrix
+        return matrix
+
+
+class CPanel(ctypes.Structure):
+    """`mk::Panel` of csrc/cpu/packed.h: so many columns of a packed matrix, which is bound as a table of them."""
+
+    COLUMNS = 16
+    _fields_ = (("data", _POINTER), ("dtype", _I64))
 
 
 class CProgram(ctypes.Structure):
@@ -65,8 +82,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_simd": (_TEXT, [_TEXT]),
     "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
     "mk_destroy": (None, [_POINTER]),
-    "mk_packed_bytes": (_I64, [ctypes.POINTER(CMatrix)]),
-    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, ctypes.POINTER(CMatrix), _POINTER]),
+    "mk_weight_bytes": (_I64, [_POINTER]),
+    "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, ctypes.POINTER(CMatrix)]),
     "mk_bind": (None, [_POINTER, _I32, _I32, _I32, _POINTER]),
     "mk_bound": (_POINTER, [_POINTER, _I32, _I32, _I32]),
     "mk_load_program": (_POINTER, [ctypes.POINTER(CProgram)]),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from ...errors import MegakernelError
 from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
 from ...model import families
-from ...model.checkpoint import Checkpoint
-from ...model.shard import shard
+from ...model.checkpoint import Checkpoint, Rows, widened
+from ...model.shard import shard, shard_rows
 from ...program import SEGMENTS, Program
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
@@ -58,7 +59,7 @@ class CpuRanks:
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config, dims)
         # An LM head that is the rows of the packed embeddings.
-        self._tied = checkpoint.config.tied and self._stored(Buffer.LM_HEAD) is self._stored(Buffer.EMBED)
+        self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle: its counters, where they are shared
@@ -92,22 +93,27 @@ class CpuRanks:
                     self._tie(rank)
                 continue
             for layer in _layers(buffer, self.dims):
-                whole = self._read(checkpoint, buffer, layer)
-                for rank in self.ranks:
-                    self._put(rank, buffer, layer, whole)
+                if BUFFERS[buffer].matrix:
+                    rows = self._rows(checkpoint, buffer, layer)
+                    for rank in self.ranks:
+                        self._pack(rank, buffer, layer, rows)
+                else:
+                    whole = self._read(checkpoint, buffer, layer)
+                    for rank in self.ranks:
+                        self._put(rank, buffer, layer, whole)
 
     def _tie(self, rank: int) -> None:
         """The rank's LM head is its rows of its packed embeddings."""
         d = self._ranks[rank]
-        before = native.CMatrix.of((d.first_vocab, d.hidden), self._stored(Buffer.EMBED))
-        address = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0) + self._packed_bytes(before)
-        self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, address)
+        panels = d.first_vocab // native.CPanel.COLUMNS
+        table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
+        self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
     def _read(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> NDArray[np.generic]:
         """A whole tensor."""
-        stored = self._stored(buffer)
-        array = checkpoint.load(buffer, layer, stored)
-        shape, kind = stored.stored(self._whole(buffer)), stored.numpy
+        dtype = BUFFERS[buffer].resolve_dtype(self.dims)
+        array = checkpoint.load(buffer, layer, dtype)
+        shape, kind = self._whole(buffer), dtype.numpy
         if array.shape != shape or array.dtype != kind:
             raise MegakernelError(
                 f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
@@ -115,24 +121,40 @@ class CpuRanks:
             )
         return array
 
-    def _stored(self, buffer: Buffer) -> Dtype:
-        """The type of a buffer's elements in memory."""
-        return self._storage.get(buffer, BUFFERS[buffer].resolve_dtype(self.dims))
+    def _rows(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> Sequence[Rows]:
+        """All rows of a matrix, or of several, as they are to lie in memory."""
+        if buffer in self._storage:
+            return checkpoint.stored(buffer, layer)
+        whole = self._read(checkpoint, buffer, layer)
+        return [Rows(Dtype(self.dims.dtype), whole.reshape(-1, whole.shape[-1]).view(np.uint8))]
 
-    def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
-        """Store and bind the rank's part of a tensor."""
+    def _pack(self, rank: int, buffer: Buffer, layer: int, whole: Sequence[Rows]) -> None:
+        """Store and bind the rank's part of a matrix."""
+        if self._bound_elsewhere(rank, buffer, layer):
+            return
+        shape = self._shape(rank, buffer)
+        own = shard_rows(whole, buffer, self._ranks[rank])
+        parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in own]
+        ends = np.cumsum([len(data) for _, data in parts])
+        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel would have two types
+            parts = [Rows(Dtype.F32, widened(parts, shape[-1]).view(np.uint8))]
+        matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
+        if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
+            raise native.error()
+
+    def _bound_elsewhere(self, rank: int, buffer: Buffer, layer: int) -> bool:
+        """Whether another rank's copy serves this one, which then has it."""
         home = self._home(rank, buffer)
         if home != rank:
             address = self._lib.mk_bound(self._engine, home, buffer, layer)
             self._lib.mk_bind(self._engine, rank, buffer, layer, address)
+        return home != rank
+
+    def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
+        """Store and bind the rank's part of a vector, or of several."""
+        if self._bound_elsewhere(rank, buffer, layer):
             return
-        stored = self._stored(buffer)
-        part = np.ascontiguousarray(shard(whole, buffer, self._ranks[rank], stored))
-        if BUFFERS[buffer].matrix:
-            matrix = native.CMatrix.of(self._shape(rank, buffer), stored)
-            if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix), part.ctypes.data):
-                raise native.error()
-            return
+        part = shard(whole, buffer, self._ranks[rank])
         if layer == 0:
             self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *part.shape), part.dtype))
         self._arrays[rank, buffer][layer] = part
@@ -155,17 +177,16 @@ class CpuRanks:
     def _whole(self, buffer: Buffer) -> tuple[int, ...]:
         return BUFFERS[buffer].shape(replace(self.dims, tp=1), self.pages)
 
-    def _packed_bytes(self, matrix: native.CMatrix) -> int:
-        return int(self._lib.mk_packed_bytes(ctypes.byref(matrix)))
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all packed matrices of these ranks."""
+        return int(self._lib.mk_weight_bytes(self._engine))
 
-    def _bytes(self, rank: int, buffer: Buffer) -> int:
+    def _bytes(self, rank: int, buffer: Buffer) -> float:
         """Of all layers."""
-        shape, stored = self._shape(rank, buffer), self._stored(buffer)
-        if BUFFERS[buffer].matrix:
-            layer = self._packed_bytes(native.CMatrix.of(shape, stored))
-        else:
-            layer = int(np.prod(shape, dtype=np.int64)) * stored.itemsize
-        return len(_layers(buffer, self.dims)) * layer
+        kept = self._storage.get(buffer)
+        bits = kept.bits if kept else BUFFERS[buffer].resolve_dtype(self.dims).bits
+        return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:
         # Where other processes have the other ranks, all of them are about to take their part of the same memory.
@@ -183,7 +204,7 @@ class CpuRanks:
             raise MegakernelError(
                 f"{self._model} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
                 f"{need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available: "
-                "use bf16, weights in q8_0, a smaller model or a shorter context"
+                "use bf16, weights in q8_0 or q4_0, a smaller model or a shorter context"
             )
 
     # -- buffers
@@ -266,14 +287,6 @@ class CpuRanks:
         if absent := named.difference(self._weights):
             names = ", ".join(sorted(buffer.name for buffer in absent))
             raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
-        for phase in forward:
-            if phase.is_matmul and phase.weights is not None:
-                wanted, stored = phase.storage_type(self.dims), self._stored(phase.weights)
-                if wanted is not stored:
-                    raise MegakernelError(
-                        f"the program reads {phase.weights.name} in {wanted.name.lower()}, {self._model} has it in "
-                        f"{stored.name.lower()}: compile it again"
-                    )
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
         """Begin a launch; the step table's words are copied."""

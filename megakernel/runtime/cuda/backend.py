@@ -73,7 +73,7 @@ class CudaBackend:
     ) -> None:
         if dims.dtype != dtype:
             raise MegakernelError(f"the cuda backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
-        why = "its weights are not all in bf16" if checkpoint.storage else refusal(dims)
+        why = refusal(dims)
         if why is not None:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages

@@ -28,8 +28,8 @@ def refusal(dims: Dims) -> str | None:
 
 def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
     """Why records of a phase do not run on a GPU, in a few words; None where they do."""
-    if (stored := phase.storage_type(dims)) != dims.dtype:
-        return f"has weights in {stored.name.lower()}, which the interpreter does not read"
+    if phase.weight_bits is not None:
+        return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
     if phase.norm is not None:
         rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims)
         if not norm_fits(rows, inner, dims):

@@ -8,7 +8,7 @@ be shuffled. Every rank has copies of its own of all buffers, and no instruction
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
-from ...model.checkpoint import Checkpoint
+from ...model.checkpoint import Checkpoint, Rows, widened
 from ...model.families import weights
-from ...model.shard import shard
+from ...model.shard import shard, shard_rows
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
@@ -59,10 +59,13 @@ class ReferenceBackend:
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:
         layered = BUFFERS[buffer].layered
-        stored = checkpoint.storage.get(buffer, dtype)
-        whole = [checkpoint.load(buffer, layer, stored) for layer in range(self.dims.layers if layered else 1)]
+        kept = buffer in checkpoint.storage
+        whole: list[Any] = [
+            checkpoint.stored(buffer, layer) if kept else checkpoint.load(buffer, layer, dtype)
+            for layer in range(self.dims.layers if layered else 1)
+        ]
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
-            parts = [shard(layer, buffer, dims, stored) for layer in whole]
+            parts = [_widened(layer, buffer, dims) if kept else shard(layer, buffer, dims) for layer in whole]
             arrays[buffer] = parts if layered else parts[0]
 
     def _allocate(self, buffer: Buffer) -> None:
@@ -158,6 +161,12 @@ class ReferenceBackend:
                 dtype = BUFFERS[buffer].resolve_dtype(self.dims)
                 if dtype is not Dtype.I32:
                     self.buffer(buffer, rank=rank).fill(np.nan if dtype is Dtype.F32 else 0x7FC0)
+
+
+def _widened(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> NDArray[np.float32]:
+    """What a rank's part of a stored matrix stands for."""
+    shape = BUFFERS[buffer].shape(dims, 0)
+    return widened(shard_rows(whole, buffer, dims), shape[-1]).reshape(shape)
 
 
 class DeferredLaunch:

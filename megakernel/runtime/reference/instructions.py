@@ -47,8 +47,6 @@ class Context:
     def weights(self, index: Any = ...) -> F32:
         """The phase's weights, of the layer that it says."""
         values: NDArray[Any] = self.buffer(_given(self.phase.weights), ahead=self.phase.ahead)[index]
-        if self.phase.is_matmul:
-            return to_f32(values, self.phase.storage_type(self.dims))[..., : self.phase.inner(self.dims)]
         return to_f32(values)
 
     def biased(self, values: F32, index: Any) -> F32:

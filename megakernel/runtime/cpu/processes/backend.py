@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import MegakernelError
 from ....isa import Buffer, Dims, Dtype, StepTable
-from ....model.checkpoint import Checkpoint
+from ....model.checkpoint import Checkpoint, Rows
 from ....program import Program
 from ....trace import DTYPE, Intervals
 from ...buffers import write_history
@@ -56,7 +56,7 @@ class ProcessBackend(RanksBackend):
             rank=0,
             model=checkpoint.name,
             config={name: value for name, value in vars(checkpoint.config).items() if name != "rope"},
-            storage={buffer.name: stored.name for buffer, stored in checkpoint.storage.items()},
+            storage={b.name: [[list(p) for p in layer] for layer in s.layers] for b, s in checkpoint.storage.items()},
             dims=asdict(dims),
             pages=pages,
             threads=max(self.threads // dims.tp, 1),
@@ -303,19 +303,33 @@ class _Broadcast:
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         """The tensor. Returns when it has been sent; other ranks pack their parts while this one does."""
-        tensor = np.ascontiguousarray(self._checkpoint.load(buffer, layer, dtype))
+        tensor = self._checkpoint.load(buffer, layer, dtype)
+        self._send(buffer, layer, [tensor], [])
+        return tensor
+
+    def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
+        """The rows, as `load`."""
+        rows = self._checkpoint.stored(buffer, layer)
+        self._send(buffer, layer, [part.data for part in rows], [part.dtype for part in rows])
+        return rows
+
+    def _send(self, buffer: Buffer, layer: int, arrays: Sequence[NDArray[np.generic]], kinds: Sequence[Dtype]) -> None:
         for peer in self._peers:
             if self._sent:
                 peer.answer()  # the tensor before is packed
         descriptors = []
-        if self._staging is None or self._staging.size < tensor.nbytes:
-            descriptors = [create("weights on their way to the ranks", tensor.nbytes)]
+        size = sum(array.nbytes for array in arrays)
+        if self._staging is None or self._staging.size < size:
+            descriptors = [create("weights on their way to the ranks", size)]
             self._staging = Mapping(os.dup(descriptors[0]))
-        self._staging.array(0, tensor.dtype, tensor.shape)[:] = tensor
-        message = Weight(buffer, layer, tensor.dtype.str, list(tensor.shape))
+        begin = 0
+        for array in arrays:
+            self._staging.array(begin, array.dtype, array.shape)[:] = array
+            begin += array.nbytes
+        dtypes, shapes = [array.dtype.str for array in arrays], [list(array.shape) for array in arrays]
+        message = Weight(buffer, layer, dtypes, shapes, list(kinds))
         for peer in self._peers:
             peer.send(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self._sent = True
-        return tensor

@@ -23,13 +23,14 @@ class Gone(Exception):
 class Open:
     """Driver: make an executor of rank `rank` of `dims`. Descriptor: the board.
 
-    `config` has the fields of the model's ModelConfig but for `rope`, `storage` the checkpoint's by name.
+    `config` has the fields of the model's ModelConfig but for `rope`, `storage` the checkpoint's: by
+    buffer and layer, (type, rows) of each part.
     """
 
     rank: int
     model: str
     config: dict[str, Any]
-    storage: dict[str, str]
+    storage: dict[str, list[list[list[int]]]]
     dims: dict[str, Any]
     pages: int
     threads: int
@@ -40,12 +41,17 @@ class Open:
 
 @dataclass(frozen=True)
 class Weight:
-    """Driver: the staging memory holds this weight from its start. Descriptor, where it is new: the staging memory."""
+    """Driver: the staging memory holds arrays of these types and shapes from its start, one after another.
+
+    Their elements are of `kinds`, where the rows are stored in types of their own. Descriptor, where it is new: the
+    staging memory.
+    """
 
     buffer: int
     layer: int
-    dtype: str
-    shape: list[int]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    kinds: list[int]
 
 
 @dataclass(frozen=True)

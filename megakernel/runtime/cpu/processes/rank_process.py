@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import threading
-from collections import abc
 from dataclasses import astuple
 from typing import NoReturn
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import MegakernelError
 from ....isa import Buffer, Dims, Dtype
+from ....model.checkpoint import Part, Rows, Storage
 from ....model.config import ModelConfig
 from . import channel
 from .board import Board
@@ -36,7 +36,10 @@ class Incoming:
     def __init__(self, connection: Channel, message: channel.Open) -> None:
         self.name = message.model
         self.dtype = Dtype(message.dims["dtype"])
-        self.storage: abc.Mapping[Buffer, Dtype] = {Buffer[b]: Dtype[t] for b, t in message.storage.items()}
+        self.storage = {
+            Buffer[name]: Storage(tuple(tuple(Part(Dtype(kind), rows) for kind, rows in layer) for layer in layers))
+            for name, layers in message.storage.items()
+        }
         self.config = ModelConfig(**message.config)
         self._channel = connection
         self._staging: Mapping | None = None
@@ -44,6 +47,15 @@ class Incoming:
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         """The tensor, as a view that holds until the next call."""
+        return self._receive(buffer, layer)[0][0]
+
+    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+        """The rows, as views like `load`'s."""
+        arrays, kinds = self._receive(buffer, layer)
+        return [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)]
+
+    def _receive(self, buffer: Buffer, layer: int) -> tuple[list[NDArray[np.generic]], list[int]]:
+        """The arrays of a weight, and the kinds of its elements."""
         while True:
             self.release()
             message, descriptors = self._channel.receive()
@@ -55,7 +67,11 @@ class Incoming:
             assert self._staging is not None
             self._owes = True
             if (message.buffer, message.layer) == (buffer, layer):
-                return self._staging.array(0, message.dtype, tuple(message.shape))
+                arrays, begin = [], 0
+                for dtype, shape in zip(message.dtypes, message.shapes, strict=True):
+                    arrays.append(self._staging.array(begin, dtype, tuple(shape)))
+                    begin += arrays[-1].nbytes
+                return arrays, message.kinds
 
     def release(self) -> None:
         """Let the driver overwrite the last tensor."""

@@ -1,0 +1,209 @@
+// The k steps of a packed panel (packed.h) as vectors of float32, each exactly what the stored weight stands
+// for: a product of at most 24 bits, and one rounding where a minimum is added.
+#pragma once
+#include <type_traits>
+
+#include "packed.h"
+#include "simd.h"
+
+namespace mk::MK_SIMD {
+
+// Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
+constexpr int kPrefetchBytes = 2048;
+
+struct Half {};  // float16
+
+// Of a type that is multiplied as it is, whatever the number of rows; quantised weights are widened for many
+// rows.
+template <class W>
+constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || std::is_same_v<W, Half>;
+
+constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
+
+// Reads a unit of a panel: `open` at a step that is a multiple of kUnit, then for each run `turn_to`, then
+// the weights of its steps.
+template <class W>
+class Reader;
+
+MK_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes); }
+
+// Types of kBytes a weight, as they are.
+template <class T, int kBytes>
+class PlainReader {
+ public:
+  MK_INLINE void open(const char* panel, int step) { unit_ = panel + int64_t{step} * kPanel * kBytes; }
+  MK_INLINE void turn_to(int run) {
+    run_ = unit_ + run * kRunSteps * kPanel * kBytes;
+    MK_UNROLL for (int line = 0; line < kRunSteps * kPanel * kBytes; line += 64) prefetch(run_ + line);
+  }
+
+ protected:
+  MK_INLINE const T* at(int s, int v) const {
+    return reinterpret_cast<const T*>(run_ + (s * kPanel + v * kLanes) * kBytes);
+  }
+
+ private:
+  const char *unit_, *run_;
+};
+
+template <>
+class Reader<float> : public PlainReader<float, 4> {
+ public:
+  MK_INLINE F32 weight(int s, int v) const { return load(at(s, v)); }
+};
+
+template <>
+class Reader<Half> : public PlainReader<uint16_t, 2> {
+ public:
+  MK_INLINE F32 weight(int s, int v) const { return load_half(at(s, v)); }
+};
+
+template <>
+class Reader<Bf16> : public PlainReader<uint32_t, 2> {
+ public:
+  MK_INLINE F32 weight(int s, int v) const {
+    const U32 words = load_words(at(s / 2 * 2, 2 * v));
+    return (F32)(s % 2 == 0 ? words << 16 : words & 0xFFFF0000u);
+  }
+};
+
+// -- quantised types
+
+// A weight is scale * value + offset; symmetric types have no offset.
+struct Line {
+  F32 scale, offset;
+};
+
+// Of unit `unit` of a block; where a scale holds for 16 steps, of the unit's first or second half.
+MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
+  return {load_half(s.scale + at), F32{}};
+}
+
+MK_INLINE Line line_of(const ScaleAndMinimum& s, int /*unit*/, int /*half*/, int at) {
+  return {load_half(s.scale + at), load_half(s.minimum + at)};
+}
+
+MK_INLINE Line line_of(const SuperScaleAndMinimum& s, int unit, int /*half*/, int at) {
+  const int shift = unit % 4 * 8;
+  const U32 first = load_words(s.six[0] + at) >> shift, second = load_words(s.six[1] + at) >> shift;
+  U32 scale = first & 63, minimum = second & 63;
+  if (unit >= 4) {
+    const U32 third = load_words(s.six[2] + at) >> shift;
+    scale = (third & 15) | (first >> 2 & 48);
+    minimum = (third >> 4 & 15) | (second >> 2 & 48);
+  }
+  return {load_half(s.scale + at) * __builtin_convertvector((I32)scale, F32),
+          load_half(s.minimum + at) * -__builtin_convertvector((I32)minimum, F32)};
+}
+
+MK_INLINE Line line_of(const SuperScale& s, int unit, int half, int at) {
+  return {load_half(s.scale + at) * load(s.eight[2 * unit + half] + at), F32{}};
+}
+
+template <class S, int kBits, int kCount>
+class Reader<PackedBlock<S, kBits, kCount>> {
+  using P = PackedBlock<S, kBits, kCount>;
+  static constexpr bool kHalves = std::is_same_v<S, SuperScale>;
+  static constexpr bool kSymmetric = kHalves || std::is_same_v<S, Scale>;
+  static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;  // stands for a weight of 0
+
+ public:
+  MK_INLINE void open(const char* panel, int step) {
+    block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
+    unit_ = step % P::kSteps / kUnit;
+    set_lines(0);
+    if constexpr (kBits == 5 || kBits == 6) join_bits(block_->values[unit_]);
+  }
+
+  MK_INLINE void turn_to(int run) {
+    const Values<kBits>& values = block_->values[unit_];
+    if (kHalves && run == kRuns / 2) set_lines(1);
+    if constexpr (kBits == 4) {
+      prefetch(values.words[run]);
+      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) words_[v] =
+          load_words(values.words[run] + v * kLanes);
+    } else if constexpr (kBits == 8) {
+      run_ = values.bytes[run * kRunSteps];
+      prefetch(run_);
+      prefetch(run_ + 64);
+    } else {
+      run_ = joined_ + run * kRunSteps * kPanel;
+      prefetch(values.low + run * 64);
+      if (run * 64 < int{sizeof values.high}) prefetch(values.high + run * 64);
+    }
+  }
+
+  MK_INLINE F32 weight(int s, int v) const {
+    F32 value;
+    if constexpr (kBits == 4)
+      value = float_of_nibble<kZero>(words_[v] >> (4 * s));
+    else
+      value = load(run_ + s * kPanel + v * kLanes);
+    return kSymmetric ? value * lines_[v].scale : value * lines_[v].scale + lines_[v].offset;
+  }
+
+ private:
+  MK_INLINE void set_lines(int half) {
+    MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) lines_[v] =
+        line_of(block_->scales, unit_, half, v * kLanes);
+  }
+
+  // All values of a unit less kZero, a vector of bytes at a time.
+  MK_INLINE void join_bits(const Values<kBits>& values) {
+    constexpr int kAbove = kBits - 4, kHigh = (kBits - 4) * 64, kAt = sizeof(Bytes);
+    constexpr uint8_t kMask = (1 << kAbove) - 1;
+    MK_UNROLL for (int i = 0; i < 256; i += kAt) {
+      const Bytes low = load_bytes(values.low + i), high = load_bytes(values.high + i % kHigh);
+      MK_UNROLL for (int upper = 0; upper < 2; ++upper) {
+        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;  // of the values' bits in `high`
+        const Bytes above = (high >> shift & kMask) << 4;
+        const Bytes joined = ((upper ? low >> 4 : low & 15) | above) - uint8_t{kZero};
+        memcpy(joined_ + upper * 256 + i, &joined, sizeof joined);
+      }
+    }
+  }
+
+  const P* block_;
+  int unit_;
+  Line lines_[kPanelVectors];
+  U32 words_[kPanelVectors];
+  const int8_t* run_;
+  alignas(64) int8_t joined_[kBits == 5 || kBits == 6 ? kUnit * kPanel : 1];
+};
+
+// Calls f.template operator()<W>() for the reader of a type.
+template <class F>
+MK_INLINE void with_format(Dtype type, const F& f) {
+  switch (type) {
+    case Dtype::F32:
+      return f.template operator()<float>();
+    case Dtype::BF16:
+      return f.template operator()<Bf16>();
+    case Dtype::F16:
+      return f.template operator()<Half>();
+    case Dtype::I32:  // no weights have this type
+      return;
+    default:
+      with_packed(type, false, [&]<class P>() {
+        f.template operator()<P>();
+        return true;
+      });
+  }
+}
+
+// k steps [begin, begin + steps) of a panel, whole units, to [steps][kPanel].
+template <class W>
+void widen(const Panel& panel, int begin, int steps, float* out) {
+  for (int s = 0; s < steps; s += kUnit) {
+    Reader<W> reader;
+    reader.open(panel.data, begin + s);
+    for (int run = 0; run < kRuns; ++run) {
+      reader.turn_to(run);
+      MK_UNROLL for (int i = 0; i < kRunSteps; ++i, out += kPanel) {
+        MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) store(out + v * kLanes, reader.weight(i, v));
+      }
+    }
+  }
+}
+
+}  // namespace mk::MK_SIMD
