@@ -32,6 +32,7 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from .. import machine
     from ..model.cache import cache_folder
+    from ..model.stored import WEIGHT_TYPES
     from ..runtime.cpu import native
 
     findings: list[str] = []
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "cpu": machine.processor(),
         "simd": core,
         "ceilings": ceilings,
+        "weight_bits": {kind.name.lower(): kind.bits for kind in WEIGHT_TYPES.values()},
         "compilers": compilers,
         "gpus": gpus,
     }
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['flops'] / 1e9:.0f} GFLOP/s"
         rows.append(("ceilings", f"reads {rates}, measured now"))
     rows += [
+        ("weights", ", ".join(f"{kind.name.lower()} {kind.bits:g}" for kind in WEIGHT_TYPES.values()) + " bits"),
         ("compilers", ", ".join(compilers.values()) or "none"),
         ("gpus", doctor_gpu.line(gpus)),
         *(("", note) for note in gpus["notes"]),

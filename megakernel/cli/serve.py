@@ -163,6 +163,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     output.stdout.print(f"{name} is served at {address}/v1", style="bold")
     output.rows(
         ("engine", f"{facts['backend']}, {facts['dtype']}, {facts['threads']} threads"),
+        ("weights", str(facts["weights"])),
         (
             "KV cache",
             f"{kv_tokens:,} tokens: {kv_tokens // dims.max_context} sequences of"
