@@ -1,0 +1,52 @@
+"""The machine code of the CPU's matmuls: nothing that is multiplied passes through the stack."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+from hot_loops import HotLoop, hot_loops
+
+from megakernel.library import load
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() not in ("x86_64", "AMD64"), reason="reads x86-64 with objdump"
+)
+PLAIN = ("float", "Bf16", "Half")
+
+
+@pytest.fixture(scope="module")
+def loops() -> list[HotLoop]:
+    return hot_loops(Path(load()._name))
+
+
+def plain(loop: HotLoop) -> bool:
+    return loop.weights.split("::")[-1] in PLAIN
+
+
+def test_every_block_has_a_loop_that_multiplies(loops: list[HotLoop]) -> None:
+    """Rows by panels, of so many vectors each; where weights are converted, some of that multiplies too."""
+    widths = {loop.simd for loop in loops}
+    assert widths == {"avx2", "avx512"}
+    for loop in loops:
+        block = loop.rows * loop.panels * (2 if loop.simd == "avx2" else 1)
+        assert loop.multiply_adds % block == 0 if plain(loop) else loop.multiply_adds >= 8 * block, loop
+    blocks = {(loop.simd, loop.rows) for loop in loops if loop.weights == "float"}
+    assert blocks == {("avx2", r) for r in range(1, 6)} | {("avx512", r) for r in range(1, 13)}
+
+
+def test_no_hot_loop_spills(loops: list[HotLoop]) -> None:
+    """Beside what few vectors a compiler may set aside for a run of eight steps."""
+    bad = [loop for loop in loops if loop.stack_stores > 8]
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_instructions_of_a_multiply_add(loops: list[HotLoop]) -> None:
+    """Large blocks come close to one; a single row has each weight's conversion to itself."""
+    for loop in loops:
+        most = 3.4 if plain(loop) else 7.5
+        if plain(loop) and loop.rows >= 4:
+            most = 2.5
+        assert loop.instructions <= most * loop.multiply_adds, loop

@@ -1,0 +1,71 @@
+"""The machine code of the CPU's hot loops, as objdump shows it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_FUNCTION = re.compile(r"^[0-9a-f]+ <void mk::(\w+)::micro<(\d+), (\d+), (.+)>\(float const\*.*>:$")
+_LINE = re.compile(r"^\s*([0-9a-f]+):\t(.*)$")
+
+
+@dataclass(frozen=True)
+class HotLoop:
+    """The innermost loop of a `micro` (csrc/cpu/gemm.h) that multiplies most.
+
+    `simd` is the width, `rows` and `panels` the register block, `weights` the type as C++ writes it.
+    """
+
+    simd: str
+    rows: int
+    panels: int
+    weights: str
+    instructions: int
+    multiply_adds: int
+    stack_loads: int
+    stack_stores: int
+
+
+def hot_loops(library: Path) -> list[HotLoop]:
+    """Of every register block in the library that has fused multiply-adds."""
+    text = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    out = []
+    for match, code in _functions(text):
+        loop = max(_innermost(code), key=_multiply_adds, default=[])
+        if _multiply_adds(loop):
+            simd, rows, panels, weights = match.groups()
+            stack = [line for line in loop if re.search(r"\(%r[sb]p", line) and "lea" not in line]
+            stores = [line for line in stack if line.endswith(")")]
+            counts = len(loop), _multiply_adds(loop), len(stack) - len(stores), len(stores)
+            out.append(HotLoop(simd, int(rows), int(panels), weights.replace("mk::", ""), *counts))
+    return out
+
+
+def _functions(text: str) -> Iterator[tuple[re.Match[str], list[tuple[int, str]]]]:
+    """(name, [(address, instruction)])"""
+    for part in text.split("\n\n"):
+        lines = part.strip().splitlines()
+        if lines and (match := _FUNCTION.match(lines[0])):
+            found = (_LINE.match(line) for line in lines[1:])
+            yield match, [(int(m[1], 16), m[2].strip()) for m in found if m]
+
+
+def _innermost(code: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The instructions of each loop that has no loop inside."""
+    loops = []
+    for address, line in code:
+        target = re.match(r"j\w+\s+([0-9a-f]+) ", line)
+        if target and int(target[1], 16) <= address:
+            loops.append((int(target[1], 16), address))
+    for begin, end in loops:
+        if not any((b, e) != (begin, end) and begin <= b and e <= end for b, e in loops):
+            yield [line for address, line in code if begin <= address <= end]
+
+
+def _multiply_adds(lines: list[str]) -> int:
+    return sum(line.startswith("vfmadd") for line in lines)
