@@ -43,18 +43,20 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `abort`: a word that ends a launch when it is
+// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `crowded`: whether more threads run than there
+// are cores, other ranks' processes included. `abort`: a word that ends a launch when it is
 // not zero, in memory shared with other processes, and that the caller clears; or null.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
-                            const char* simd, int32_t null, double deadlock_seconds, void* abort) {
+                            int32_t crowded, const char* simd, int32_t null, double deadlock_seconds,
+                            void* abort) {
   return guarded(
       [&] {
         const mk::Kernels& kernels =
             null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
         auto engine = std::make_unique<mk_engine>();
         engine->interpreter =
-            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, deadlock_seconds,
-                                              static_cast<std::atomic<int32_t>*>(abort));
+            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, crowded != 0,
+                                              deadlock_seconds, static_cast<std::atomic<int32_t>*>(abort));
         return engine.release();
       },
       static_cast<mk_engine*>(nullptr));

@@ -17,6 +17,9 @@ constexpr int64_t kPrefetchSlice = 4 << 10;    // between two polls
 // Spinning lasts longer than most waits of a step, so that a busy machine does not take the core at each of
 // them.
 constexpr int kSpins = 4000, kYields = 200;
+// Where threads outnumber cores, the thread that is waited for may need this one's core.
+constexpr int kCrowdedSpins = 100;
+constexpr int kPatience = 50;  // pauses before looking at other threads' streams
 constexpr long kNapNs = 50'000;
 
 void relax() {
@@ -35,11 +38,13 @@ void nap(int64_t ns) {
 // Polite waiting: spin, then yield, then sleep.
 class Backoff {
  public:
+  explicit Backoff(bool crowded) : spins_(crowded ? kCrowdedSpins : kSpins) {}
+  bool patient() const { return count_ < kPatience; }
   void pause() {
     ++count_;
-    if (count_ < kSpins) {
+    if (count_ < spins_) {
       relax();
-    } else if (count_ < kSpins + kYields) {
+    } else if (count_ < spins_ + kYields) {
       sched_yield();
     } else {
       nap(kNapNs);
@@ -48,6 +53,7 @@ class Backoff {
   void reset() { count_ = 0; }
 
  private:
+  const int spins_;
   int count_ = 0;
 };
 
@@ -65,10 +71,11 @@ uint64_t clock_ns() {
 }
 
 Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
-                         double deadlock_seconds, std::atomic<int32_t>* abort)
+                         bool crowded, double deadlock_seconds, std::atomic<int32_t>* abort)
     : layers_(model.layers),
       first_rank_(first_rank),
       ranks_(ranks),
+      crowded_(crowded),
       kernels_(kernels),
       buffers_(int64_t{model.tp} * kBuffers * model.layers, nullptr),
       memory_(threads),
@@ -125,12 +132,18 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   error_.clear();
   ++program.launches;
   cursors_ = std::vector<Cursor>(int64_t{ranks_} * program.workers);
+  left_.store(0, std::memory_order_relaxed);
   for (size_t i = 0; i < cursors_.size(); ++i) {
     Cursor& c = cursors_[i];
     c.rank = first_rank_ + static_cast<int>(i) / program.workers;
     c.worker = static_cast<int>(i) % program.workers;
     c.next = program.begin(kPrologue, program.stream(c.rank, c.worker));
     if (trace) c.intervals.reserve(interval_bound(c));
+    if (settle(c)) {
+      left_.fetch_add(1, std::memory_order_relaxed);
+    } else {
+      c.hold.store(Hold::kEnded, std::memory_order_relaxed);
+    }
   }
   deal_streams();
   for (Progress& p : progress_) p.instructions.store(0, std::memory_order_relaxed);
@@ -192,7 +205,7 @@ Status Interpreter::wait(std::chrono::milliseconds limit) {
 
 // On the last thread of a launch.
 void Interpreter::finish() {
-  failed_ = abort_->load(std::memory_order_relaxed) != 0;
+  failed_ = aborted();
   if (failed_) error_ = describe_block();
 }
 
@@ -205,9 +218,9 @@ void Interpreter::reset(Program& program) {
   own_abort_.store(0, std::memory_order_relaxed);
 }
 
-std::string Interpreter::describe_block() const {
+std::string Interpreter::describe_block() {
   static constexpr const char* kSegmentNames[] = {"prologue", "body", "epilogue"};
-  for (Cursor c : cursors_) {
+  for (Cursor& c : cursors_) {
     if (c.segment == kSegments || c.record == nullptr || ready(c)) continue;
     const int32_t word = c.record[kWaitWord + c.blocked], counter = word_counter(word);
     const uint32_t expected =
@@ -225,38 +238,68 @@ std::string Interpreter::describe_block() const {
 
 template <bool kTrace>
 void Interpreter::run(int thread) {
-  const std::vector<Cursor*>& streams = dealt_[thread];
-  size_t left = 0;
-  for (Cursor* c : streams) left += settle(*c) ? 1 : 0;
-  Backoff backoff;
-  while (left > 0) {
+  const std::vector<Cursor*>& own = dealt_[thread];
+  if (own.empty()) return;
+  Backoff backoff(crowded_);
+  size_t other = static_cast<size_t>(thread);
+  while (left_.load(std::memory_order_acquire) > 0 && !aborted()) {
     bool moved = false;
-    for (Cursor* c : streams) {
-      if (c->segment == kSegments) continue;
-      if (abort_->load(std::memory_order_relaxed)) return;
-      if (!ready(*c)) {
-        if (kTrace && c->wait_begin == 0) c->wait_begin = clock_ns();
-        continue;
-      }
-      moved = true;
-      if (!step<kTrace>(*c, thread)) return;
-      if (!settle(*c)) --left;
+    Cursor* blocked = nullptr;
+    for (Cursor* c : own) {
+      const Visit visited = visit<kTrace>(*c, thread);
+      moved |= visited == Visit::kMoved;
+      if (visited == Visit::kBlocked && blocked == nullptr) blocked = c;
     }
     if (moved) {
       backoff.reset();
       continue;
     }
-    // Nothing to do: fetch the weights of the first blocked head, a slice between two polls.
-    Cursor& c = **std::find_if(streams.begin(), streams.end(),
-                               [](const Cursor* s) { return s->segment < kSegments; });
-    const uint64_t begin = kTrace && c.prefetched == 0 ? clock_ns() : 0;
-    if (prefetch(c)) {
-      if (kTrace && begin) c.load_begin = begin;
-      if (kTrace) c.load_end = clock_ns();
-    } else {
+    if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
+    // In the time for which a thread is patient, a running owner has long seen that its stream can go on.
+    if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
-    }
   }
+}
+
+// Nobody gets a stream any more once the launch is aborted.
+bool Interpreter::hold(Cursor& c) {
+  Hold free = Hold::kFree;
+  return !aborted() && c.hold.load(std::memory_order_relaxed) == free &&
+         c.hold.compare_exchange_strong(free, Hold::kHeld, std::memory_order_acquire,
+                                        std::memory_order_relaxed);
+}
+
+// Executes the stream's next instruction if nobody else holds the stream and the waits are met.
+template <bool kTrace>
+Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
+  if (!hold(c)) return c.hold.load(std::memory_order_relaxed) == Hold::kEnded ? Visit::kEnded : Visit::kHeld;
+  Visit visited = Visit::kBlocked;
+  if (ready(c)) {
+    if (step<kTrace>(c, thread) && !settle(c)) {
+      c.hold.store(Hold::kEnded, std::memory_order_release);
+      left_.fetch_sub(1, std::memory_order_release);
+      return Visit::kMoved;
+    }
+    visited = Visit::kMoved;
+  } else if (kTrace && c.wait_begin == 0) {
+    c.wait_begin = clock_ns();
+  }
+  c.hold.store(Hold::kFree, std::memory_order_release);
+  return visited;
+}
+
+// Fetches a slice of the weights of a blocked stream's next instruction; false where there is none left.
+template <bool kTrace>
+bool Interpreter::fetch_weights(Cursor& c) {
+  if (!hold(c)) return false;
+  const uint64_t begin = kTrace && c.prefetched == 0 ? clock_ns() : 0;
+  const bool fetched = prefetch(c);
+  if (kTrace && fetched) {
+    if (begin) c.load_begin = begin;
+    c.load_end = clock_ns();
+  }
+  c.hold.store(Hold::kFree, std::memory_order_release);
+  return fetched;
 }
 
 // Moves past the ends of segments and layers to the next record and fetches it; false once the stream has
@@ -491,7 +534,7 @@ void Interpreter::stall(const Cursor& c) const {
   if (delay.ns == 0 || c.segment != delay.segment || c.number != delay.record) return;
   if (c.segment == kBody && c.layer != delay.layer) return;
   const uint64_t end = clock_ns() + static_cast<uint64_t>(delay.ns);
-  while (clock_ns() < end && !abort_->load(std::memory_order_relaxed)) nap(kNapNs);
+  while (clock_ns() < end && !aborted()) nap(kNapNs);
 }
 
 void Interpreter::record_interval(Cursor& c, IntervalKind kind, uint64_t begin, uint64_t end,

@@ -1,7 +1,9 @@
 // Runs launches of programs on a pool of threads: the streams of ranks [first_rank, first_rank + ranks).
 //
-// A thread owns some of the streams and executes any head whose waits hold, so a program for 8 ranks of 132
-// workers runs on two cores. Within a stream order is fixed. A signal is a release, a met wait an acquire.
+// A thread owns some of the streams and executes the next instruction of any whose waits are met, so a
+// program for 8 ranks of 132 workers runs on two cores. A thread that has nothing else to do takes over
+// streams of other threads, which the system may not be running at the moment. Within a stream the order is
+// fixed. A signal is a release, a met wait an acquire, and so is handing a stream from one thread to another.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -28,9 +30,10 @@ enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
+  // `crowded`: more threads run than there are cores, in this process and those of the other ranks together.
   // `seconds` without progress count as a deadlock. `abort`: the word that ends a launch, in memory that
   // other processes may write too and that its owner clears; null: one of its own.
-  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
+  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, bool crowded,
               double deadlock_seconds, std::atomic<int32_t>* abort);
   // Aborts what runs.
   ~Interpreter() { abort(); }
@@ -66,9 +69,15 @@ class Interpreter {
   int threads() const { return pool_.size(); }
 
  private:
+  // Who may touch a stream: the one thread that changed kFree to kHeld. kEnded is final.
+  enum class Hold : int32_t { kFree, kHeld, kEnded };
+  // What came of a visit to a stream. kHeld: another thread has it.
+  enum class Visit { kMoved, kBlocked, kHeld, kEnded };
+
   // Where a worker's stream stands.
-  struct alignas(64) Cursor {
-    int rank = 0, worker = 0;
+  struct Cursor {
+    alignas(64) std::atomic<Hold> hold{Hold::kFree};  // a line of its own, as others look at it
+    alignas(64) int rank = 0, worker = 0;
     int segment = 0, layer = 0;
     int32_t next = 0;  // record in the segment
     const int32_t* record =
@@ -97,9 +106,15 @@ class Interpreter {
   }
   const StepView& view(const Cursor& c) const { return views_[c.rank - first_rank_]; }
   int32_t block(const Cursor& c) const { return program_->block(c.segment, c.layer); }
+  bool aborted() const { return abort_->load(std::memory_order_relaxed) != 0; }
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
+  template <bool kTrace>
+  Visit visit(Cursor& cursor, int thread);
+  template <bool kTrace>
+  bool fetch_weights(Cursor& cursor);
+  bool hold(Cursor& cursor);
   template <bool kTrace>
   bool step(Cursor& cursor, int thread);
   bool settle(Cursor& cursor);
@@ -115,13 +130,14 @@ class Interpreter {
   void arrive(Ranks ranks, int32_t block, int32_t counter, int32_t count);
   bool prefetch(Cursor& cursor);
   void finish();
-  std::string describe_block() const;
+  std::string describe_block();
   template <bool kTrace>
   void stall(const Cursor& cursor) const;
   void record_interval(Cursor& cursor, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
   int64_t interval_bound(const Cursor& cursor) const;
 
   const int layers_, first_rank_, ranks_;
+  const bool crowded_;
   const Kernels& kernels_;
   std::vector<void*> buffers_;
   std::vector<Memory> memory_;
@@ -135,7 +151,8 @@ class Interpreter {
   std::vector<int32_t> words_;
   std::vector<StepView> views_;  // of the ranks that run here, like the next two
   std::vector<Cursor> cursors_;
-  std::vector<std::vector<Cursor*>> dealt_;  // to each thread
+  std::vector<std::vector<Cursor*>> dealt_;   // to each thread
+  alignas(64) std::atomic<int32_t> left_{0};  // streams that have not ended
   std::vector<Progress> progress_;
   bool traced_ = false;
   bool failed_ = false;

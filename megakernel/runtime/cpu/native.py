@@ -80,7 +80,7 @@ class CProgram(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_error": (_TEXT, []),
     "mk_simd": (_TEXT, [_TEXT]),
-    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
+    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
     "mk_destroy": (None, [_POINTER]),
     "mk_weight_bytes": (_I64, [_POINTER]),
     "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, ctypes.POINTER(CMatrix)]),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
+from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, Rows, widened
 from ...model.shard import shard, shard_rows
@@ -70,6 +71,7 @@ class CpuRanks:
             ranks.start,
             len(ranks),
             threads,
+            threads * dims.tp // len(ranks) > cpu_count(),
             native.requested_simd(),
             null,
             deadlock_s,
