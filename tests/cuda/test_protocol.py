@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from gpu_programs import make, results, same
 from mutate import edit
 from numpy.typing import NDArray
 from protocol import LaunchImage
+from race_detector import need_race_detector
 
 from megakernel.isa import Buffer, Operation, Result, StepTable
 from megakernel.isa.record import (
@@ -156,14 +156,7 @@ CHUNKS = ((130, 2), (0, 3))
 
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skips where ThreadSanitizer cannot be built or cannot run."""
-    folder = tmp_path_factory.mktemp("detector")
-    source, command = folder / "empty.cpp", folder / "empty"
-    source.write_text("int main() { return 0; }\n")
-    for step in (["g++", "-fsanitize=thread", str(source), "-o", str(command)], [str(command)]):
-        done = subprocess.run(step, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"ThreadSanitizer does not work here: {done.stderr.strip()[:200]}")
+    need_race_detector(tmp_path_factory.mktemp("detector"))
 
 
 @pytest.mark.usefixtures("detector")

@@ -17,6 +17,7 @@ from handmade import make_program
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable, slot_work
+from megakernel.isa.record import phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
@@ -73,7 +74,7 @@ def in_order(backend: CpuBackend, table: StepTable) -> Array:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_launches_give_the_bits_of_sequential_execution(
     make: Callable[..., CpuBackend], workers: int, threads: int
 ) -> None:
@@ -168,6 +169,25 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     for wait in t[t["kind"] == IntervalKind.COUNTER_WAIT]:
         s = segments[layers.index(int(wait["layer"]))]
         assert s.records[wait["instruction"], 16 + wait["slot"]] != 0
+
+
+def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[..., CpuBackend]) -> None:
+    """Of two threads one has workers 0 and 2. While it is stuck in the first QKV tile of worker 0, all tiles of the
+    other workers are computed."""
+    backend, table, p = make(2), mixed_table(), forward_program(3)
+    expected = backend.launch(p, table).logits.copy()
+    stuck = int(p.body.offsets[0])
+    backend.delay(1, stuck, 0, 1.0)
+    out = backend.launch(p, table, trace=True)
+    np.testing.assert_array_equal(out.logits, expected)
+    assert out.trace is not None
+    t = out.trace.intervals
+    compute = t[(t["kind"] == IntervalKind.COMPUTE) & (t["layer"] == 0)]
+    phase = phase_number(p.body.records)
+    tiles = compute[phase[compute["instruction"]] == phase[stuck]]
+    (stalled,) = tiles[tiles["instruction"] == stuck]
+    others = tiles[tiles["worker"] != 0]
+    assert set(others["worker"]) == {1, 2} and (others["end"] < stalled["end"]).all()
 
 
 def test_a_record_of_no_phase_is_refused(make: Callable[..., CpuBackend]) -> None:
