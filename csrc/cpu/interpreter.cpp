@@ -18,8 +18,8 @@ constexpr int64_t kPrefetchSlice = 4 << 10;    // between two polls
 // them.
 constexpr int kSpins = 4000, kYields = 200;
 // Where threads outnumber cores, the thread that is waited for may need this one's core.
-constexpr int kCrowdedSpins = 100;
-constexpr int kPatience = 50;  // pauses before looking at other threads' streams
+constexpr int kCrowdedSpins = 20;
+constexpr int kPatience = 10;  // pauses before looking at other threads' streams
 constexpr long kNapNs = 50'000;
 
 void relax() {
