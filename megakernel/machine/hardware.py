@@ -109,8 +109,8 @@ class Tiles:
     cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
-    pages: int  # pages of shared memory that a worker streams operands through
     target: str  # of those that programs are compiled for
+    pages: int = 0  # pages of shared memory that a worker streams operands through; a CPU core has none
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,28 @@ def _host_costs(machine: Machine) -> Costs:
     )
 
 
+def _cpu_costs(machine: Machine) -> Costs:
+    """The figures of a machine file. Arithmetic depends on the rows of a tile as it does on the host."""
+    host = _host_costs(machine)
+    scale = machine.matrix_flops / machine.workers / host.matmul_flops[-1][1]
+    return replace(
+        host,
+        matmul_flops=tuple((rows, scale * rate) for rows, rate in host.matmul_flops),
+        attention_flops=tuple((rows, scale * rate) for rows, rate in host.attention_flops),
+        vector_flops=machine.vector_flops / machine.workers,
+        memory_bytes_per_s=machine.memory_bytes_per_s,
+        cache_bytes_per_s=machine.cache_bytes_per_s,
+        cache_bytes=machine.cache_bytes,
+        worker_bytes_per_s=machine.worker_bytes_per_s,
+        dispatch_s=machine.dispatch_s,
+        signal_s=machine.signal_s,
+        remote_signal_s=machine.remote_signal_s,
+        launch_s=machine.launch_s,
+    )
+
+
 def costs_of(machine: Machine) -> Costs:
     """The table's costs for a machine."""
-    return _host_costs(machine) if machine.name == HOST else _gpu_costs(machine)
+    if machine.name == HOST:
+        return _host_costs(machine)
+    return _cpu_costs(machine) if machine.target == "cpu" else _gpu_costs(machine)

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megakernel.isa import Dtype, slot_work
 from megakernel.model import load_config
 from megakernel.model.families import Norm
 from megakernel.program import Program
+from megakernel.roofline import step_work
 from megakernel.scheduler import Options, compile_program
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import Costs, costs_of
@@ -29,6 +31,8 @@ from megakernel.scheduler.simulate.work import make_work
 from megakernel.timeline import summarise
 from megakernel.timeline.overlap import compute_bound
 from megakernel.trace import IntervalKind, Intervals
+
+SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 # -- shared rates
 
@@ -342,6 +346,18 @@ def test_costs_of_machines() -> None:
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0  # one row takes as long as the smallest tile
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
+
+
+@pytest.mark.parametrize("cores", [16, 64])
+@pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])
+def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, model: str) -> None:
+    """At least 0.85 of it, for the bytes that a step cannot avoid."""
+    machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
+    assert (machine.workers, costs_of(machine).roles) == (cores, False)
+    program = compile_program(config, machine, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=1024)
+    step_s = simulate(program, machine, decode_step(program.dims, 1, 512)).step_s
+    needed = step_work(program.forward, program.dims, [1], [512], 1, tied=config.tied).bytes
+    assert 0.85 <= needed / machine.memory_bytes_per_s / step_s <= 1.0
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
