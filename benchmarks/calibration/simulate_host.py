@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import options, write
-from steps import backend, compiled
+from steps import backend, best, compiled, null_step
 
 from megakernel import machine as machines
 from megakernel.isa import Dtype, attention_cost
@@ -44,17 +42,6 @@ CONTEXT = 1024
 IN_CACHE = 8 << 20
 REPEATS, ROUNDS = 40, 5
 TOTALS = ("totals_first", "totals_middle", "totals_last")
-
-
-def best(work: Callable[[], object], seconds: float = 0.3) -> float:
-    """Shortest of many runs."""
-    work()
-    times, stop = [], perf_counter() + seconds
-    while perf_counter() < stop or len(times) < 5:
-        begin = perf_counter()
-        work()
-        times.append(perf_counter() - begin)
-    return min(times)
 
 
 def arithmetic(dtype: Dtype) -> dict[str, dict[int, float]]:
@@ -103,23 +90,12 @@ def repeated(program: Program, one: Records, times: int) -> Program:
     return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
 
 
-def null_step(workers: int, layers: int, tokens: int) -> tuple[float, int]:
-    """Shortest launch without arithmetic, and instructions of each worker."""
-    config = replace(CONFIG, layers=layers)
-    program = compiled(config, machines.host(workers), tokens, context=CONTEXT)
-    null = backend("null", config, program.dims, threads=workers)
-    table = build_step(program.dims, [Chunk(0, 0, [0] * tokens, range(program.dims.pages_per_seq))])
-    seconds = best(lambda: null.launch(program, table))
-    null.close()
-    return seconds, program.instructions // workers
-
-
 def synchronisation() -> dict[str, float]:
     """Launch and dispatch from one worker's launches of few and many layers. A signal from two workers': a layer with
     one row is a chain of eight phases, each of which waits for both."""
-    (few_s, few), (many_s, many) = null_step(1, 2, 1), null_step(1, 62, 1)
+    (few_s, few), (many_s, many) = null_step(CONFIG, 1, 2), null_step(CONFIG, 1, 62)
     dispatch = (many_s - few_s) / (many - few)
-    (few2_s, few2), (many2_s, many2) = null_step(2, 2, 1), null_step(2, 62, 1)
+    (few2_s, few2), (many2_s, many2) = null_step(CONFIG, 2, 2), null_step(CONFIG, 2, 62)
     hops = 7 * 60
     signal = max(0.0, (many2_s - few2_s - (many2 - few2) * dispatch) / hops)
     return {"dispatch_s": dispatch, "launch_s": max(0.0, few_s - few * dispatch), "signal_s": signal}

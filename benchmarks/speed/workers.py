@@ -1,0 +1,120 @@
+"""What more workers and more threads cost: `python benchmarks/speed/workers.py [-o FILE]`, one JSON.
+
+Everything but `decode` is without arithmetic, so that only the interpreter is timed; best of several launches.
+
+instruction  seconds of an empty instruction of one worker, and of a launch
+barrier      seconds of a phase in which every worker, each with a thread of its own, signals one counter and waits for
+             all: up to as many workers as there are cores. What exceeds an instruction grows with arrivals and waiters
+streams      seconds of a thread for each instruction, where as many threads as cores serve more and more workers: what
+             it costs to look at streams that are blocked
+decode       SmolLM2-135M's shape in bf16: a step by threads, from one to four times as many as cores. An engine
+             compiles no more workers than cores; programs with a worker for each thread are the harder case beside it
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, text, write
+from steps import backend, compiled, null_step
+
+from megakernel import machine as machines
+from megakernel.machine import cpu_count
+from megakernel.model import load_config
+from megakernel.runtime import Chunk, build_step
+
+# A layer of one row is a chain of phases that each wait for all workers of the one before.
+CONFIG = replace(
+    load_config("random:llama-3.2-1b"), hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024
+)
+FEW, MANY = 2, 62
+PHASES = 5
+MODEL, CONTEXT = "random:smollm2-135m", 512
+ROUNDS, TURN_S = 10, 0.5
+MOST_STREAMS = 64
+
+
+def layer(workers: int, threads: int) -> tuple[float, float, float]:
+    """Seconds of a layer, instructions of each worker in it, and seconds of a launch without layers."""
+    (few_s, few), (many_s, many) = (null_step(CONFIG, workers, n, threads=threads) for n in (FEW, MANY))
+    layers = MANY - FEW
+    return (many_s - few_s) / layers, (many - few) / layers, few_s - FEW * (many_s - few_s) / layers
+
+
+def instruction() -> dict[str, float]:
+    layer_s, instructions, launch_s = layer(1, 1)
+    return {"instruction_s": layer_s / instructions, "launch_s": launch_s}
+
+
+def barriers() -> list[dict[str, float]]:
+    return [{"workers": n, "phase_s": layer(n, n)[0] / PHASES} for n in range(1, cpu_count() + 1)]
+
+
+def streams() -> list[dict[str, float]]:
+    threads, workers, found = cpu_count(), cpu_count(), []
+    while workers <= MOST_STREAMS:
+        layer_s, instructions, _ = layer(workers, threads)
+        found.append({"workers": workers, "instruction_s": layer_s * threads / (instructions * workers)})
+        workers *= 2
+    return found
+
+
+@dataclass
+class Case:
+    """Launches of a decode step with so many threads."""
+
+    threads: int
+    workers: int
+    launch: Any
+    runs_s: list[float] = field(default_factory=list)
+
+
+def decode() -> list[dict[str, Any]]:
+    """The cases take turns, so that a disturbed second meets all of them."""
+    cores, cases, open_ = cpu_count(), [], []
+    for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
+        config = load_config(MODEL)
+        program = compiled(config, machines.host(workers), 1, context=CONTEXT)
+        cpu = backend("cpu", config, program.dims, threads=threads)
+        table = build_step(program.dims, [Chunk(0, CONTEXT - 1, [0], range(program.dims.pages_per_seq))])
+        cases.append(Case(threads, workers, lambda b=cpu, p=program, t=table: b.launch(p, t).seconds))
+        open_.append(cpu)
+    for _ in range(ROUNDS):
+        for case in cases:
+            stop = perf_counter() + TURN_S
+            while perf_counter() < stop:
+                case.runs_s.append(round(case.launch(), 6))
+    for cpu in open_:
+        cpu.close()
+    base = statistics.median(cases[0].runs_s)
+    return [
+        {
+            "threads": case.threads,
+            "workers": case.workers,
+            "step_s": statistics.median(case.runs_s),
+            "of_one_thread_per_core": base / statistics.median(case.runs_s),
+            "runs_s": case.runs_s,
+        }
+        for case in cases
+    ]
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    figures: dict[str, Any] = {"instruction": instruction(), "barrier": barriers(), "streams": streams()}
+    print(text(figures))
+    figures["decode"] = decode()
+    for run in figures["decode"]:
+        print({name: value for name, value in run.items() if name != "runs_s"})
+    write(arguments.output, figures)
+
+
+if __name__ == "__main__":
+    main()
