@@ -51,6 +51,7 @@ class Backoff {
     }
   }
   void reset() { count_ = 0; }
+  bool sleeps() const { return count_ >= spins_ + kYields; }
 
  private:
   const int spins_;
@@ -243,17 +244,19 @@ void Interpreter::run(int thread) {
   Backoff backoff(crowded_);
   size_t other = static_cast<size_t>(thread);
   while (left_.load(std::memory_order_acquire) > 0 && !aborted()) {
-    bool moved = false;
+    bool moved = false, ended = true;
     Cursor* blocked = nullptr;
     for (Cursor* c : own) {
       const Visit visited = visit<kTrace>(*c, thread);
       moved |= visited == Visit::kMoved;
+      ended &= visited == Visit::kEnded;
       if (visited == Visit::kBlocked && blocked == nullptr) blocked = c;
     }
     if (moved) {
       backoff.reset();
       continue;
     }
+    if (ended && backoff.sleeps()) return;  // a thread that sleeps would hold up the end of the launch
     if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
     // In the time for which a thread is patient, a running owner has long seen that its stream can go on.
     if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
