@@ -73,7 +73,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
         ),
-        Setting("threads", "CPU threads; auto is every core that this process may use", "auto", "--threads"),
+        Setting("threads", "CPU threads; auto is one for each core that this process may use", "auto", "--threads"),
         Setting(
             "machine",
             "host, v100, a100, h100, h200, h800, gh200, b200, gb200-nvl72, a node such as h100x8, or a .toml file",

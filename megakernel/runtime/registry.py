@@ -12,7 +12,7 @@ from functools import partial
 from ..errors import MegakernelError
 from ..isa import KV_BLOCK, Dims, Dtype
 from ..isa.launch import PAGES
-from ..machine import Machine, host
+from ..machine import Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import ModelConfig
 from ..settings import SETTINGS
@@ -55,7 +55,9 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    return host(max(1, host(threads).workers // ranks))
+    """One worker per thread, but no more workers than cores: two workers that share a core only wait for each other."""
+    cores = cpu_count()
+    return host(max(1, min(threads or cores, cores) // ranks))
 
 
 def _reference(request: Request) -> Backend:

@@ -19,10 +19,15 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable, slot_work
 from megakernel.isa.record import phase_number
 from megakernel.program import Program
+from megakernel.runtime import rank_machine, registry
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
 CONFIG = RandomCheckpoint(DIMS).config
+
+
+# Of each rank on four cores, by the threads that are asked for and the number of ranks.
+WORKERS = {(None, 1): 4, (1, 1): 1, (3, 1): 3, (16, 1): 4, (16, 2): 2, (2, 8): 1}
 
 
 def forward_program(workers: int) -> Program:
@@ -188,6 +193,12 @@ def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[...
     (stalled,) = tiles[tiles["instruction"] == stuck]
     others = tiles[tiles["worker"] != 0]
     assert set(others["worker"]) == {1, 2} and (others["end"] < stalled["end"]).all()
+
+
+def test_an_engine_has_no_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "cpu_count", lambda: 4)
+    workers = {(threads, ranks): rank_machine("cpu", threads, ranks).workers for threads, ranks in WORKERS}
+    assert workers == WORKERS
 
 
 def test_a_record_of_no_phase_is_refused(make: Callable[..., CpuBackend]) -> None:
