@@ -43,11 +43,11 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `crowded`: whether more threads run than there
-// are cores, other ranks' processes included. `abort`: a word that ends a launch when it is
-// not zero, in memory shared with other processes, and that the caller clears; or null.
+// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `cores`: this process's share of those that it
+// and other ranks' processes may use. `abort`: a word that ends a launch when it is not zero, in memory
+// shared with other processes, and that the caller clears; or null.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
-                            int32_t crowded, const char* simd, int32_t null, double deadlock_seconds,
+                            int32_t cores, const char* simd, int32_t null, double deadlock_seconds,
                             void* abort) {
   return guarded(
       [&] {
@@ -55,7 +55,7 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
             null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
         auto engine = std::make_unique<mk_engine>();
         engine->interpreter =
-            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, crowded != 0,
+            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, cores,
                                               deadlock_seconds, static_cast<std::atomic<int32_t>*>(abort));
         return engine.release();
       },

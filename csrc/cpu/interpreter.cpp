@@ -72,11 +72,11 @@ uint64_t clock_ns() {
 }
 
 Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
-                         bool crowded, double deadlock_seconds, std::atomic<int32_t>* abort)
+                         int cores, double deadlock_seconds, std::atomic<int32_t>* abort)
     : layers_(model.layers),
       first_rank_(first_rank),
       ranks_(ranks),
-      crowded_(crowded),
+      cores_(cores),
       kernels_(kernels),
       buffers_(int64_t{model.tp} * kBuffers * model.layers, nullptr),
       memory_(threads),
@@ -165,6 +165,8 @@ void Interpreter::deal_streams() {
     }
     dealt_[thread].push_back(&cursors_[i]);
   }
+  crowded_ =
+      std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
 // A wait, a load, a compute and a store interval for each instruction, and for each further item of an

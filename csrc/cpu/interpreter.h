@@ -30,10 +30,10 @@ enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
-  // `crowded`: more threads run than there are cores, in this process and those of the other ranks together.
+  // `cores`: this process's share of those that it and the processes of other ranks may use.
   // `seconds` without progress count as a deadlock. `abort`: the word that ends a launch, in memory that
   // other processes may write too and that its owner clears; null: one of its own.
-  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, bool crowded,
+  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, int cores,
               double deadlock_seconds, std::atomic<int32_t>* abort);
   // Aborts what runs.
   ~Interpreter() { abort(); }
@@ -137,7 +137,7 @@ class Interpreter {
   int64_t interval_bound(const Cursor& cursor) const;
 
   const int layers_, first_rank_, ranks_;
-  const bool crowded_;
+  const int cores_;
   const Kernels& kernels_;
   std::vector<void*> buffers_;
   std::vector<Memory> memory_;
@@ -152,6 +152,7 @@ class Interpreter {
   std::vector<StepView> views_;  // of the ranks that run here, like the next two
   std::vector<Cursor> cursors_;
   std::vector<std::vector<Cursor*>> dealt_;   // to each thread
+  bool crowded_ = false;                      // more threads have streams than there are cores
   alignas(64) std::atomic<int32_t> left_{0};  // streams that have not ended
   std::vector<Progress> progress_;
   bool traced_ = false;

@@ -71,7 +71,7 @@ class CpuRanks:
             ranks.start,
             len(ranks),
             threads,
-            threads * dims.tp // len(ranks) > cpu_count(),
+            cpu_count() * len(ranks) // dims.tp,
             native.requested_simd(),
             null,
             deadlock_s,
