@@ -18,6 +18,7 @@ from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, hel
 
 from megakernel import machine as machines
 from megakernel.cli import main
+from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, slot_work
 from megakernel.model import load_config
