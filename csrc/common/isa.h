@@ -254,6 +254,7 @@ struct StepView {
   const int32_t* item_span;  // split: KV blocks over all of its items
   const int32_t* logit_rows;  // token row; -1 for padding
   const int32_t* sample_slot;  // HISTORY slot that the token is written to; -1: nowhere
+  const int32_t* history_slot;  // HISTORY slot whose tokens penalties count; -1: no penalties
   const int32_t* sample_position;  // index in HISTORY of the sampled token = tokens before it
   const int32_t* prompt_length;  // prompt tokens in HISTORY; later ones count as output
   const int32_t* target;  // score this token instead of sampling; -1: sample
@@ -314,6 +315,8 @@ MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
   v.logit_rows = words;
   words += d.logit_rows;
   v.sample_slot = words;
+  words += d.logit_rows;
+  v.history_slot = words;
   words += d.logit_rows;
   v.sample_position = words;
   words += d.logit_rows;

@@ -66,6 +66,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
     # -- logit rows
     StepField("logit_rows", _L, "token row; -1 for padding"),
     StepField("sample_slot", _L, "HISTORY slot that the token is written to; -1: nowhere"),
+    StepField("history_slot", _L, "HISTORY slot whose tokens penalties count; -1: no penalties"),
     StepField("sample_position", _L, "index in HISTORY of the sampled token = tokens before it"),
     StepField("prompt_length", _L, "prompt tokens in HISTORY; later ones count as output"),
     StepField("target", _L, "score this token instead of sampling; -1: sample"),

@@ -19,7 +19,8 @@ class SampleRow:
     """Logits wanted at token `index` of a chunk, and what to do with them. Defaults sample greedily.
 
     `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position
-    after the row's.
+    after the row's. Rows with penalties read the tokens before that position from HISTORY, so of several such rows of
+    one chunk none may store.
     """
 
     index: int
@@ -37,10 +38,15 @@ class SampleRow:
     choice: int = 0
     bias: Mapping[int, float] = field(default_factory=dict)
 
+    @property
+    def penalised(self) -> bool:
+        """Whether its choice depends on which tokens HISTORY has."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence: a prefill piece or one decode row.
+    """Consecutive tokens of one sequence: a prefill piece, or one decode row with the tokens proposed after it.
 
     `slot` is its block-table row and HISTORY slot. A token of -1 means HISTORY[slot][position]. `pages` are the
     sequence's page ids from its start, enough for `start + len(tokens)`.
@@ -106,7 +112,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 
 
 def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[int]) -> None:
-    table.logit_rows[:] = table.sample_slot[:] = table.target[:] = -1
+    table.logit_rows[:] = table.sample_slot[:] = table.history_slot[:] = table.target[:] = -1
     table.top_p[:] = table.repetition_penalty[:] = 1.0
     samples = [(chunk, row, s) for chunk, row in zip(chunks, first_rows, strict=True) for s in chunk.samples]
     n = len(samples)
@@ -118,6 +124,7 @@ def _fill_samples(table: StepTable, chunks: Sequence[Chunk], first_rows: list[in
 
     table.logit_rows[:n] = [row + s.index for _, row, s in samples]
     table.sample_slot[:n] = [chunk.slot if s.store else -1 for chunk, _, s in samples]
+    table.history_slot[:n] = [chunk.slot if s.penalised else -1 for chunk, _, s in samples]
     table.sample_position[:n] = [chunk.start + s.index + 1 for chunk, _, s in samples]
     for names, dtype in ((_INTS, np.int32), (FLOATS, np.float32)):
         columns = np.array([attrgetter(*names)(s) for _, _, s in samples], dtype).T

@@ -36,7 +36,7 @@ def check_step(table: StepTable) -> None:
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
     - Sampled tokens go to distinct places of HISTORY, or nowhere, and none that this step reads: not that of a
       deferred token, and not one before the sample position of a row that samples with penalties of that slot.
-      Penalties of a row that samples need a slot.
+      A row that samples with penalties has a history slot, which may differ from the one that it stores to, if any.
     """
     _check_rows(table)
     for rank in range(table.dims.tp):
@@ -167,11 +167,12 @@ def _check_logit_rows(t: StepTable) -> None:
     live = int((t.row_seq >= 0).sum())
     _require((t.logit_rows >= -1) & (t.logit_rows < live), "a logit row is not a live row")
     _require((t.sample_slot >= -1) & (t.sample_slot < d.max_seqs), "a sample slot is outside max_seqs")
+    _require((t.history_slot >= -1) & (t.history_slot < d.max_seqs), "a history slot is outside max_seqs")
     stored = t.sample_slot >= 0
     _require(~stored | (t.logit_rows >= 0), "a padding logit row is stored")
     _require(
-        ~stored | ((t.sample_position >= 0) & (t.sample_position <= d.max_context)),
-        "a sample is stored outside HISTORY",
+        ~(stored | (t.history_slot >= 0)) | ((t.sample_position >= 0) & (t.sample_position <= d.max_context)),
+        "a sample is stored outside HISTORY, or penalties read there",
     )
     _require((t.target >= -1) & (t.target < d.vocab), "a target is outside the vocabulary")
     _require((t.prompt_length >= 0) & (t.top_k >= 0) & (t.choice >= 0), "a prompt length, top_k or choice is negative")
@@ -202,8 +203,8 @@ def _check_history(t: StepTable, d: Dims, stored: NDArray[Any]) -> None:
     _require(~np.isin(read, places), "a deferred token is sampled in the same step")
     penalised = (t.repetition_penalty != 1) | (t.presence_penalty != 0) | (t.frequency_penalty != 0)
     penalised &= (t.logit_rows >= 0) & (t.target < 0)
-    _require(~penalised | stored, "a row with penalties has no slot")
-    first = t.sample_slot[penalised].astype(np.int64) * width
+    _require(~penalised | (t.history_slot >= 0), "a row with penalties has no history slot")
+    first = t.history_slot[penalised].astype(np.int64) * width
     last = first + t.sample_position[penalised]
     inside = np.searchsorted(places, last) - np.searchsorted(places, first)
     _require(inside == 0, "a penalised row reads a token that is sampled in the same step")

@@ -349,6 +349,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "rows whose KV it reads": _later_wait,
     "not a live row": _set(logit_rows=(0, 23)),
     "sample slot is outside": _set(sample_slot=(0, 8)),
+    "history slot is outside": _set(history_slot=(0, -2)),
     "padding logit row": _set(sample_slot=(10, 0)),
     "outside HISTORY": _set(sample_position=(0, 4098)),
     "target is outside": _set(target=(0, 100)),
@@ -363,8 +364,11 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "bias is NaN": _set(bias_values=(0, np.nan)),
     "one place": _set(sample_slot=(1, 0), sample_position=(1, 4000)),
     "deferred token is sampled": _set(sample_slot=(1, 0), sample_position=(1, 3999)),
-    "has no slot": _set(sample_slot=(0, -1), presence_penalty=(0, 1.0)),
-    "penalised row reads": _set(presence_penalty=(0, 1.0), sample_slot=(1, 0), sample_position=(1, 40)),
+    "or penalties read there": _set(sample_slot=(0, -1), history_slot=(0, 1), sample_position=(0, 4098)),
+    "has no history slot": _set(sample_slot=(0, 0), presence_penalty=(0, 1.0)),
+    "penalised row reads": _set(
+        presence_penalty=(0, 1.0), history_slot=(0, 0), sample_slot=(1, 0), sample_position=(1, 40)
+    ),
 }
 
 

@@ -91,7 +91,7 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
     table = StepTable(dims)
     table.block_tables[:] = rng.permutation(PAGES)[: table.block_tables.size].reshape(table.block_tables.shape)
     table.row_seq[:] = -1
-    table.logit_rows[:] = table.sample_slot[:] = table.target[:] = table.item_split[:] = -1
+    table.logit_rows[:] = table.sample_slot[:] = table.history_slot[:] = table.target[:] = table.item_split[:] = -1
     table.top_p[:] = table.repetition_penalty[:] = 1.0
     row = 0
     for sequence, (start, rows) in sequences.items():

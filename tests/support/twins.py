@@ -165,7 +165,7 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
     dims, n = twins.dims, twins.dims.logit_rows
     table = make_table(dims, {})
     table.logit_rows[:] = np.arange(n) % dims.tokens
-    table.sample_slot[:] = np.arange(n)
+    table.sample_slot[:] = table.history_slot[:] = np.arange(n)
     table.sample_position[:] = rng.integers(1, dims.max_context, n)
     table.prompt_length[:] = table.sample_position // 2
     for slot in range(n):
@@ -200,8 +200,6 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
             logits[:] = np.round(3 * logits / step) * step if step else 3 * logits
         table = sampling_table(twins, seed)
         table.target[5], table.sample_slot[6], table.logit_rows[7], table.sample_slot[7] = vocab - 1, -1, -1, -1
-        table.presence_penalty[6] = table.frequency_penalty[6] = 0.0
-        table.repetition_penalty[6] = 1.0
         twins.compare(record(twins.forward.by_name["sample"], 0, n), 1, table, atol=1e-4)
 
 

@@ -46,7 +46,7 @@ inline void adjust(const Call& call, int i, float* z) {
   const StepView& s = *call.step;
   const float repetition = s.repetition_penalty[i];
   const float presence = s.presence_penalty[i], frequency = s.frequency_penalty[i];
-  const int32_t slot = s.sample_slot[i];
+  const int32_t slot = s.history_slot[i];
   if (slot >= 0 && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f)) {
     const int32_t* history = call.at<int32_t>(Buffer::HISTORY) + int64_t{slot} * (d.max_context + 1);
     const int end = s.sample_position[i], prompt = s.prompt_length[i];

@@ -109,7 +109,7 @@ class Sampler {
     const StepView& s = *call_.step;
     const float temperature = s.temperature[i];
     const bool penalised =
-        s.sample_slot[i] >= 0 &&
+        s.history_slot[i] >= 0 &&
         (s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f || s.frequency_penalty[i] != 0.0f);
     const bool biased = s.bias_begin[i] < s.bias_end[i];
     if (temperature == 0.0f && !penalised && !biased) return greatest;
@@ -279,7 +279,7 @@ class Sampler {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
     const int32_t* history =
-        call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.sample_slot[i]} * (d.max_context + 1);
+        call_.at<int32_t>(Buffer::HISTORY) + int64_t{s.history_slot[i]} * (d.max_context + 1);
     int32_t* counts = reinterpret_cast<int32_t*>(other_);
     const int end = s.sample_position[i];
     const float repetition = s.repetition_penalty[i];

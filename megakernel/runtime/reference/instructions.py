@@ -309,8 +309,8 @@ def _sample(c: Context, row: int, rows: int) -> None:
 def _choose(c: Context, i: int, z: F32) -> int:
     """Sample logit row i: penalties, bias, temperature, min-p, top-k, top-p, one draw."""
     t = c.table
-    if t.sample_slot[i] >= 0:
-        seen = c.buffer(Buffer.HISTORY)[t.sample_slot[i], : t.sample_position[i]]
+    if t.history_slot[i] >= 0:
+        seen = c.buffer(Buffer.HISTORY)[t.history_slot[i], : t.sample_position[i]]
         penalties = {"repetition": t.repetition_penalty, "presence": t.presence_penalty}
         penalties["frequency"] = t.frequency_penalty
         values = {name: float(column[i]) for name, column in penalties.items()}
