@@ -52,6 +52,13 @@ SETTINGS: dict[str, Setting] = {
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(
+            "speculate",
+            "tokens that are proposed by prompt lookup and verified at once for each sequence, where that pays; up to "
+            "63, 0 is off; what is generated stays the same",
+            "0",
+            "--speculate",
+        ),
+        Setting(
             "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
         ),
         Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),

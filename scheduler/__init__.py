@@ -2,8 +2,9 @@
 
 from .candidates import with_matmul
 from .compile import compile_program
+from .cost import step_seconds
 from .describe import describe
 from .disasm import disassemble
 from .options import Options
 
-__all__ = ["Options", "compile_program", "describe", "disassemble", "with_matmul"]
+__all__ = ["Options", "compile_program", "describe", "disassemble", "step_seconds", "with_matmul"]

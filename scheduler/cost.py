@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_work
+from ..isa.record import phase_number
 from ..machine import Machine
+from ..program import Program
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
@@ -32,6 +34,21 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
     _, memory, link = unit_seconds(phase, columns, dims, machine)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
     return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
+
+
+def step_seconds(program: Program, machine: Machine) -> float:
+    """Predicted seconds of a step of `program`, phase after phase as rank 0 computes them.
+
+    Attention costs its dispatch only: its work is in the step table.
+    """
+    total = 0.0
+    for index, runs in enumerate((1, program.dims.layers, 1)):
+        for segment in program.phases(index):
+            records = segment.records[: segment.offsets[program.workers]]
+            if len(records):
+                phase = program.forward.by_number[int(phase_number(records)[0])]
+                total += runs * phase_seconds(phase, phase.columns(records), program.rank_dims(0), machine)
+    return total
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Dims
+from .counts import Counts
 from .pages import PagePool
 from .request import Request, Sequence
 
@@ -30,6 +31,7 @@ class Stats:
     preemptions: int
     prefix_queries: int  # tokens of admitted sequences that may use the prefix cache
     prefix_hits: int  # those of them that it held
+    counts: Counts
 
 
 class Batch:
@@ -38,11 +40,12 @@ class Batch:
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: dict[Sequence, None] = {}
+        self.counts = Counts()  # the engine's, who knows the outcome of steps
         self._max_seqs, self._page = dims.max_seqs, dims.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
         self._slots = list(range(dims.max_seqs - 1, -1, -1))
-        self._histories: list[tuple[int, NDArray[np.int32]]] = []
+        self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
@@ -55,6 +58,7 @@ class Batch:
             preemptions=self._preemptions,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            counts=self.counts,
         )
 
     def add(self, request: Request) -> None:
@@ -74,8 +78,8 @@ class Batch:
         self._admit()
         return self._deal()
 
-    def take_histories(self) -> list[tuple[int, NDArray[np.int32]]]:
-        """Slots that changed hands since the last call, and what HISTORY is to hold there when the step starts."""
+    def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
+        """What HISTORY is to hold when the step starts and no launch has stored: (slot, first place, tokens)."""
         histories, self._histories = self._histories, []
         return histories
 
@@ -91,6 +95,25 @@ class Batch:
             self.waiting.pop(sequence, None)
         if sequence.choice == 0:
             self.unhold(sequence.request)
+
+    def lengthen(self, sequence: Sequence, tokens: int) -> int:
+        """Give a running sequence pages for the K and V of `tokens` tokens, as far as pages are free.
+
+        Returns for how many of them it has room then.
+        """
+        missing = self.pages_for(tokens) - len(sequence.pages)
+        sequence.pages += self._pool.take(max(0, min(missing, self._pool.free)))
+        return min(tokens, len(sequence.pages) * self._page)
+
+    def shorten(self, sequence: Sequence) -> None:
+        """Forget what a step computed for a sequence after the tokens that it has: those were proposed in vain."""
+        tokens = len(sequence.tokens)
+        sequence.computed, sequence.length = tokens - 1, tokens
+        kept = self.pages_for(tokens)
+        self._pool.give(sequence.pages[kept:])
+        del sequence.pages[kept:]
+        if sequence.penalised:
+            self._write_history(sequence, tokens - 1)
 
     def unhold(self, request: Request) -> None:
         """The first choice has computed the prompt (or ended): the others come next."""
@@ -168,8 +191,11 @@ class Batch:
             sequence.computed, sequence.known_pages = len(shared) * page, len(shared)
             self.running[sequence] = None
             self._count_prefix(sequence)
-            self._histories.append((sequence.slot, np.array(sequence.tokens, dtype=np.int32)))
+            self._write_history(sequence, 0)
             spare -= taken + (len(sequence.pages) * page < sequence.length_limit - 1)
+
+    def _write_history(self, sequence: Sequence, start: int) -> None:
+        self._histories.append((sequence.slot, start, np.array(sequence.tokens[start:], dtype=np.int32)))
 
     def _count_prefix(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -3,7 +3,8 @@
 A step takes one token of every sequence that decodes, then fills what is left of its token budget with pieces of
 prompts, in order of arrival. While a launch runs, the next step is planned and its table built: a token that the launch
 is about to sample stands there as "what HISTORY will hold", so only a sequence that a stop token ends unforeseen
-takes part once too often, and its row is ignored.
+takes part once too often, and its row is ignored. Proposed tokens are added when the launch has ended, and after a step
+that verifies some the next one is planned late: only its outcome says where sequences go on.
 
 A token's bits depend on its own sequence only, so nothing of this shows in what is generated.
 """
@@ -16,20 +17,19 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable
+from ..isa import Dims
 from ..program import Program
-from ..runtime import build_step
-from ..runtime.backend import Backend, Launch, Output
+from ..runtime.backend import Backend, Output
 from ..runtime.step import Chunk, SampleRow
 from .batch import Batch, Stats
+from .counts import Counts
 from .logprobs import top_logprobs
 from .programs import Programs
 from .request import Request, Sequence
 from .sampling import SamplingParams
+from .speculation import Speculation
+from .work import Sample, Turn, Work
 
 
 class Token(NamedTuple):
@@ -67,33 +67,19 @@ class Step:
         return sum(len(chunk.samples) for chunk in self.chunks)
 
 
-class _Sample(NamedTuple):
-    """A logit row of a step."""
+class _Fate(NamedTuple):
+    """What became of a logit row. `counts` is False for one of a sequence that had ended or had other tokens."""
 
-    sequence: Sequence
-    target: int  # prompt token to score; -1: sample
-    top: int  # most likely tokens to report besides this one; -1: none at all
-
-
-@dataclass
-class _Work:
-    """A step ready to start; once it has, `launch` is what runs."""
-
-    program: Program
-    table: StepTable
-    chunks: list[Chunk]
-    sequences: list[Sequence]
-    samples: list[_Sample]
-    histories: list[tuple[int, NDArray[np.int32]]]  # slots that change hands, and what they hold then
-    launch: Launch | None = None
+    counts: bool
+    finish_reason: str | None = None  # where the row's token ends its sequence
 
 
 class Engine:
     """Runs requests on a backend. Not thread-safe: one caller adds, steps and aborts.
 
     `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; the other limits are
-    those of `dims`. With `prefix_cache`, prompts that begin alike share pages. Token ids go in and come out;
-    `Transcript` makes text of them.
+    those of `dims`. With `prefix_cache`, prompts that begin alike share pages; with `speculation`, steps verify
+    proposed tokens. Token ids go in and come out; `Transcript` makes text of them.
     """
 
     def __init__(
@@ -106,13 +92,15 @@ class Engine:
         step_tokens: int,
         eos_ids: frozenset[int],
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.backend = backend
         self.programs = programs
         self.dims = dims
         self._eos_ids = eos_ids
         self._batch = Batch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
-        self._under_way: _Work | None = None
+        self._step_tokens, self._speculation = step_tokens, speculation
+        self._under_way: Work | None = None
         self._requests = 0
 
     # -- requests
@@ -190,17 +178,26 @@ class Engine:
             if self._under_way is None:
                 self._start(self._prepare(), trace)
             work = self._under_way
-            if work is None or work.launch is None:
+            if work is None or work.launch is None or work.program is None:
                 raise AssertionError("a step without work")
-            ahead = self._prepare()
+            late = work.verifies
+            ahead = None if late else self._prepare()
+            if ahead:
+                ahead.build(self.programs)
             output = _own(work.launch.wait(), work.samples)
             self._under_way = None
-            fresh = self._advance(work, output)
-            self._start(ahead, trace)
+            ended = perf_counter()
+            fates = self._advance(work, output, ended)
+            self._start(self._prepare() if late else ahead, trace)
+            if self._speculation:
+                self._speculation.times.record(work.program, output.seconds)
+                if late:
+                    self._speculation.times.record_late(perf_counter() - ended)
         except BaseException:
             self._reset()
             raise
-        return Step(work.program, work.chunks, output, self._read(work, output, fresh))
+        chunks = [turn.chunk for turn in work.turns]
+        return Step(work.program, chunks, output, self._read(work, output, fates))
 
     def run(self) -> Iterator[Step]:
         """Step until nothing is left."""
@@ -212,28 +209,28 @@ class Engine:
         self._reset()
         self.backend.close()
 
-    def _prepare(self) -> _Work | None:
-        """Plan and build the step after the launches so far; None where nobody can take part."""
-        plan = self._batch.plan()
-        chunks: list[Chunk] = []
-        samples: list[_Sample] = []
-        for sequence, count in plan:
-            chunks.append(self._chunk(sequence, count, samples))
-        histories = self._batch.take_histories()
-        if not plan:
-            return None
-        program = self.programs.get(sum(count for _, count in plan), max(len(samples), 1))
-        table = build_step(program.dims, chunks)
-        return _Work(program, table, chunks, [sequence for sequence, _ in plan], samples, histories)
+    def _prepare(self) -> Work | None:
+        """Plan the step after the launches so far; None where nobody can take part."""
+        turns = [self._turn(sequence, count) for sequence, count in self._batch.plan()]
+        work = Work(turns, self._batch.take_histories())
+        if self._speculation:
+            self._speculation.read(work)
+        return work if turns else None
 
-    def _start(self, work: _Work | None, trace: bool) -> None:
+    def _start(self, work: Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
         if work is None:
             return
-        for slot, tokens in work.histories:
-            self.backend.write_history(slot, 0, tokens)
-        if all(sequence.finish_reason for sequence in work.sequences):
+        extended = self._speculation and self._speculation.extend(
+            work, self._batch, tokens=self._step_tokens, logit_rows=self.programs.most_logit_rows
+        )
+        for slot, start, tokens in work.histories:
+            self.backend.write_history(slot, start, tokens)
+        if work.ended:
             return
+        if extended or work.table is None:
+            work.build(self.programs)
+        assert work.program is not None and work.table is not None
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
 
@@ -260,69 +257,97 @@ class Engine:
         context = self.dims.max_context
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 
-    def _chunk(self, sequence: Sequence, count: int, samples: list[_Sample]) -> Chunk:
-        """Schedule the next `count` tokens of a sequence; its logit rows join `samples`."""
+    def _turn(self, sequence: Sequence, count: int) -> Turn:
+        """Schedule the next `count` tokens of a sequence, with the logit rows that they need."""
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         rows: list[SampleRow] = []
+        samples: list[Sample] = []
         if sequence.scoring:
             prompt, top = request.prompt_ids, request.params.prompt_logprobs or 0
             first, last = max(start, request.scored), min(end, len(prompt) - 1)
             for position in range(first, last):
                 rows.append(SampleRow(index=position - start, target=prompt[position + 1], store=False))
-                samples.append(_Sample(sequence, prompt[position + 1], top))
+                samples.append(Sample(sequence, position + 1, prompt[position + 1], top))
             request.scored = max(last, request.scored)
         ids = sequence.tokens[start:end]
         if len(ids) < count:
             ids.append(-1)  # the token that the launch under way samples, from HISTORY
         if end == sequence.length:
-            rows.append(sequence.sample_row(count - 1))
+            rows.append(sequence.sample_row(count - 1, start))
             wanted = request.params.logprobs
-            samples.append(_Sample(sequence, -1, -1 if wanted is None else wanted))
+            samples.append(Sample(sequence, end, -1, -1 if wanted is None else wanted))
             sequence.length += 1
         sequence.computed = end
         if request.held and sequence.choice == 0 and end >= len(request.prompt_ids):
             self._batch.unhold(request)
-        return Chunk(sequence.slot, start, ids, sequence.pages, rows)
+        return Turn(sequence, Chunk(sequence.slot, start, ids, sequence.pages, rows), samples)
 
     # -- outcomes
 
-    def _advance(self, work: _Work, output: Output) -> list[bool]:
-        """Append the sampled tokens and end the sequences that end with them. False: a row of one that had ended."""
-        now = perf_counter()
-        live = [sample.sequence.finish_reason is None for sample in work.samples]
-        for sample, token, alive in zip(work.samples, output.tokens.tolist(), live, strict=True):
-            if sample.target >= 0 or not alive:
-                continue
-            sequence = sample.sequence
-            sequence.tokens.append(token)
-            sequence.first_token_at = sequence.first_token_at or now
-            sequence.last_token_at = now
-            if token in sequence.request.stop_ids:
-                self._batch.finish(sequence, "stop")
-            elif len(sequence.tokens) >= sequence.length_limit:
-                self._batch.finish(sequence, "length")
-        return live
+    def _advance(self, work: Work, output: Output, now: float) -> list[_Fate]:
+        """Append the sampled tokens and end the sequences that end with them: what became of each logit row."""
+        tokens = iter(output.tokens.tolist())
+        fates: list[_Fate] = []
+        generated = turns = proposed = accepted = 0
+        for turn in work.turns:
+            mine = [self._take(sample, token, now) for sample, token in zip(turn.samples, tokens, strict=False)]
+            made = sum(fate.counts for fate, sample in zip(mine, turn.samples, strict=True) if sample.target < 0)
+            generated, turns = generated + made, turns + (made > 0)
+            if made and turn.proposed:
+                proposed, accepted = proposed + turn.proposed, accepted + made - 1
+                self._verified(turn, made - 1)
+            fates += mine
+        self._batch.counts += Counts(generated, turns, proposed, accepted)
+        return fates
 
-    def _read(self, work: _Work, output: Output, live: list[bool]) -> list[Token]:
+    def _take(self, sample: Sample, token: int, now: float) -> _Fate:
+        """The sampled token of a logit row joins its sequence, if that is what the row was computed for."""
+        sequence = sample.sequence
+        if sequence.finish_reason is not None:
+            return _Fate(False)
+        if sample.target >= 0:
+            return _Fate(True)
+        known = sequence.tokens
+        if sample.after >= 0 and (len(known) != sample.position or known[-1] != sample.after):
+            return _Fate(False)  # a token proposed before it was wrong
+        known.append(token)
+        sequence.first_token_at = sequence.first_token_at or now
+        sequence.last_token_at = now
+        if token in sequence.request.stop_ids:
+            self._batch.finish(sequence, "stop")
+        elif len(known) >= sequence.length_limit:
+            self._batch.finish(sequence, "length")
+        return _Fate(True, sequence.finish_reason)
+
+    def _verified(self, turn: Turn, accepted: int) -> None:
+        """So many of a turn's proposed tokens were right."""
+        assert self._speculation is not None
+        self._speculation.learn(turn, accepted)
+        if turn.sequence.finish_reason is None:
+            self._batch.shorten(turn.sequence)
+
+    def _read(self, work: Work, output: Output, fates: Seq[_Fate]) -> list[Token]:
         """The step's tokens, and the scores of prompts to their requests."""
         found: list[Token] = []
         logits = iter(output.logits)
-        rows = zip(work.samples, live, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
-        for (sequence, target, top), alive, token, logprob in rows:
-            best = top_logprobs(next(logits), top, token, logprob) if top > 0 else {}
-            if not alive:
+        rows = zip(work.samples, fates, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
+        for sample, fate, token, logprob in rows:
+            sequence, top = sample.sequence, sample.top
+            row = next(logits) if top > 0 else None
+            if not fate.counts:
                 continue
+            best = {} if row is None else top_logprobs(row, top, token, logprob)
             if top >= 0:
                 best[token] = logprob
-            if target < 0:
-                found.append(Token(sequence.request, sequence.choice, token, logprob, best, sequence.finish_reason))
+            if sample.target < 0:
+                found.append(Token(sequence.request, sequence.choice, token, logprob, best, fate.finish_reason))
             else:
                 sequence.request.prompt_logprobs.append(logprob)
                 sequence.request.prompt_top_logprobs.append(best)
         return found
 
 
-def _own(output: Output, samples: Seq[_Sample]) -> Output:
+def _own(output: Output, samples: Seq[Sample]) -> Output:
     """A copy of what the host reads of an output, before the next launch overwrites it: the logits of `top` rows."""
     rows = len(samples)
     read = [row for row, sample in enumerate(samples) if sample.top > 0]

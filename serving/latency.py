@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from ..roofline import Ceilings, Work, achieved, step_work
+from .counts import Counts
 from .engine import Step
 from .llm import LLM
 from .sampling import SamplingParams
@@ -16,9 +17,13 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of one run: `rows` tokens in steps of `step_s` seconds, the host's share between steps included."""
+    """One phase of one run: `rows` tokens in steps of `step_s` seconds, the host's share between steps included.
+
+    Steps gave `tokens` tokens.
+    """
 
     rows: int
+    tokens: int
     step_s: list[float]
     work: Work  # of all steps together
 
@@ -37,6 +42,7 @@ class Phase:
 class Run:
     prefill: Phase
     decode: Phase
+    counts: Counts  # of both
 
 
 def measure(
@@ -60,18 +66,30 @@ def measure(
 def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
     """The figures of `bench latency`: medians over every decode step, and over the runs' prefills.
 
+    Steps that verify proposed tokens differ in length and in what they give. Where there are some, the figures of
+    decode are those of the run with the median rate, and `step_s` is its mean step.
+
     `roofline_fraction` is the least time that `ceilings` allow over the time taken. A fraction above 1 is an error of
     the measurement (or weights that stay in a cache) and is named in `errors`.
     """
-    step_s = median(s for run in runs for s in run.decode.step_s)
+    counts = sum((run.counts for run in runs), Counts())
+    if counts.proposed:
+        decode = sorted((run.decode for run in runs), key=lambda phase: phase.tokens / phase.seconds)[len(runs) // 2]
+        step_s = decode.seconds / len(decode.step_s)
+        tokens_per_s = decode.tokens / decode.seconds
+    else:
+        decode = runs[0].decode  # the work of every run is the same
+        step_s = median(s for run in runs for s in run.decode.step_s)
+        tokens_per_s = 1.0 / step_s
     medians = [median(run.decode.step_s) for run in runs]
     prefill_s = median(run.prefill.seconds for run in runs)
-    decode_work, prefill = runs[0].decode.step_work, runs[0].prefill  # the work of every run is the same
-    decode_rates = achieved(decode_work, ceilings, step_s)
+    prefill = runs[0].prefill
+    decode_rates = achieved(decode.step_work, ceilings, step_s)
     prefill_rates = achieved(prefill.work, ceilings, prefill_s)
     rates = (("decode", decode_rates), ("prefill", prefill_rates))
     return {
-        "tokens_per_s": 1.0 / step_s,
+        "tokens_per_s": tokens_per_s,
+        **counts.figures(),
         "step_s": step_s,
         "step_s_min": min(medians),
         "step_s_max": max(medians),
@@ -103,10 +121,12 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
         steps.append((step, moments[-1] - moments[-2]))
 
     llm.engine.reset_prefix_cache()
+    before = llm.engine.stats.counts
     llm.generate([prompt_ids], params, on_step=record)
     first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
     tied = llm.config.tied
-    return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied))
+    counts = llm.engine.stats.counts - before
+    return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied), counts)
 
 
 def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
@@ -116,6 +136,7 @@ def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
     works = [work(step) for step, _ in steps]
     return Phase(
         rows=sum(sum(step.rows) for step, _ in steps),
+        tokens=sum(len(step.tokens) for step, _ in steps),
         step_s=[seconds for _, seconds in steps],
         work=Work(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
     )

@@ -13,7 +13,7 @@ from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..model.stored import bytes_by_type, stored_as
 from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
-from ..scheduler import Options, compile_program, with_matmul
+from ..scheduler import Options, compile_program, step_seconds, with_matmul
 from .batch import SCORED_ROWS
 from .engine import Engine, Step, Token
 from .memory import kv_capacity
@@ -21,6 +21,8 @@ from .programs import Programs
 from .request import Request
 from .request import Sequence as Choice
 from .sampling import SamplingParams
+from .speculation import VERIFIED_ROWS, Speculation, check_depth
+from .step_times import StepTimes
 from .transcript import Transcript
 
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
@@ -70,6 +72,7 @@ class LLM:
     max_seqs     sequences that run at once
     step_tokens  tokens that one step computes at most; longer prompts are cut
     prefix_cache prompts that begin alike compute the beginning once
+    speculate    tokens that are proposed and verified at once for each sequence, 0 for none; results are the same
     ranks        threads, or processes; in a torchrun job its processes, where only rank 0 goes on after the call
     """
 
@@ -85,6 +88,7 @@ class LLM:
         max_seqs: int = 64,
         step_tokens: int = 512,
         prefix_cache: bool = True,
+        speculate: int = 0,
         ranks: str = "threads",
         weights: str = "auto",
     ) -> None:
@@ -93,6 +97,7 @@ class LLM:
                 raise MegakernelError(f"{name}={value} must be positive")
         if step_tokens < max_seqs:
             raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
+        check_depth(speculate)
         join_ranks(tp)
         wanted = parse_dtype(dtype)
         checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
@@ -122,8 +127,9 @@ class LLM:
                 weight_bits=bits,
             ),
             step_tokens,
-            max(max_seqs, SCORED_ROWS),
+            max(max_seqs, VERIFIED_ROWS if speculate else SCORED_ROWS),
         )
+        predict = partial(step_seconds, machine=self.machine)
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.kv_page)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
@@ -135,6 +141,7 @@ class LLM:
             step_tokens=step_tokens,
             eos_ids=eos,
             prefix_cache=prefix_cache,
+            speculation=Speculation(speculate, StepTimes(programs, predict)) if speculate else None,
         )
 
     @property
@@ -172,6 +179,8 @@ class LLM:
                     on_step(step)
                 for token in step.tokens:
                     transcript = requests[token.request][token.choice]
+                    if transcript.finish_reason is not None:
+                        continue  # generated in the step whose text ended with a stop string
                     text = transcript.add(token)
                     if transcript.finish_reason != token.finish_reason:
                         self.engine.stop(token.request, token.choice)

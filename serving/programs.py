@@ -36,13 +36,17 @@ class Programs:
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
-        self._most_tokens, self._most_logit_rows = most_tokens, most_logit_rows
+        self._most_tokens, self.most_logit_rows = most_tokens, most_logit_rows
         self._cache: dict[tuple[int, int], Program] = {}
         self._lock = Lock()
 
+    def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
+        """The sizes of the smallest program with room for that many token rows and logit rows."""
+        return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
+
     def get(self, tokens: int, logit_rows: int) -> Program:
         """The program of the smallest bucket with room for that many token rows and logit rows."""
-        key = bucket(tokens, self._most_tokens), bucket(logit_rows, self._most_logit_rows)
+        key = self.bucket(tokens, logit_rows)
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
@@ -53,7 +57,7 @@ class Programs:
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)
-            for rows in buckets(min(self._most_logit_rows, tokens))
+            for rows in buckets(min(self.most_logit_rows, tokens))
         ]
         for tokens, rows in keys:
             if stop is not None and stop.is_set():

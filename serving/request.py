@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from ..runtime.step import FLOATS, SampleRow
+from .draft import Draft
 from .pages import ROOT, page_hash
 from .sampling import SamplingParams
 
@@ -32,7 +33,8 @@ class Sequence:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     _hashes: list[bytes] = field(default_factory=list)
-    _decode_row: SampleRow | None = None
+    draft: Draft | None = None
+    _rows: dict[tuple[int, bool], SampleRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.length = len(self.tokens)
@@ -59,14 +61,20 @@ class Sequence:
             self._hashes.append(page_hash(before, self.tokens[i * page : (i + 1) * page]))
         return self._hashes[:count]
 
-    def sample_row(self, index: int) -> SampleRow:
-        """How to sample the next token from row `index` of a chunk."""
+    @property
+    def penalised(self) -> bool:
+        """Whether its choices depend on which tokens HISTORY has."""
+        return self.sample_row(0, self.length).penalised
+
+    def sample_row(self, index: int, start: int, *, store: bool = True) -> SampleRow:
+        """How to sample the token after row `index` of a chunk that begins at token `start`."""
         p = self.request.params
-        early = self.length - len(self.request.prompt_ids) < p.min_tokens
-        if index == 0 and not early and self._decode_row:
-            return self._decode_row
+        early = start + index + 1 - len(self.request.prompt_ids) < p.min_tokens
+        if not early and (known := self._rows.get((index, store))):
+            return known
         row = SampleRow(
             index=index,
+            store=store,
             prompt_length=len(self.request.prompt_ids),
             top_k=max(p.top_k, 0),
             **{name: getattr(p, name) for name in FLOATS},
@@ -74,8 +82,8 @@ class Sequence:
             choice=self.choice,
             bias=dict(p.logit_bias) | (dict.fromkeys(self.request.stop_ids, float("-inf")) if early else {}),
         )
-        if index == 0 and not early:
-            self._decode_row = row
+        if not early:
+            self._rows[index, store] = row
         return row
 
 

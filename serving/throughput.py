@@ -52,6 +52,7 @@ def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[S
 
     prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
     params = [SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
+    before = engine.stats.counts
     began = ended = perf_counter()
     results = llm.generate(prompts, params, on_step=record)
     seconds = perf_counter() - began
@@ -67,6 +68,7 @@ def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[S
         "tokens_per_s": outputs / seconds,
         "total_tokens_per_s": (inputs + outputs) / seconds,
         "steps": totals.steps,
+        **(engine.stats.counts - before).figures(),
         "step_s": figures["step_s"],
         "sequences": figures["sequences"],
         "roofline_fraction": totals.bound_s / seconds,

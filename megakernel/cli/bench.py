@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from . import output
-from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids, token_ids
+from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
     from ..roofline import Ceilings
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def register(add: AddVerb) -> None:
     bench = add("bench latency", "decode of one sequence, and its prefill", "megakernel bench latency --tokens 64")
     add_model_run(bench)
+    add_speculate(bench)
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
             ids = prompt_ids(llm, args.prompt_tokens)
         ceilings = measured_ceilings(llm)
         figures = latency(llm, ids, args.tokens, args.runs, ceilings)
-        figures["settings"] = llm.about | {"prompt_tokens": len(ids), "tokens": args.tokens}
+        asked = {"prompt_tokens": len(ids), "tokens": args.tokens, "speculate": args.speculate}
+        figures["settings"] = llm.about | asked
     (output.emit if args.json else show)(figures)
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import output
 from .bench import measured_ceilings
-from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
+from .options import AddVerb, add_count, add_model_run, add_setting, add_speculate, open_llm
 from .workload import add_workload, workload
 
 
@@ -20,6 +20,7 @@ def register(add: AddVerb) -> None:
         "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
     )
     add_model_run(parser)
+    add_speculate(parser)
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 "num_prompts": len(load.jobs),
                 "max_num_seqs": args.max_num_seqs,
                 "max_num_batched_tokens": args.max_num_batched_tokens,
+                "speculate": args.speculate,
                 "seed": args.seed,
             },
         }

@@ -70,6 +70,17 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=positive, help="tokens a sequence may reach (default: the model's limit)")
 
 
+def add_speculate(parser: argparse.ArgumentParser) -> None:
+    """The flag that lets a model verify proposed tokens."""
+    setting = SETTINGS["speculate"]
+    parser.add_argument("--speculate", type=depth, default=0, metavar="N", help=f"{setting.what} (default: 0)")
+
+
+def depth(text: str) -> int:
+    """A whole number from 0, for argparse; the model says how large it may be."""
+    return 0 if text == "0" else positive(text)
+
+
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
@@ -118,6 +129,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
 
     join_ranks(args.tp)
     how = {name: getattr(args, name) for name in ("tp", "backend", "dtype", "weights", "threads", "ranks")}
+    how["speculate"] = getattr(args, "speculate", 0)  # not a flag of every verb
     step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 

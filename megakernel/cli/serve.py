@@ -14,7 +14,7 @@ from ..errors import MegakernelError, file_errors
 from ..settings import SETTINGS
 from . import output
 from .bench import measured_ceilings
-from .options import AddVerb, above_zero, load, positive
+from .options import AddVerb, above_zero, depth, load, positive
 
 if TYPE_CHECKING:
     from ..serving import LLM
@@ -36,6 +36,7 @@ _seconds = above_zero("a number of seconds above 0", 1e9)
 _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("model", "backend", "dtype", "weights"), str),
     **dict.fromkeys(("tp", "threads"), positive),
+    "speculate": depth,
     "host": str,
     "port": _port,
     "served model name": str,
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: _value(args, name) for name in _TYPES}
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
-    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads")}
+    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         ceilings = measured_ceilings(llm)

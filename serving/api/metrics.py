@@ -88,6 +88,10 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=names)
             gauge.add_metric(values, value)
             yield gauge
+        what = "tokens that a step gives a sequence, on average since the start"
+        gauge = GaugeMetricFamily("megakernel:tokens_per_step", what, labels=names)
+        gauge.add_metric(values, stats.counts.tokens_per_step)
+        yield gauge
         cache = {"block_size": str(engine.engine.dims.kv_page), "num_gpu_blocks": str(stats.pages)}
         info = GaugeMetricFamily("vllm:cache_config_info", "size of the KV cache", labels=[*names, *cache])
         info.add_metric([*values, *cache.values()], 1)
@@ -98,6 +102,8 @@ class Metrics(Collector):
             ("num_preemptions", "sequences that gave up their pages and wait again", stats.preemptions),
             ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
             ("prefix_cache_hits", "of them, those that it held", stats.prefix_hits),
+            ("spec_decode_num_draft_tokens", "proposed tokens that steps verified", stats.counts.proposed),
+            ("spec_decode_num_accepted_tokens", "of them, those that were right", stats.counts.accepted),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=names)
             counter.add_metric(values, value)

@@ -13,8 +13,8 @@ from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.runtime import build_step
 from megakernel.runtime.cpu import CpuBackend
-from megakernel.serving import engine as engine_module
 from megakernel.serving import llm as llm_module
+from megakernel.serving import work as work_module
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.pages import ROOT, PagePool, page_hash
 from megakernel.serving.request import Request
@@ -377,7 +377,7 @@ def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: py
             return build_step(*_)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "build_step", interrupt)
+            patch.setattr(work_module, "build_step", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompts, greedy)
         assert llm.engine.idle and not llm.engine.stats.pages_used

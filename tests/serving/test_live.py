@@ -21,11 +21,14 @@ from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
 from megakernel.serving import live_routes
 from megakernel.serving.batch import Stats
+from megakernel.serving.counts import Counts
 from megakernel.serving.engine import Engine
 from megakernel.serving.live import Live
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
-STATS = Stats(running=2, waiting=3, pages=64, pages_used=7, preemptions=0, prefix_queries=0, prefix_hits=0)
+STATS = Stats(
+    running=2, waiting=3, pages=64, pages_used=7, preemptions=0, prefix_queries=0, prefix_hits=0, counts=Counts()
+)
 ABOUT = {"model": "<b>tiny</b>", "backend": "fake"}
 
 

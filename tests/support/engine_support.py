@@ -21,6 +21,7 @@ from megakernel.scheduler import compile_program
 from megakernel.serving.batch import SCORED_ROWS
 from megakernel.serving.engine import Engine
 from megakernel.serving.programs import Programs
+from megakernel.serving.speculation import Speculation
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
@@ -63,8 +64,10 @@ class FakeBackend:
         self.closed = False
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        assert start == 0 and not self.under_way
-        self.history[slot] = dict(enumerate(tokens.tolist()))
+        assert not self.under_way
+        if start == 0:
+            self.history[slot] = {}
+        self.history[slot].update(enumerate(tokens.tolist(), start))
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> FakeLaunch:
         assert not self.under_way
@@ -80,13 +83,15 @@ class FakeBackend:
         if self.interrupt:
             raise KeyboardInterrupt
         d = table.dims
+        sampled = {int(row) for row, target in zip(table.logit_rows, table.target, strict=True) if target < 0}
         for row in range(d.tokens):
             slot, position = int(table.row_seq[row]), int(table.positions[row])
             if slot < 0:
                 continue
             token = int(table.token_ids[row])
             token = self.history[slot][position] if token < 0 else token
-            assert token == self.history[slot][position]
+            if row - 1 not in sampled or table.row_seq[row - 1] != slot:  # else it may be a proposed one
+                assert token == self.history[slot][position]
             pages = table.block_tables[slot]
             before = self.kv[int(pages[(position - 1) // d.kv_page]), (position - 1) % d.kv_page] if position else 0
             self.kv[int(pages[position // d.kv_page]), position % d.kv_page] = digest([token], before)
@@ -172,6 +177,7 @@ def fake_engine(
     pages: int = 64,
     step_tokens: int = 16,
     prefix_cache: bool = True,
+    speculate: Callable[[Programs], Speculation] | None = None,
     **changes: Any,
 ) -> tuple[Engine, FakeBackend]:
     compile = partial(_compile, max_seqs=max_seqs, max_context=max_context, **changes)
@@ -185,5 +191,6 @@ def fake_engine(
         step_tokens=step_tokens,
         eos_ids=frozenset([EOS]),
         prefix_cache=prefix_cache,
+        speculation=speculate(programs) if speculate else None,
     )
     return engine, backend

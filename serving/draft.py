@@ -1,0 +1,61 @@
+"""What an engine knows of proposals for one sequence: who makes them, and how often they were right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+_MEMORY = 0.9  # weight of what acceptance was before the last verification
+_PATIENCE, _MOST_PATIENCE = 16, 128  # proposals in a row that are declined, at first and after probes that failed
+
+
+class Proposer(Protocol):
+    """Guesses how one sequence goes on."""
+
+    def read(self) -> None:
+        """Take note of the sequence's new tokens, while nothing waits for it."""
+
+    def propose(self, count: int) -> list[int]:
+        """At most `count` tokens that may come next."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """`tried` and `accepted` proposed tokens are decayed sums, which begin with one of two right.
+
+    After `patience` declined proposals in a row one token is tried against the odds, a probe.
+    """
+
+    proposer: Proposer
+    tried: float = 2.0
+    accepted: float = 1.0
+    declined: int = 0
+    patience: int = _PATIENCE
+    probing: bool = False
+
+    @property
+    def acceptance(self) -> float:
+        """How likely a proposed token is right if those before it are."""
+        return self.accepted / self.tried
+
+    @property
+    def due(self) -> bool:
+        """Whether a probe is due."""
+        return self.declined >= self.patience
+
+    def decline(self) -> None:
+        """A proposal is not verified."""
+        self.declined += 1
+
+    def verify(self) -> None:
+        """A proposal is verified."""
+        self.probing, self.declined = self.due, 0
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""
+        self.tried = _MEMORY * self.tried + accepted + (accepted < proposed)
+        self.accepted = _MEMORY * self.accepted + accepted
+        if accepted:
+            self.patience = _PATIENCE
+        elif self.probing:
+            self.patience = min(2 * self.patience, _MOST_PATIENCE)

@@ -1,0 +1,80 @@
+"""How long steps take: as measured lately, and as the cost model predicts where nothing has been measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ..program import Program
+from .programs import Programs
+
+_KEPT = 8  # latest times of a bucket; the least of them counts, because a busy machine makes steps slower, never faster
+_STALE = 1000  # steps after which a bucket that has not run counts as not measured
+
+Bucket = tuple[int, int]
+
+
+@dataclass
+class _Measured:
+    """Times of a bucket's steps, the last of which was the engine's `at`th."""
+
+    at: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+
+class StepTimes:
+    """Times of an engine's steps. `predict` gives the cost model's seconds for a program."""
+
+    def __init__(self, programs: Programs, predict: Callable[[Program], float]) -> None:
+        self._programs, self._predict = programs, predict
+        self._steps = 0
+        self._measured: dict[Bucket, _Measured] = {}
+        self._predicted: dict[Bucket, float] = {}
+        self._late: deque[float] = deque(maxlen=_KEPT)
+
+    def record(self, program: Program, seconds: float) -> None:
+        """A step of `program` took `seconds`."""
+        self._steps += 1
+        measured = self._measured.setdefault((program.dims.tokens, program.dims.logit_rows), _Measured())
+        measured.at = self._steps
+        measured.seconds.append(seconds)
+
+    def record_late(self, seconds: float) -> None:
+        """The host needed `seconds` between two launches, because it could not plan during the first."""
+        self._late.append(seconds)
+
+    @property
+    def late_s(self) -> float:
+        """What it costs to plan a step only after the one before."""
+        return min(self._late, default=0.0)
+
+    def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
+        """Seconds of a step of that many token rows and logit rows, then with 1 more of both, with 2, up to `most`.
+
+        Buckets that have not been measured lie on a line between those that have. Beyond the last of these, times grow
+        as the cost model predicts.
+        """
+        buckets = [self._programs.bucket(tokens + more, logit_rows + more) for more in range(most + 1)]
+        distinct = list(dict.fromkeys(buckets))
+        known = {bucket: seconds for bucket in distinct if (seconds := self._lately(bucket)) is not None}
+        known.setdefault(distinct[0], self._prediction(distinct[0]))
+        ends = [bucket for bucket in distinct if bucket in known]
+        for low, high in pairwise(ends):
+            slope = (known[high] - known[low]) / (sum(high) - sum(low))
+            for bucket in distinct[distinct.index(low) + 1 : distinct.index(high)]:
+                known[bucket] = known[low] + slope * (sum(bucket) - sum(low))
+        last = ends[-1]
+        for bucket in distinct[distinct.index(last) + 1 :]:
+            known[bucket] = known[last] * self._prediction(bucket) / self._prediction(last)
+        return [known[bucket] for bucket in buckets]
+
+    def _lately(self, bucket: Bucket) -> float | None:
+        measured = self._measured.get(bucket)
+        return min(measured.seconds) if measured and self._steps - measured.at < _STALE else None
+
+    def _prediction(self, bucket: Bucket) -> float:
+        if bucket not in self._predicted:
+            self._predicted[bucket] = self._predict(self._programs.get(*bucket))
+        return self._predicted[bucket]
