@@ -151,7 +151,7 @@ class Batch:
 
     def _grow(self) -> None:
         """Give every running sequence room for its next token, the oldest first and, if need be, at the youngest's
-        expense. Who lost its pages cannot be admitted in the same plan: it needs more than it gave up.
+        expense.
         """
         page = self._page
         short = [s for s in self.running if s.pending and len(s.pages) * page < s.length]
@@ -172,7 +172,8 @@ class Batch:
     def _admit(self) -> None:
         """Let those who wait run while there is a slot and room for the tokens they have, in order.
 
-        Room is what is free less a page for each running sequence that will need one.
+        Room is what is free less a page for each running sequence that will need one. Who has just lost its pages waits
+        for the token that is being sampled for it: that goes to the slot that it had.
         """
         if not self.waiting or not self._slots:
             return
@@ -180,6 +181,8 @@ class Batch:
         spare = self._pool.free - sum(len(s.pages) * page < s.length_limit - 1 for s in self.running)
         while self.waiting and self._slots:
             sequence = next(iter(self.waiting))
+            if sequence.length > len(sequence.tokens):
+                return
             shared = self._prefix(sequence)
             own = self.pages_for(sequence.length) - len(shared)
             taken = own + self._pool.unused(shared)
