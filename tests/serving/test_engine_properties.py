@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
-from engine_support import CONFIG, EOS, TINY, FakeBackend, continuation, digest, fake_engine, output_ids
+from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation, digest, fake_engine, output_ids
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -71,16 +72,33 @@ def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[
         stop_token_ids=[rng.randrange(60)] if rng.random() < 0.3 else (),
         logprobs=rng.choice([None, 0, 2]),
         prompt_logprobs=rng.choice([None, None, None, 0, 1]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),  # of no effect here, but HISTORY must be right
     )
     return prompt, params
 
 
+def guessed(rng: random.Random) -> Guesses:
+    """Proposals of which some runs begin right."""
+    share = rng.choice([0.0, 0.1, 0.4, 1.0])
+    return Guesses(lambda place: rng.random() < share)
+
+
+def add(engine: Engine, guesses: Guesses, prompt: list[int], params: SamplingParams) -> Request:
+    request = engine.add(prompt, params)
+    for choice in request.choices:
+        guesses.tell(choice.tokens, prompt + alone(request, choice.choice)[0])
+    return request
+
+
+@pytest.mark.parametrize("depth", [0, 5])
 @pytest.mark.parametrize("seed", range(8))
-def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int) -> None:
+def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing(seed: int, depth: int) -> None:
     rng = random.Random(seed)
+    guesses = guessed(rng)
     limits: dict[str, Any] = {"max_seqs": [2, 5, 9], "pages": [12, 16, 40], "step_tokens": [9, 16, 50]}
     limits["prefix_cache"] = [True] * 4 + [False]
-    engine, backend = fake_engine(None, **{name: rng.choice(values) for name, values in limits.items()})
+    chosen = {name: rng.choice(values) for name, values in limits.items()}
+    engine, backend = fake_engine(None, speculate=(depth, guesses) if depth else None, **chosen)
     prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
     left = [random_request(rng, prefixes) for _ in range(20)]
     done: list[Request] = []
@@ -89,7 +107,7 @@ def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int
     while left or not engine.idle:
         while left and (engine.idle or rng.random() < 0.3):
             prompt, params = left.pop()
-            (aborted if rng.random() < 0.2 else done).append(engine.add(prompt, params))
+            (aborted if rng.random() < 0.2 else done).append(add(engine, guesses, prompt, params))
         if aborted and rng.random() < 0.1:
             engine.abort(rng.choice(aborted))
         if not engine.idle:
@@ -106,24 +124,45 @@ def test_company_cuts_prefix_hits_preemption_and_aborts_change_nothing(seed: int
     assert_at_rest(engine, backend)
 
 
-def test_the_random_runs_meet_every_phase() -> None:
+@pytest.mark.parametrize("depth, preemptions", [(0, 4), (5, 1)])
+def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
     """What the test above is about does happen in it."""
-    rng = random.Random(0)
-    engine, backend = fake_engine(None, max_seqs=9, pages=12, step_tokens=16)
+    rng = random.Random(1)
+    guesses = Guesses(lambda place: rng.random() < 0.2)
+    speculate = (depth, guesses) if depth else None
+    engine, backend = fake_engine(None, max_seqs=9, pages=12, step_tokens=16, speculate=speculate)
     prefixes = [[rng.randrange(60) for _ in range(100)]]
     for _ in range(15):
-        engine.add(*random_request(rng, prefixes))
+        add(engine, guesses, *random_request(rng, prefixes))
     finish(engine, backend)
-    assert engine.stats.preemptions > 3
-    assert 0 < engine.stats.prefix_hits < engine.stats.prefix_queries
+    stats, counts = engine.stats, engine.stats.counts
+    assert stats.preemptions >= preemptions and 0 < stats.prefix_hits < stats.prefix_queries
+    if depth:
+        assert 100 < counts.accepted < counts.proposed and counts.tokens_per_step > 1.3
+    else:
+        assert (counts.proposed, counts.accepted, counts.tokens_per_step) == (0, 0, 1.0)
 
 
+def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:
+    """Though others have its prompt's pages too, so that it needs fewer than it gave up."""
+    engine, backend = fake_engine(None, pages=10, step_tokens=200)
+    prompt = [i % 50 for i in range(64)]
+    params = SamplingParams(max_tokens=40, min_tokens=40, seed=1)
+    requests = [engine.add(prompt, params), engine.add(prompt, replace(params, seed=2))]
+    finish(engine, backend)
+    assert engine.stats.preemptions == 1
+    assert_generated_alone(*requests)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_failed_launch_changes_nothing(seed: int) -> None:
+def test_a_failed_launch_changes_nothing(seed: int, depth: int) -> None:
     rng = random.Random(seed)
-    engine, backend = fake_engine(None, max_seqs=4, pages=16, step_tokens=16)
+    guesses = guessed(rng)
+    speculate = (depth, guesses) if depth else None
+    engine, backend = fake_engine(None, max_seqs=4, pages=16, step_tokens=16, speculate=speculate)
     prefixes = [[rng.randrange(60) for _ in range(100)]]
-    requests = [engine.add(*random_request(rng, prefixes)) for _ in range(12)]
+    requests = [add(engine, guesses, *random_request(rng, prefixes)) for _ in range(12)]
     while not engine.idle:
         backend.interrupt = rng.random() < 0.1
         try:

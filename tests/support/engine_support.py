@@ -106,13 +106,14 @@ class FakeBackend:
             begin, end = int(table.bias_begin[i]), int(table.bias_end[i])
             bias = dict(zip(table.bias_ids[begin:end].tolist(), table.bias_values[begin:end].tolist(), strict=True))
             token = int(table.target[i])
+            if table.history_slot[i] >= 0:
+                assert digest(self.said(table, i)) == self.kv_before(table, row, position)
             if token < 0:
                 if self.reply:
                     token = self.reply(position - 1)
                 else:
-                    page = int(table.block_tables[table.row_seq[row], (position - 1) // d.kv_page])
                     seed = int(table.seed_low[i]) & 0xFFFFFFFF
-                    token = continuation(self.kv[page, (position - 1) % d.kv_page], seed, int(table.choice[i]))
+                    token = continuation(self.kv_before(table, row, position), seed, int(table.choice[i]))
                 while bias.get(token) == -np.inf:
                     token = (token + 1) % d.vocab
             logits[i] = np.arange(d.vocab) == token
@@ -120,6 +121,16 @@ class FakeBackend:
             if table.sample_slot[i] >= 0:
                 self.history[int(table.sample_slot[i])][position] = token
         return Output(tokens, logprobs, logits, 0.0, None)
+
+    def said(self, table: StepTable, i: int) -> list[int]:
+        """The tokens that penalties of logit row `i` count."""
+        history = self.history[int(table.history_slot[i])]
+        return [history[place] for place in range(int(table.sample_position[i]))]
+
+    def kv_before(self, table: StepTable, row: int, position: int) -> int:
+        """The digest that the KV cache has of the tokens before `position`, up to that of a row."""
+        block, offset = divmod(position - 1, table.dims.kv_page)
+        return self.kv[int(table.block_tables[table.row_seq[row], block]), offset]
 
     def close(self) -> None:
         self.closed = True
@@ -147,6 +158,49 @@ class FakeLaunch:
         self.backend.under_way = False
 
 
+class EvenTimes:
+    """Steps of any size take as long, so that every proposed token is verified."""
+
+    late_s = 0.0
+
+    def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
+        return [1.0] * (most + 1)
+
+    def record(self, program: Program, seconds: float) -> None:
+        pass
+
+    def record_late(self, seconds: float) -> None:
+        pass
+
+
+class Guesses:
+    """Proposers of sequences whose whole text is told by `tell`; `wrong` of a place says whether to miss it."""
+
+    def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
+        self.wrong = wrong
+        self.texts: dict[int, Sequence[int]] = {}
+
+    def tell(self, tokens: list[int], text: Sequence[int]) -> None:
+        """A sequence that now has `tokens`, the list that it appends to, will have `text`."""
+        self.texts[id(tokens)] = text
+
+    def __call__(self, tokens: Sequence[int]) -> Guess:
+        return Guess(self, tokens)
+
+
+class Guess:
+    def __init__(self, guesses: Guesses, tokens: Sequence[int]) -> None:
+        self.guesses, self.tokens = guesses, tokens
+
+    def read(self) -> None:
+        pass
+
+    def propose(self, count: int) -> list[int]:
+        start, text = len(self.tokens), self.guesses.texts[id(self.tokens)]
+        tokens = [*text[start : start + count], *[0] * (start + count - len(text))]
+        return [t ^ self.guesses.wrong(start + i) for i, t in enumerate(tokens)]
+
+
 class Letters:
     """A tokenizer's stream: token t is one character, from `@` on; `~` is half of a two-token `é`."""
 
@@ -169,6 +223,11 @@ def _compile(**bucket: Any) -> Program:
     return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
 
 
+def speculation(depth: int, guesses: Callable[[Sequence[int]], Any]) -> Speculation:
+    """Up to `depth` guesses of each sequence in every step."""
+    return Speculation(depth, EvenTimes(), guesses)  # type: ignore[arg-type]
+
+
 def fake_engine(
     reply: Callable[[int], int] | None = lambda position: position % 60,
     *,
@@ -177,7 +236,7 @@ def fake_engine(
     pages: int = 64,
     step_tokens: int = 16,
     prefix_cache: bool = True,
-    speculate: Callable[[Programs], Speculation] | None = None,
+    speculate: tuple[int, Guesses] | None = None,
     **changes: Any,
 ) -> tuple[Engine, FakeBackend]:
     compile = partial(_compile, max_seqs=max_seqs, max_context=max_context, **changes)
@@ -191,6 +250,6 @@ def fake_engine(
         step_tokens=step_tokens,
         eos_ids=frozenset([EOS]),
         prefix_cache=prefix_cache,
-        speculation=speculate(programs) if speculate else None,
+        speculation=speculation(*speculate) if speculate else None,
     )
     return engine, backend
