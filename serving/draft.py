@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _MEMORY = 0.9  # weight of what acceptance was before the last verification
-_PATIENCE, _MOST_PATIENCE = 16, 128  # proposals in a row that are declined, at first and after probes that failed
+_PATIENCE, _MOST_PATIENCE = 16, 64  # proposals in a row that are declined, at first and after probes that failed
 
 
 class Proposer(Protocol):
@@ -23,7 +23,8 @@ class Proposer(Protocol):
 class Draft:
     """`tried` and `accepted` proposed tokens are decayed sums, which begin with one of two right.
 
-    After `patience` declined proposals in a row one token is tried against the odds, a probe.
+    After `patience` declined proposals in a row one token is tried against the odds, a probe. One that succeeds is
+    followed by the next, until the share of accepted tokens decides again; each that fails makes probes rarer.
     """
 
     proposer: Proposer
@@ -55,7 +56,9 @@ class Draft:
         """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""
         self.tried = _MEMORY * self.tried + accepted + (accepted < proposed)
         self.accepted = _MEMORY * self.accepted + accepted
-        if accepted:
-            self.patience = _PATIENCE
+        if self.probing and accepted:
+            self.declined = self.patience
         elif self.probing:
             self.patience = min(2 * self.patience, _MOST_PATIENCE)
+        elif accepted:
+            self.patience = _PATIENCE

@@ -1,0 +1,458 @@
+"""Speculation: tokens and scores are those of one-by-one decoding, bit for bit, and it is off where it does not pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from api_support import serving
+from engine_support import EOS, Guesses, Letters, fake_engine, output_ids, speculation
+from model_helpers import byte_model
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model import ModelConfig, RandomCheckpoint
+from megakernel.serving.draft import Draft
+from megakernel.serving.engine import Engine, Token
+from megakernel.serving.llm import Completion, Result
+from megakernel.serving.lookup import Lookup
+from megakernel.serving.programs import Programs
+from megakernel.serving.speculation import Speculation
+from megakernel.serving.step_times import StepTimes
+from megakernel.serving.transcript import Transcript
+
+TINY = RandomCheckpoint(
+    "tiny", ModelConfig(vocab=98, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
+)
+LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 2}
+
+
+# -- the same results on the CPU backend
+
+
+class Known:
+    """Proposes how a text that begins so goes on, but for the places that `wrong` names."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool], tokens: Sequence[int]) -> None:
+        self.texts, self.wrong, self.tokens = texts, wrong, tokens
+
+    def read(self) -> None:
+        pass
+
+    def propose(self, count: int) -> list[int]:
+        known, n = list(self.tokens), len(self.tokens)
+        text = next((text for text in self.texts if list(text[:n]) == known), [])
+        return [token ^ 1 if self.wrong(n + i) else token for i, token in enumerate(text[n : n + count])]
+
+
+WRONG: dict[str, Callable[[int], bool]] = {
+    "right": lambda place: False,
+    "wrong": lambda place: True,
+    "half right": lambda place: place % 3 == 0,
+}
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+    ([5, 6, 7, 8] * 9, {"temperature": 0.0, "max_tokens": 40, "logprobs": 2}),
+    ([1, 2, 3], {"temperature": 0.0, "max_tokens": 60}),
+    ([9, 8] * 10, {"seed": 3, "max_tokens": 30, "logprobs": 0, "n": 3}),
+    ([4] * 40, {"seed": 4, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "max_tokens": 25}),
+    ([11, 12, 13], {"seed": 5, "repetition_penalty": 1.4, "max_tokens": 40, "logprobs": 3}),
+    ([11, 12, 13] * 3, {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5, "max_tokens": 40}),
+    ([21, 22], {"seed": 6, "frequency_penalty": -2.0, "temperature": 0.5, "max_tokens": 40}),
+    ([31] * 30, {"seed": 7, "stop_token_ids": list(range(0, 98, 5)), "min_tokens": 12, "max_tokens": 40}),
+    ([41, 42], {"temperature": 0.0, "logit_bias": {17: 4.0, 3: -100.0}, "max_tokens": 30}),
+    ([51, 52, 53] * 4, {"seed": 8, "prompt_logprobs": 2, "max_tokens": 20}),
+    ([61] * 5, {"seed": 9, "max_tokens": 200}),  # up to the context's end
+]
+
+
+def results(llm: LLM) -> list[Result]:
+    params = [SamplingParams(**{"ignore_eos": True} | given) for _, given in REQUESTS]
+    return llm.generate([prompt for prompt, _ in REQUESTS], params)
+
+
+def said(found: Sequence[Result]) -> list[Any]:
+    """All of it but the times. Floats are compared by their bits, which equality of floats other than NaN is."""
+
+    def one(choice: Completion) -> Any:
+        return choice.token_ids, choice.logprobs, choice.top_logprobs, choice.finish_reason
+
+    return [(r.prompt_logprobs, r.prompt_top_logprobs, [one(c) for c in r.choices]) for r in found]
+
+
+def use(llm: LLM, made: Speculation) -> None:
+    llm.engine._speculation = made
+
+
+@pytest.fixture(scope="module", params=[("cpu", 1), ("cpu", 2), ("reference", 1)], ids=["cpu", "cpu-tp2", "reference"])
+def one_by_one(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Result]]:
+    backend, tp = request.param
+    how = LIMITS | {"backend": backend, "tp": tp}
+    with LLM(TINY, **how) as llm:
+        return how, results(llm)
+
+
+@pytest.mark.parametrize("guesses", ["lookup", *WRONG])
+def test_results_are_those_of_one_by_one_decoding(
+    one_by_one: tuple[dict[str, Any], list[Result]], guesses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
+    how, expected = one_by_one
+    texts = [r.prompt_ids + c.token_ids for r in expected for c in r.choices]
+    with LLM(TINY, **how, speculate=4) as llm:
+        if guesses == "lookup":
+            use(llm, speculation(4, Lookup))
+        else:
+            use(llm, speculation(4, lambda tokens: Known(texts, WRONG[guesses], tokens)))
+        assert said(results(llm)) == said(expected)
+        assert said(results(llm)) == said(expected)  # and on the pages that the first ones left
+        counts = llm.engine.stats.counts
+        assert llm.engine.stats.pages_used == 0
+    if guesses == "wrong":
+        assert counts.proposed > 100 and counts.accepted == 0 and counts.tokens_per_step == 1.0
+    else:
+        assert counts.accepted > 100 and counts.tokens_per_step > 1.2
+    if guesses == "right":
+        assert counts.accepted > 0.95 * counts.proposed and counts.tokens_per_step > 2.5
+
+
+def test_results_are_the_same_where_pages_are_few() -> None:
+    how = LIMITS | {"backend": "cpu"}
+    with LLM(TINY, **how) as llm:
+        expected = results(llm)
+    with LLM(TINY, **how, speculate=6) as llm:
+        use(llm, speculation(6, Lookup))
+        llm.engine._batch._pool.take(llm.engine.stats.pages - 10)
+        assert said(results(llm)) == said(expected)
+        assert llm.engine.stats.preemptions > 0 and llm.engine.stats.counts.accepted > 50
+
+
+def test_a_model_decides_by_itself_what_it_verifies() -> None:
+    """With measured times, whatever they are."""
+    with LLM(TINY, **LIMITS, backend="cpu") as plain, LLM(TINY, **LIMITS, backend="cpu", speculate=8) as llm:
+        assert said(results(llm)) == said(results(plain))
+        assert llm.engine.stats.counts.proposed > 0
+
+
+# -- where a choice ends
+
+
+def guessing(reply: list[int], depth: int = 8, **limits: Any) -> tuple[Engine, Guesses]:
+    """An engine that answers `reply` to prompts of one token, and proposals that are right."""
+    guesses = Guesses()
+    engine, _ = fake_engine(lambda place: [*reply, 0][min(place, len(reply))], speculate=(depth, guesses), **limits)
+    return engine, guesses
+
+
+@pytest.mark.parametrize(
+    "given, reply, made, reason",
+    [
+        ({"max_tokens": 6}, range(1, 20), range(1, 7), "length"),
+        ({"max_tokens": 2}, range(1, 20), range(1, 3), "length"),
+        ({"max_tokens": 15}, [1, 2, 3, 4, EOS, 6, 7], [1, 2, 3, 4, EOS], "stop"),
+        ({"max_tokens": 15, "stop_token_ids": [4]}, range(1, 20), range(1, 5), "stop"),
+        ({"max_tokens": 15, "stop_token_ids": [4], "ignore_eos": True}, [EOS, 4, 1], [EOS, 4], "stop"),
+        ({"max_tokens": None}, range(1, 50), range(1, 32), "length"),
+    ],
+)
+def test_nothing_comes_after_the_end(
+    given: dict[str, Any], reply: Sequence[int], made: Sequence[int], reason: str
+) -> None:
+    engine, guesses = guessing(list(reply), max_context=32)
+    request = engine.add([1], SamplingParams(**given))
+    guesses.tell(request.choices[0].tokens, [1, *reply])
+    tokens = [token for step in engine.run() for token in step.tokens]
+    assert [t.token_id for t in tokens] == list(made) == output_ids(request.choices[0])
+    assert [t.finish_reason for t in tokens] == [None] * (len(tokens) - 1) + [reason]
+    assert engine.stats.pages_used == 0 and (len(made) < 3 or engine.stats.counts.tokens_per_step > 1.5)
+
+
+def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
+    reply = list(range(1, 30))
+    engine, guesses = guessing(reply)
+    params = SamplingParams(stop="DE", max_tokens=20)
+    request = engine.add([1], params)
+    guesses.tell(request.choices[0].tokens, [1, *reply])
+    transcript = Transcript(params, Letters())
+    shown = []
+    for step in engine.run():
+        for token in step.tokens:
+            shown.append(transcript.add(token))
+            if transcript.finish_reason and not token.finish_reason:
+                engine.stop(request, 0)
+    assert ("".join(shown), transcript.token_ids, transcript.finish_reason) == ("ABC", [1, 2, 3, 4, 5], "stop")
+    assert engine.idle and engine.stats.pages_used == 0 and request.choices[0].outputs > 5
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_model(folder)
+    return str(folder)
+
+
+def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with LLM(bytes_model, **how) as llm:
+        whole = llm.generate("hello hello", params)[0]
+        assert whole.text is not None
+        stop = next(c for c in whole.text[20:] if c.isascii() and c not in whole.text[:20])
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=stop)
+        expected = llm.generate("hello hello", params)[0]
+    texts = [whole.prompt_ids + whole.token_ids]
+    with LLM(bytes_model, **how, speculate=7) as llm:
+        use(llm, speculation(7, lambda tokens: Known(texts, WRONG["right"], tokens)))
+        seen: list[Token] = []
+        shown: list[str] = []
+
+        def note(token: Token, text: str) -> None:
+            seen.append(token)
+            shown.append(text)
+
+        found = llm.generate("hello hello", params, on_token=note)[0]
+        assert said([found]) == said([expected]) and found.text == expected.text == "".join(shown)
+        assert [token.token_id for token in seen] == expected.token_ids
+        assert llm.engine.stats.counts.tokens_per_step > 3
+
+
+def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_model: str) -> None:
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 2}
+    body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+    with LLM(bytes_model, **how) as llm:
+        known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
+    texts = [known.prompt_ids + known.token_ids]
+    answers = []
+    for depth in (0, 6):
+        with LLM(bytes_model, **how, speculate=depth) as llm:
+            if depth:
+                use(llm, speculation(depth, lambda tokens: Known(texts, WRONG["half right"], tokens)))
+            with serving(llm, names=["m"]) as live:
+                whole = live.post("/v1/completions", body | {"logprobs": 2})["choices"]
+                pieces = [event["choices"][0]["text"] for event in live.events("/v1/completions", body)]
+                metrics = live.request("GET", "/metrics")[2].decode().splitlines()
+            answers.append((whole, "".join(pieces)))
+    assert answers[0] == answers[1]
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in metrics if "{" in line}
+    counts = llm.engine.stats.counts
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == counts.proposed > 0
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == counts.accepted > 0
+    assert values["megakernel:tokens_per_step"] == counts.tokens_per_step > 1
+
+
+# -- what it leaves behind
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_pages_with_rejected_tokens_are_not_taken_for_full_ones(share: float) -> None:
+    rng = random.Random(0)
+    guesses = Guesses(lambda place: rng.random() < share)
+    engine, backend = fake_engine(lambda place: place % 60, speculate=(9, guesses))
+    for prompt in ([3] * 10, [7] * 21):
+        request = engine.add(prompt, SamplingParams(max_tokens=60))
+        text = prompt + [place % 60 for place in range(len(prompt) - 1, 100)]
+        guesses.tell(request.choices[0].tokens, text)
+        while not engine.idle:
+            engine.step()
+            for choice in request.choices:  # what others may share holds this sequence's own tokens
+                full = choice.known_pages * 16
+                kept = [backend.kv[choice.pages[i // 16], i % 16] for i in range(full)] if choice.pages else []
+                assert full <= len(choice.tokens) and len(kept) in (0, full)
+                assert len(choice.pages) <= -(-(len(choice.tokens) + 9) // 16)
+        assert engine.stats.pages_used == 0
+        again = engine.add(request.choices[0].tokens, SamplingParams(max_tokens=1))
+        guesses.tell(again.choices[0].tokens, text)
+        for _ in engine.run():
+            pass
+        assert again.cached_tokens == (len(request.choices[0].tokens) - 1) // 16 * 16
+
+
+def test_prompts_come_before_proposals() -> None:
+    """A step whose budget prompts fill verifies nothing; what they leave is for proposals."""
+    guesses = Guesses()
+    engine, backend = fake_engine(lambda place: place % 60, step_tokens=8, speculate=(5, guesses))
+    first = engine.add([1], SamplingParams(max_tokens=60))
+    guesses.tell(first.choices[0].tokens, [1, *(place % 60 for place in range(80))])
+    for _ in range(2):
+        engine.step()
+    late = engine.add([2] * 40, SamplingParams(max_tokens=2))
+    guesses.tell(late.choices[0].tokens, [2] * 100)
+    slot = 1 - first.choices[0].slot
+    while late.choices[0].outputs < 1:
+        engine.step()
+    assert [step[slot] for step in map(dict, backend.steps()) if slot in step][:5] == [7] * 5
+
+
+# -- proposals
+
+
+def longest(tokens: list[int], count: int) -> tuple[int, list[list[int]]]:
+    """The length of the longest suffix that occurred before, and what followed its occurrences."""
+    for length in range(len(tokens) - 1, 1, -1):
+        ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tokens[-length:]]
+        if ends:
+            return length, [(tokens[e:] * count)[:count] for e in ends]
+    return 0, []
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 30])
+def test_lookup_continues_the_longest_suffix(vocab: int) -> None:
+    rng = random.Random(vocab)
+    tokens = [rng.randrange(vocab)]
+    lookup = Lookup(tokens)
+    exact = 0
+    for step in range(120):
+        length, follow = longest(tokens, 5)
+        found = lookup.propose(5)
+        if step % 7 == 0:
+            lookup.read()  # at any time, without effect
+        assert bool(found) == bool(length >= 2)
+        exact += found in follow if length else 1
+        tokens += tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
+    assert exact >= {2: 80, 4: 115, 30: 120}[vocab]  # of many occurrences only the latest are compared
+
+
+def test_lookup_of_short_texts_and_of_nothing() -> None:
+    assert [Lookup(tokens).propose(3) for tokens in ([1], [1, 1], [1, 2, 3], [1, 2, 1, 2])] == [[], [], [], [1, 2, 1]]
+    assert Lookup([1, 1, 1]).propose(4) == [1, 1, 1, 1] and Lookup([1, 1, 1]).propose(0) == []
+
+
+# -- when it pays
+
+
+class Table(StepTimes):
+    """Made-up seconds of a step by its token rows."""
+
+    def __init__(self, *seconds: float, late: float = 0.0) -> None:
+        self.seconds, self.late = seconds, late
+
+    @property
+    def late_s(self) -> float:
+        return self.late
+
+    def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
+        return [self.seconds[tokens + more] for more in range(most + 1)]
+
+    def record(self, program: Any, seconds: float) -> None:
+        pass
+
+    def record_late(self, seconds: float) -> None:
+        pass
+
+
+def rows_of_steps(times: StepTimes, wrong: Callable[[int], bool], steps: int) -> list[int]:
+    """Token rows of the decode steps of one sequence."""
+    guesses = Guesses(wrong)
+    engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
+    engine._speculation = Speculation(4, times, guesses)
+    request = engine.add([1], SamplingParams(max_tokens=250))
+    guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(300))])
+    while not engine.idle and len(backend.tables) <= steps:
+        engine.step()
+    return [sum(count for _, count in step) for step in backend.steps()][1:steps]
+
+
+def test_rows_that_cost_nothing_are_verified_and_rows_that_cost_a_step_are_not() -> None:
+    assert rows_of_steps(Table(0, *[1.0] * 5), lambda place: False, 20) == [5] * 19
+    assert rows_of_steps(Table(0, 1.0, 2.0, 3.0, 4.0, 5.0), lambda place: False, 15) == [1] * 14
+    assert rows_of_steps(Table(0, *[1.0] * 5, late=9.0), lambda place: False, 15) == [1] * 14
+
+
+def test_it_goes_off_where_proposals_are_wrong_and_comes_back_where_they_become_right() -> None:
+    times = Table(0, 1.0, 1.2, 1.4, 1.6, 1.8)
+    rows = rows_of_steps(times, lambda place: place < 120, 200)
+    first = rows.index(1)
+    assert first < 8 and max(rows[:first]) > 1
+    assert rows[first : first + 80].count(1) >= 76 and set(rows[first : first + 80]) == {1, 2}  # probes of one token
+    assert rows[-8:-3] == [5] * 5
+
+
+def test_probes_become_rarer_while_they_fail() -> None:
+    draft = Draft(Lookup([]))
+    probes = []
+    for step in range(1000):
+        if draft.due:
+            draft.verify()
+            draft.learn(1, 0)
+            probes.append(step)
+        else:
+            draft.decline()
+    gaps = [b - a for a, b in pairwise(probes)]
+    assert gaps[:2] == [33, 65] and set(gaps[2:]) == {65}
+    assert draft.acceptance < 0.3
+    while not draft.due:
+        draft.decline()
+    draft.verify()
+    draft.learn(1, 1)
+    assert draft.due  # at once
+    for _ in range(2):
+        draft.verify()
+        draft.learn(1, 0)
+    assert not draft.due and draft.patience == 64
+    draft.learn(4, 3)  # which was chosen for its odds
+    assert draft.patience == 16
+
+
+def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
+    draft = Draft(Lookup([]))
+    for _ in range(60):
+        draft.learn(4, 2)  # two right, one wrong, one never tried
+    assert draft.acceptance == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_many_sequences_share_the_rows_that_pay() -> None:
+    """One is always right, the other always wrong."""
+    guesses = Guesses()
+    engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
+    engine._speculation = Speculation(4, Table(0, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), guesses)
+    requests = [engine.add([token], SamplingParams(max_tokens=100)) for token in (1, 2)]
+    text = [0, *(place % 60 for place in range(200))]
+    guesses.tell(requests[0].choices[0].tokens, text)
+    guesses.tell(requests[1].choices[0].tokens, [61] * 300)
+    for _ in range(15):
+        engine.step()
+    assert dict(backend.steps()[-1]) == {requests[0].choices[0].slot: 5, requests[1].choices[0].slot: 1}
+
+
+def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> None:
+    def compile(*, tokens: int, logit_rows: int) -> Any:
+        program = type("Program", (), {})()
+        program.dims = type("Dims", (), {"tokens": tokens, "logit_rows": logit_rows})()
+        return program
+
+    programs = Programs(compile, 64, 64)
+    times = StepTimes(programs, lambda program: 1.0 + program.dims.tokens)
+    assert times.growing(1, 1, 3) == [2.0, 3.0, 4.0, 5.0]
+    times.record(programs.get(1, 1), 6.0)
+    assert times.growing(1, 1, 3) == [6.0, 9.0, 12.0, 15.0]
+    for seconds in (9.0, 8.0, 30.0):
+        times.record(programs.get(3, 3), seconds)
+    assert times.growing(1, 1, 5) == pytest.approx([6.0, 7.0, 8.0, 10.0, 14.0, 14.0])
+    for _ in range(1000):
+        times.record(programs.get(1, 1), 6.0)
+    assert times.growing(1, 1, 2) == [6.0, 9.0, 12.0]
+    assert times.late_s == 0.0
+    times.record_late(0.5)
+    times.record_late(0.25)
+    assert times.late_s == 0.25
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize("depth", [-1, 64])
+def test_depths_that_are_refused(depth: int) -> None:
+    with pytest.raises(MegakernelError, match=f"speculate={depth} must be from 0"):
+        LLM(TINY, speculate=depth)
+
+
+def test_a_depth_beyond_the_step_is_cut_to_it() -> None:
+    with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3, speculate=63) as llm:
+        use(llm, speculation(63, Lookup))
+        found = llm.generate([1, 2] * 8, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3) as llm:
+        assert said(found) == said(
+            llm.generate([1, 2] * 8, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+        )
