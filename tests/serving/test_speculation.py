@@ -260,13 +260,31 @@ def test_pages_with_rejected_tokens_are_not_taken_for_full_ones(share: float) ->
                 full = choice.known_pages * 16
                 kept = [backend.kv[choice.pages[i // 16], i % 16] for i in range(full)] if choice.pages else []
                 assert full <= len(choice.tokens) and len(kept) in (0, full)
-                assert len(choice.pages) <= -(-(len(choice.tokens) + 9) // 16)
         assert engine.stats.pages_used == 0
         again = engine.add(request.choices[0].tokens, SamplingParams(max_tokens=1))
         guesses.tell(again.choices[0].tokens, text)
         for _ in engine.run():
             pass
         assert again.cached_tokens == (len(request.choices[0].tokens) - 1) // 16 * 16
+
+
+def test_pages_of_rejected_tokens_are_given_back() -> None:
+    guesses = Guesses(lambda place: True)
+    engine, _ = fake_engine(lambda place: place % 60, speculate=(4, guesses))
+    times = Table(0, *[1.0] * 20)
+    engine._speculation = Speculation(4, times, guesses)
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=60))
+    [choice] = request.choices
+    guesses.tell(choice.tokens, [1, 2, 3, *(place % 60 for place in range(2, 100))])
+    held = []
+    while not engine.idle:
+        engine.step()
+        if choice.pages:
+            assert len(choice.pages) == -(-choice.computed // 16)
+            held.append(len(choice.pages))
+        if choice.computed > 16:
+            times.seconds = (0, 1.0, *[9.0] * 20)  # nothing is verified any more
+    assert any(after < before for before, after in pairwise(held))
 
 
 def test_prompts_come_before_proposals() -> None:
