@@ -39,6 +39,21 @@ def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
 
 
+def test_speculation_is_compared_with_none(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out.json"
+    model.mkdir()
+    byte_model(model)
+    flags = ["--model", str(model), "--tokens", "12", "--rounds", "1", "--speculate", "3", "-o", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(SPEED / "speculation.py"), *flags], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for one in json.loads(out.read_text())["texts"].values():
+        assert one["same_bits"] and one["tokens"] == 12 and one["ratio"] > 0
+        assert [run["proposed"] for run in one["runs"]["plain"]] == [0]
+        assert {"accepted", "tokens_per_step", "tokens_per_s"} <= one["runs"]["speculate"][0].keys()
+
+
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges the CUDA backend, so it is judged by transformers."""
     monkeypatch.syspath_prepend(SPEED)

@@ -69,6 +69,14 @@ def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings
     return report(measured, ceilings) | {"ceilings": asdict(ceilings)}
 
 
+def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line on proposed tokens, where there were any."""
+    if not figures["proposed"]:
+        return []
+    right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"
+    return [("proposals", f"{right}, {figures['tokens_per_step']:.2f} tokens a step and sequence")]
+
+
 def show(figures: dict[str, Any]) -> None:
     prefill, ceilings = figures["prefill"], figures["ceilings"]
     decode = output.bold(f"{figures['tokens_per_s']:.1f} tokens/s", f", {figures['step_s'] * 1e3:.2f} ms a step")
@@ -96,6 +104,7 @@ def show(figures: dict[str, Any]) -> None:
             ),
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
+        *speculated(figures),
     )
     for error in figures["errors"]:
         output.stderr.print(f"megakernel: warning: {error}")

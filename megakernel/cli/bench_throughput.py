@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from . import output
-from .bench import measured_ceilings
+from .bench import measured_ceilings, speculated
 from .options import AddVerb, add_count, add_model_run, add_setting, add_speculate, open_llm
 from .workload import add_workload, workload
 
@@ -66,6 +66,7 @@ def show(figures: dict[str, Any]) -> None:
         ("throughput", output.bold(f"{figures['tokens_per_s']:.1f} tokens/s out", others)),
         ("steps", f"{figures['steps']}, {figures['step_s'] * 1e3:.1f} ms each, {figures['sequences']:.1f} sequences"),
         ("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", needed)),
+        *speculated(figures),
     )
     if figures["error"]:
         output.stderr.print(f"megakernel: warning: {figures['error']}")

@@ -48,6 +48,8 @@ def test_generate_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert result["ttft_s"] > 0 and result["tpot_s"] > 0 and "choices" not in result
     again = run_json(capsys, "generate", "--prompt-ids", ",".join(map(str, result["prompt_ids"])), *flags)
     assert again["token_ids"] == result["token_ids"]
+    speculated = run_json(capsys, "generate", "--prompt", "hello", "--logprobs", "2", "--speculate", "3", *flags)
+    assert all(speculated[name] == result[name] for name in ("token_ids", "logprobs", "top_logprobs", "text"))
     several = run_json(capsys, "generate", "--prompt", "hello", "--n", "2", *flags)
     assert len(several["choices"]) == 2 and several["choices"][0]["token_ids"] == result["token_ids"]
     chat = run_json(capsys, "generate", "--chat", "hello", *flags)
@@ -76,6 +78,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--logit-bias", "1=nan"], "logit_bias=nan"),
         (["--prompt", "x", "--backend", "tpu"], "unknown backend 'tpu'"),
+        (["--prompt", "x", "--speculate", "64"], "speculate=64 must be from 0 (off) to 63"),
     ],
 )
 def test_bad_generation_is_one_line(
@@ -217,6 +220,16 @@ def test_bench_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
         assert [len(one["decode_step_s"]) for one in figures["runs"]] == [3, 3]
         assert figures["step_s_min"] <= figures["step_s_max"] and figures["ceilings"]["read_bytes_per_s"] > 0
         assert figures["settings"]["backend"] == backend
+        assert (figures["proposed"], figures["accepted"], figures["tokens_per_step"]) == (0, 0, 1.0)
+
+
+@pytest.mark.usefixtures("quick_ceilings")
+def test_benchmarks_say_how_often_proposals_were_right(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    load = ["--dataset", "random", "--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "8"]
+    for flags in (["latency", "--tokens", "6", "--runs", "2", "--prompt-ids", "1,2,1,2,1,2"], ["throughput", *load]):
+        figures = run_json(capsys, "bench", *flags, "--model", model, "--speculate", "3")
+        assert figures["settings"]["speculate"] == 3 and figures["tokens_per_s"] > 0
+        assert 0 <= figures["accepted"] <= figures["proposed"] and figures["tokens_per_step"] >= 1
 
 
 @pytest.mark.usefixtures("quick_ceilings")

@@ -1,0 +1,95 @@
+"""Decode of one sequence with `--speculate N` and without, on a text that repeats and on one that does not.
+
+    python benchmarks/speed/speculation.py -o FILE
+
+`repeats` asks for a passage of the prompt again, greedily; `does not repeat` asks for a story, sampled at temperature
+1. End-of-sequence tokens are ignored, so that every run makes as many tokens. Two engines with the same weights take
+turns, A B A B, after a run each that is not counted. A run's rate is tokens after the first divided by the time from it
+to the last. Tokens and log-probabilities of all runs of a text must be equal, bit for bit; exit status 1 says that they
+were not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, text, write
+
+from megakernel import LLM, SamplingParams
+from megakernel.serving import Result
+
+# Charles Dickens, A Tale of Two Cities, 1859.
+PASSAGE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of
+foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season
+of Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before
+us, we were all going direct to Heaven, we were all going direct the other way. There were a king with a large jaw and a
+queen with a plain face, on the throne of England; there were a king with a large jaw and a queen with a fair face, on
+the throne of France. In both countries it was clearer than crystal to the lords of the State preserves of loaves and
+fishes, that things in general were settled for ever."""
+TEXTS = {
+    "repeats": (f"Repeat the following passage word for word:\n\n{PASSAGE}", {"temperature": 0.0}),
+    "does not repeat": ("Write a long story about a lighthouse keeper.", {"temperature": 1.0, "seed": 1}),
+}
+
+
+def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any], Result]:
+    """The figures of one continuation, and what it is."""
+    before = llm.engine.stats.counts
+    result = llm.generate([ids], params)[0]
+    assert result.tpot_s is not None
+    counts = llm.engine.stats.counts - before
+    return {"tokens_per_s": 1 / result.tpot_s, "ttft_s": result.ttft_s, **counts.figures()}, result
+
+
+def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Runs of all sides in turn, and by how much speculation is faster."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    results: list[Result] = []
+    for round_ in range(rounds + 1):
+        for name, llm in sides.items():
+            ids = llm.chat_ids([{"role": "user", "content": prompt}])
+            figures, result = run(llm, ids, params)
+            results.append(result)
+            if round_:
+                runs[name].append(figures)
+    rates = {name: median(figures["tokens_per_s"] for figures in found) for name, found in runs.items()}
+    first = results[0]
+    return {
+        "prompt_tokens": len(first.prompt_ids),
+        "tokens": len(first.token_ids),
+        "tokens_per_s": rates,
+        "ratio": rates["speculate"] / rates["plain"],
+        "same_bits": all((r.token_ids, r.logprobs) == (first.token_ids, first.logprobs) for r in results),
+        "runs": runs,
+    }
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="a model with a chat template (default smollm2-135m)")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--speculate", type=int, default=7, help="tokens proposed at once (default 7)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a run (default 256)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, after one to warm up (default 5)")
+    args = parser.parse_args()
+    how = {"backend": args.backend, "dtype": args.dtype, "max_context": 2048, "max_seqs": 1}
+    found = {}
+    with LLM(args.model, **how) as plain, LLM(args.model, **how, speculate=args.speculate) as speculating:
+        for name, (prompt, sampling) in TEXTS.items():
+            params = SamplingParams(**sampling, max_tokens=args.tokens, ignore_eos=True)
+            found[name] = compare({"plain": plain, "speculate": speculating}, prompt, params, args.rounds)
+        settings = plain.about | {"speculate": args.speculate, "tokens": args.tokens}
+    figures = {"settings": settings, "texts": found}
+    print(text(figures))
+    write(args.output, figures)
+    return 0 if all(one["same_bits"] for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
