@@ -212,10 +212,12 @@ class Engine:
     def _prepare(self) -> Work | None:
         """Plan the step after the launches so far; None where nobody can take part."""
         turns = [self._turn(sequence, count) for sequence, count in self._batch.plan()]
+        if not turns:
+            return None
         work = Work(turns, self._batch.take_histories())
         if self._speculation:
             self._speculation.read(work)
-        return work if turns else None
+        return work
 
     def _start(self, work: Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
