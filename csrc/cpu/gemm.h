@@ -9,8 +9,9 @@
 
 namespace mk::MK_SIMD {
 
-// Accumulators that fit the registers beside weights, and beside what it takes to widen quantised ones; and the rows of
-// the largest block. 16-lane targets have 32 registers. A test reads the machine code of every block.
+// Accumulators that fit the registers beside weights, and beside what it takes to widen quantised ones; and
+// the rows of the largest block. 16-lane targets have 32 registers. A test reads the machine code of every
+// block.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kQuantisedAccumulators = 12, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -82,8 +83,8 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
 
-// micro<rows, 1 << log2, W>. Quantised weights go straight into the arithmetic of a few rows; for more they are
-// widened first.
+// micro<rows, 1 << log2, W>. Quantised weights go straight into the arithmetic of a few rows; for more they
+// are widened first.
 template <class W>
 struct MicroTable {
   static constexpr int kRows = kPlain<W> ? kMicroRows : kFewRows;
@@ -125,8 +126,8 @@ struct RowBlocks {
   void multiply(const Panel* panels, int log2, int begin, int skip, int steps, bool resume) const {
     const float* block_x = x + skip / kChunk * chunk_stride + skip % kChunk;
     for (int i = 0; i < rows; i += block_rows)
-      kMicro<W>.entry[lower_of(rows - i, block_rows)][log2](
-          block_x + int64_t{i} * kChunkStride, chunk_stride, panels, begin, steps, c + i * ldc, ldc, resume);
+      kMicro<W>.entry[lower_of(rows - i, block_rows)][log2](block_x + int64_t{i} * kChunkStride, chunk_stride,
+                                                            panels, begin, steps, c + i * ldc, ldc, resume);
   }
 };
 
@@ -166,8 +167,8 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial unit is filled with
-  // zeros.
+  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial unit is filled
+  // with zeros.
   void unpack(int begin, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -204,9 +205,9 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// t = inputs weights^T + bias of the phase on a tile. kResult takes columns [first, first + columns) of a row, every
-// output once. Several matrices alternate by panels: then it takes one panel's columns at a time, with t of the next
-// matrix kPanel further.
+// t = inputs weights^T + bias of the phase on a tile. kResult takes columns [first, first + columns) of a
+// row, every output once. Several matrices alternate by panels: then it takes one panel's columns at a time,
+// with t of the next matrix kPanel further.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
   const Phase& phase = *call.phase;
