@@ -11,12 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from model_helpers import tiny_gguf
 from tiny_llama import error, hf_logits, make_llama
 
-from megakernel.isa import Buffer, Dtype
-from megakernel.model import open_checkpoint
+from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.runtime.cuda.availability import missing
 
@@ -84,20 +81,6 @@ def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = flatness([(i, 100 + i) for i in range(100)])
     assert not grown["flat"] and grown["growth_after_warm_up"] > 0.3
     assert flatness([])["flat"] is None
-
-
-def test_bf16_weights_for_the_peer_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SPEED)
-    from llama_cpp import write_bf16
-
-    quantised, rounded = tmp_path / "q.gguf", tmp_path / "b.gguf"
-    tiny_gguf(quantised, quantise=GGMLQuantizationType.Q8_0)
-    write_bf16(quantised, rounded)
-    a, b = open_checkpoint(str(quantised)), open_checkpoint(str(rounded))
-    assert a.config == b.config and b.dtype is Dtype.BF16
-    for buffer in (Buffer.EMBED, Buffer.W_QKV, Buffer.W_DOWN, Buffer.FINAL_NORM):
-        assert np.array_equal(a.load(buffer, 0, Dtype.BF16), b.load(buffer, 0, Dtype.BF16))
-    assert list(tmp_path.glob("*.part")) == []
 
 
 def test_committed_results_have_a_run_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

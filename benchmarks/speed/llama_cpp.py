@@ -21,12 +21,13 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import text, write
 from servers import machine_facts, measured, megakernel, server
+
+from megakernel.model import open_checkpoint
+from megakernel.model.gguf_writer import write_gguf
 
 CONTEXT = 2048  # tokens of the longest request of the workload
 OPTIONS = [
@@ -53,33 +54,6 @@ def build(sdist: Path, folder: Path, jobs: int) -> None:
     ):
         print("$", *command)
         subprocess.run(command, check=True)
-
-
-def write_bf16(source: Path, target: Path) -> None:
-    """A GGUF file's tensors dequantised and rounded to bf16, vectors in f32; the metadata as it was."""
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        kind, *of = field.types
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        writer.add_key_value(name, field.contents(), kind, of[-1] if of else None)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if values.ndim == 1:
-            writer.add_tensor(tensor.name, values)
-        else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    part = target.with_suffix(".part")
-    writer.write_header_to_file(part)
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    part.replace(target)
 
 
 def first_settings(threads: int) -> dict[str, str]:
@@ -113,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     source = Path(measured("pull", args.model)["path"])
     model = work / f"{args.model}.bf16.gguf"
     if not model.exists():
-        write_bf16(source, model)
+        write_gguf(open_checkpoint(str(source)), model, "bf16", tokenizer=source)
     threads = len(os.sched_getaffinity(0))
     common = ["--model", str(model), "--machine", "host", "--seed", "1"]
     search: list[dict[str, Any]] = []

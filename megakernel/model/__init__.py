@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
-from .open import load_config, load_tokenizer, open_checkpoint
+from .open import gguf_path, load_config, load_tokenizer, open_checkpoint
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 
@@ -15,6 +15,7 @@ __all__ = [
     "Rope",
     "RopeKind",
     "cached",
+    "gguf_path",
     "load_config",
     "load_tokenizer",
     "open_checkpoint",

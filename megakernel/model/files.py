@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors
 from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
-from .checkpoint import Part, Rows, Storage, weight_dims
+from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
 from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
@@ -124,6 +124,39 @@ def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
 
 
+def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
+    """The inverse of `_interleave`."""
+    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
+
+
+def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The tensors of `expected_shapes` in its order, as a file with this naming holds them. bfloat16 is uint16."""
+    config = checkpoint.config
+    for buffer in _expected_buffers(config):
+        shapes = _part_shapes(config, naming, buffer)
+        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
+            whole = checkpoint.load(buffer, layer, dtype)
+            flat = whole.reshape(-1, whole.shape[-1] if len(shapes[0]) == 2 else 1)
+            start = 0
+            for index, (name, shape) in enumerate(zip(naming.names(buffer, layer), shapes, strict=True)):
+                part = flat[start : start + shape[0]]
+                start += shape[0]
+                yield (
+                    name,
+                    (_halve(part, config.head_dim) if index < naming.halved.get(buffer, 0) else part).reshape(shape),
+                )
+
+
+def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a file must hold."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for buffer in _expected_buffers(config):
+        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
+            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, naming, buffer), strict=True))
+    return expected
+
+
 def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
     """Shapes of the tensors that make up `buffer`, in order: of q, k and v, of equal parts, or of the whole."""
     shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
@@ -142,10 +175,7 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
     """Every tensor the config asks for is there with its shape, and no other one."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for buffer in _expected_buffers(config):
-        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, naming, buffer), strict=True))
+    expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
     optional = {
         name

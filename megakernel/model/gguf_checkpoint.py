@@ -13,7 +13,7 @@ from .files import FileCheckpoint, Naming
 from .gguf_file import GgufFile
 from .limits import check_config
 
-_ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS = "rope_freqs.weight"
 # Keys below the architecture that are read, and those that never change a forward pass. Any other that is not empty,
 # zero or false is refused by name.
 _READ = {
@@ -29,11 +29,15 @@ def open_gguf(path: Path, name: str | None = None) -> FileCheckpoint:
     """A GGUF file. `name` is how the user called it. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
+    return FileCheckpoint(name or path.name, config, file, gguf_naming(config))
+
+
+def gguf_naming(config: ModelConfig) -> Naming:
+    """What a model's tensors are called in GGUF files."""
     family = FAMILIES[config.family]
     names = {buffer: weight.gguf for buffer, weight in family.weights.items()}
     halved = {} if family.interleaved else {buffer: weight.rotated for buffer, weight in family.weights.items()}
-    naming = Naming(names, halved, biases_optional=True, ignored=(_ROPE_FREQS,))
-    return FileCheckpoint(name or path.name, config, file, naming)
+    return Naming(names, halved, biases_optional=True, ignored=(ROPE_FREQS,))
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -100,10 +104,10 @@ def _rope(file: GgufFile, values: dict[str, Any], where: str) -> Rope:
     if kind not in ("none", "linear"):
         raise MegakernelError(f"{where}rope.scaling.type {kind!r} is not supported, only none and linear")
     linear = kind == "linear" and factor not in (0.0, 1.0)
-    if _ROPE_FREQS in file.shapes:
-        if linear or len(file.shapes[_ROPE_FREQS]) != 1:
-            raise MegakernelError(f"{file.path}: {_ROPE_FREQS} together with other RoPE scaling is not supported")
-        factors = file.rows(_ROPE_FREQS, 0, file.shapes[_ROPE_FREQS][0])
+    if ROPE_FREQS in file.shapes:
+        if linear or len(file.shapes[ROPE_FREQS]) != 1:
+            raise MegakernelError(f"{file.path}: {ROPE_FREQS} together with other RoPE scaling is not supported")
+        factors = file.rows(ROPE_FREQS, 0, file.shapes[ROPE_FREQS][0])
         return Rope(theta, RopeKind.FACTORS, factors=tuple(factors.astype(float).ravel().tolist()))
     return Rope(theta, RopeKind.LINEAR, factor) if linear else Rope(theta)
 

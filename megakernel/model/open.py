@@ -39,6 +39,12 @@ def open_checkpoint(spec: str) -> Checkpoint:
     return open_gguf(path, spec)
 
 
+def gguf_path(spec: str) -> Path | None:
+    """The GGUF file behind `spec`, where it names one; fetched if it must be."""
+    path = None if spec.startswith(_RANDOM) else _resolve(spec, weights=True)
+    return path if path is not None and path.is_file() else None
+
+
 def load_config(spec: str) -> ModelConfig:
     """The shape of the model that `spec` names. No weights are read or made."""
     if spec.startswith(_RANDOM):

@@ -1,0 +1,108 @@
+"""Any checkpoint as a GGUF file, for other programs: the inverse of `gguf_checkpoint`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import Dtype, to_f32
+from .checkpoint import Checkpoint
+from .config import ModelConfig, Rope, RopeKind
+from .families import FAMILIES
+from .files import expected_shapes, tensors_of
+from .gguf_checkpoint import ROPE_FREQS, gguf_naming
+from .rope import inverse_frequencies
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path, kind: str, tokenizer: Path | None = None) -> None:
+    """Matrices in the type `kind` (bf16, f32, q8_0, ...), vectors in float32.
+
+    `tokenizer`: a GGUF file that lends its own; without one only token ids work. Raises MegakernelError.
+    """
+    stored = Type[kind.upper()]
+    compute = Dtype.BF16 if stored is Type.BF16 else Dtype.F32
+    config = checkpoint.config
+    family = FAMILIES[config.family]
+    naming = gguf_naming(config)
+    # Its reader refuses tensors that it does not expect, and files of architecture "llama" hold Mistral models too.
+    writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
+    _add_config(writer, config)
+    _add_tokenizer(writer, config.vocab, tokenizer)
+    factors = _rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info(ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, Type.F32)
+    for name, shape in expected_shapes(config, naming).items():
+        tensor_type = stored if len(shape) == 2 else Type.F32
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, tensor_type), tensor_type)
+    part = path.with_suffix(".part")
+    writer.write_header_to_file(part)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for _, tensor in tensors_of(checkpoint, naming, compute):
+        if tensor.ndim == 1:
+            writer.write_tensor_data(to_f32(tensor))
+        else:
+            writer.write_tensor_data(tensor if stored in (Type.BF16, Type.F32) else _quantised(to_f32(tensor), stored))
+    writer.close()
+    part.replace(path)
+
+
+def _add_config(writer: Any, config: ModelConfig) -> None:
+    writer.add_vocab_size(config.vocab)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_block_count(config.layers)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    if config.rope.kind is RopeKind.LINEAR:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope.factor)
+
+
+def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
+    if source is None:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    for name, field in gguf.GGUFReader(source).fields.items():
+        kind, *of = field.types
+        if name.startswith("tokenizer."):
+            writer.add_key_value(name, field.contents(), kind, of[-1] if of else None)
+
+
+def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
+    """What divides the frequencies of each pair, where one number for all does not say it."""
+    if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
+        return None
+    unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)
+    factors: NDArray[np.float32] = unscaled / inverse_frequencies(config.rope, config.head_dim)
+    return factors
+
+
+def _bytes(shape: tuple[int, ...], kind: Type) -> int:
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    if shape[-1] % weights:
+        raise MegakernelError(f"rows of {shape[-1]} weights are no whole blocks of {kind.name}, which GGUF files need")
+    return math.prod(shape) // weights * size
+
+
+def _quantised(values: NDArray[np.float32], kind: Type) -> NDArray[np.generic]:
+    try:
+        blocks: NDArray[np.generic] = gguf.quants.quantize(values, kind)
+    except NotImplementedError as e:
+        raise MegakernelError(f"cannot write weights of type {kind.name}: give a .gguf file that has them") from e
+    return blocks

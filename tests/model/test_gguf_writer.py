@@ -1,0 +1,73 @@
+"""GGUF files that are written of a checkpoint say what the checkpoint says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from model_helpers import tiny_gguf
+from tiny_llama import ROPES, make_llama
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import BUFFERS, Buffer, Dtype
+from megakernel.model import Checkpoint, RandomCheckpoint, RopeKind, load_config, open_checkpoint
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.families import FAMILIES, weights
+from megakernel.model.gguf_writer import write_gguf
+from megakernel.model.random_checkpoint import KNOWN_SHAPES
+
+
+def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
+    for buffer in weights(a.config, weight_dims(a.config, dtype)):
+        for layer in range(a.config.layers if BUFFERS[buffer].layered else 1):
+            close = np.testing.assert_allclose if buffer is Buffer.INV_FREQ else np.testing.assert_array_equal
+            more: dict[str, Any] = {"rtol": 1e-6} if buffer is Buffer.INV_FREQ else {}
+            close(a.load(buffer, layer, dtype), b.load(buffer, layer, dtype), **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
+def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
+    own: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
+    _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
+    write_gguf(checkpoint, tmp_path / "m.gguf", dtype.name)
+    back = open_checkpoint(str(tmp_path / "m.gguf"))
+    # A file of architecture "llama" does not say that it is a Mistral.
+    assert replace(back.config, family=family) == replace(checkpoint.config, bos_id=None, eos_ids=())
+    assert back.dtype is dtype
+    same(checkpoint, back, dtype)
+    assert list(tmp_path.glob("*.part")) == []
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_frequencies_come_back(tmp_path: Path, kind: str) -> None:
+    _, checkpoint = make_llama(6, rope=ROPES[kind])
+    write_gguf(checkpoint, tmp_path / "m.gguf", "f32")
+    back = open_checkpoint(str(tmp_path / "m.gguf"))
+    assert back.config.rope.kind is (RopeKind.FACTORS if kind == "llama3" else checkpoint.config.rope.kind)
+    same(checkpoint, back, Dtype.F32)
+
+
+def test_quantised_types(tmp_path: Path) -> None:
+    config = replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64)
+    checkpoint = RandomCheckpoint("random", config)
+    write_gguf(checkpoint, tmp_path / "m.gguf", "q8_0")
+    kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
+    assert kinds["blk.0.attn_q.weight"] is kinds["token_embd.weight"] is GGMLQuantizationType.Q8_0
+    assert kinds["output_norm.weight"] is GGMLQuantizationType.F32
+    with pytest.raises(MegakernelError, match="rows of 576 weights are no whole blocks of IQ2_XXS"):
+        write_gguf(checkpoint, tmp_path / "n.gguf", "iq2_xxs")
+
+
+def test_a_tokenizer_is_lent(tmp_path: Path) -> None:
+    given = {"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__tokens": [f"t{i}" for i in range(70)]}
+    tiny_gguf(tmp_path / "a.gguf", quantise=GGMLQuantizationType.Q8_0, **given)
+    source = open_checkpoint(str(tmp_path / "a.gguf"))
+    write_gguf(source, tmp_path / "b.gguf", "bf16", tokenizer=tmp_path / "a.gguf")
+    assert load_config(str(tmp_path / "b.gguf")) == source.config
+    same(source, open_checkpoint(str(tmp_path / "b.gguf")), Dtype.BF16)
+    assert GGUFReader(tmp_path / "b.gguf").fields["tokenizer.ggml.tokens"].contents() == [f"t{i}" for i in range(70)]
