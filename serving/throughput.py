@@ -18,11 +18,17 @@ _WARM_UP_TOKENS = 4  # output tokens of the jobs that warm up
 
 
 def measure(
-    llm: LLM, load: Workload, runs: int, ceilings: Ceilings, on_progress: Callable[[int, int], None]
+    llm: LLM,
+    load: Workload,
+    runs: int,
+    ceilings: Ceilings,
+    on_progress: Callable[[int, int], None],
+    after_run: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Figures of `runs` runs, after a few short requests that fill caches and compile.
 
-    Each has ids of its own where they are random. `on_progress` is told (tokens, all).
+    Each has ids of its own where they are random. `on_progress` is told (tokens, all); `after_run` is called after
+    each run.
     """
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0
@@ -35,7 +41,11 @@ def measure(
     some = load.again(runs).jobs[: 2 * llm.engine.dims.max_seqs]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     _one(llm, short, ceilings, lambda step: None)
-    return [_one(llm, load.again(number).jobs, ceilings, count) for number in range(runs)]
+    done = []
+    for number in range(runs):
+        done.append(_one(llm, load.again(number).jobs, ceilings, count))
+        after_run()
+    return done
 
 
 def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:

@@ -1,19 +1,23 @@
-"""`megakernel bench latency`: tokens per second of one sequence, and how far that is from the limit."""
+"""`megakernel bench latency`: tokens per second of one sequence, how far that is from the limit, and others beside."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from . import output
+from . import output, versus
 from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
     from ..roofline import Ceilings
     from ..serving import LLM
+    from ..serving.bench.peers import Contest, Phase
+
+_PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
 
 def register(add: AddVerb) -> None:
@@ -26,17 +30,19 @@ def register(add: AddVerb) -> None:
     add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
     add_count(bench, "--tokens", 64, "decode steps a run")
     add_count(bench, "--runs", 5, "runs, after one to warm up")
+    versus.add_versus(bench)
     bench.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    found = versus.find_peers(args, batched=False)
     with open_llm(args, max_seqs=1) as llm:
         if args.prompt is not None or args.prompt_ids is not None:
             ids = llm.encode(args.prompt_ids if args.prompt is None else args.prompt)
         else:
             ids = prompt_ids(llm, args.prompt_tokens)
-        ceilings = measured_ceilings(llm)
-        figures = latency(llm, ids, args.tokens, args.runs, ceilings)
+        with versus.opened(found, llm, args, (1, len(ids), args.tokens), _PHASES) as peers:
+            figures = latency(llm, ids, args.tokens, args.runs, measured_ceilings(llm), peers)
         asked = {"prompt_tokens": len(ids), "tokens": args.tokens, "speculate": args.speculate}
         figures["settings"] = llm.about | asked
     (output.emit if args.json else show)(figures)
@@ -60,13 +66,24 @@ def host_ceilings(threads: int) -> Ceilings:
         return ceilings.host_ceilings(threads)
 
 
-def latency(llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings) -> dict[str, Any]:
-    """The figures of `bench latency`, ceilings included."""
+def latency(
+    llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
+) -> dict[str, Any]:
+    """The figures of `bench latency`, ceilings included. `peers` run after each run of ours that counts."""
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
-        measured = measure(llm, ids, tokens, runs, lambda done: advance(done, runs + 1))
-    return report(measured, ceilings) | {"ceilings": asdict(ceilings)}
+
+        def after(done: int) -> None:
+            if done > 1:
+                for peer in peers:
+                    peer.run()
+            advance(done, runs + 1)
+
+        measured = measure(llm, ids, tokens, runs, after)
+    ours = {"decode": [one.decode.seconds for one in measured], "prefill": [one.prefill.seconds for one in measured]}
+    vs = {"vs": {peer.peer.name: peer.figures(ours) for peer in peers}}
+    return report(measured, ceilings) | vs | {"ceilings": asdict(ceilings)}
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -105,6 +122,7 @@ def show(figures: dict[str, Any]) -> None:
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
         *speculated(figures),
+        *versus.rows(figures["vs"]),
     )
     for error in figures["errors"]:
         output.stderr.print(f"megakernel: warning: {error}")

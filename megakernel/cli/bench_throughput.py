@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import output
+from ..errors import MegakernelError
+from . import output, versus
 from .bench import measured_ceilings, speculated
 from .options import AddVerb, add_count, add_model_run, add_setting, add_speculate, open_llm
 from .workload import add_workload, workload
+
+if TYPE_CHECKING:
+    from ..serving.bench import Workload
+
+# Of a comparison: what others can run, a batch of equal prompts, and enough runs for a median.
+_BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
+_RUNS, _COMPARED_RUNS = 1, 5
 
 
 def register(add: AddVerb) -> None:
@@ -24,23 +32,35 @@ def register(add: AddVerb) -> None:
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)
-    add_count(parser, "--runs", 1, "runs, after a short one")
+    add_count(parser, "--runs", None, f"runs, after a short one (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
+    versus.add_versus(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..serving.throughput import measure
 
+    found = versus.find_peers(args, batched=True)
+    if found:
+        args.unless = args.unless | _BATCH
+    number = args.runs or (_COMPARED_RUNS if found else _RUNS)
     with open_llm(args, max_seqs=args.max_num_seqs, step_tokens=args.max_num_batched_tokens) as llm:
         load = workload(args, llm.config.vocab, llm.encode)
-        ceilings = measured_ceilings(llm)
-        with output.progress("generating") as advance:
-            runs = measure(llm, load, args.runs, ceilings, advance)
+        sizes = _batch(load, args.max_num_seqs) if found else (0, 0, 0)
+        with versus.opened(found, llm, args, sizes, ("batch",)) as peers:
+            ceilings = measured_ceilings(llm)
+
+            def take_turns() -> None:
+                for peer in peers:
+                    peer.run()
+
+            with output.progress("generating") as advance:
+                runs = measure(llm, load, number, ceilings, advance, take_turns)
         middle = sorted(runs, key=lambda one: float(one["tokens_per_s"]))[len(runs) // 2]
         figures: dict[str, Any] = middle | {
             "tokens_per_s": median(one["tokens_per_s"] for one in runs),
             "runs": runs,
-            "vs": {},
+            "vs": {peer.peer.name: peer.figures({"batch": [one["duration_s"] for one in runs]}) for peer in peers},
             "ceilings": asdict(ceilings),
             "settings": llm.about
             | {
@@ -56,6 +76,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _batch(load: Workload, most: int) -> tuple[int, int, int]:
+    """Sequences, tokens of each prompt, and decode steps after it. Raises MegakernelError where prompts differ."""
+    lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
+    if len(lengths) > 1:
+        raise MegakernelError(
+            "--vs compares a batch of prompts of one length, and these differ: take --dataset random and a range "
+            "ratio of 0, or compare servers with `bench serve --vs URL`"
+        )
+    [(prompt, answer)] = lengths
+    if answer < 2:
+        raise MegakernelError("--vs times the tokens after the first: take --random-output-len 2 or more")
+    if len(load.jobs) > most:
+        raise MegakernelError(f"--vs compares one batch: {len(load.jobs)} prompts are more than --max-num-seqs {most}")
+    return len(load.jobs), prompt, answer - 1
+
+
 def show(figures: dict[str, Any]) -> None:
     tokens = f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"
     others = f", {figures['total_tokens_per_s']:.1f} in and out, {figures['requests_per_s']:.2f} requests/s"
@@ -67,6 +103,7 @@ def show(figures: dict[str, Any]) -> None:
         ("steps", f"{figures['steps']}, {figures['step_s'] * 1e3:.1f} ms each, {figures['sequences']:.1f} sequences"),
         ("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", needed)),
         *speculated(figures),
+        *versus.rows(figures["vs"]),
     )
     if figures["error"]:
         output.stderr.print(f"megakernel: warning: {figures['error']}")

@@ -13,20 +13,22 @@ from .options import add_count
 if TYPE_CHECKING:
     from ..serving.bench import Workload
 
-_DEFAULT = "sharegpt"
+_SHAREGPT = "sharegpt"
+_UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """`args.unless` has what holds where a flag is not given; a verb may change it until it calls `workload`."""
+    parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",
-        default=_DEFAULT,
         metavar="NAME",
         help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
-        f"or a .csv file of prompt and output tokens (default: {_DEFAULT})",
+        f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
     )
-    add_count(parser, "--num-prompts", prompts, "requests")
-    add_count(parser, "--random-input-len", 1024, "random: tokens in")
-    add_count(parser, "--random-output-len", 128, "random: tokens out")
+    add_count(parser, "--num-prompts", None, f"requests (default: {prompts})")
+    add_count(parser, "--random-input-len", None, f"random: tokens in (default: {_UNLESS['random_input_len']})")
+    add_count(parser, "--random-output-len", None, f"random: tokens out (default: {_UNLESS['random_output_len']})")
     parser.add_argument(
         "--random-range-ratio",
         type=float,
@@ -41,7 +43,10 @@ def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Seque
     """The requests that the flags of `add_workload` describe."""
     from ..serving.bench import workload as made
 
-    if args.dataset == _DEFAULT:
+    for name, value in args.unless.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.dataset == _SHAREGPT:
         return made.sharegpt_lengths(args.num_prompts, vocab, args.seed)
     if args.dataset == "random":
         lengths = args.random_input_len, args.random_output_len, args.random_range_ratio

@@ -1,0 +1,96 @@
+"""`--vs`: other programs that run the same model in turn with us."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..serving import LLM
+    from ..serving.bench.peers import Contest, Found, Phase
+
+
+def add_versus(parser: argparse.ArgumentParser) -> None:
+    """The flags that name peers."""
+    parser.add_argument(
+        "--vs",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME",
+        help="run llama.cpp or torch in turn with us: same weights, its best settings (may be repeated)",
+    )
+    parser.add_argument(
+        "--llama-bench",
+        type=Path,
+        metavar="PATH",
+        help="llama.cpp's own llama-bench, or the folder of a native build (default: the package llama-cpp-python)",
+    )
+
+
+def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
+    """The peers that the flags name. Raises MegakernelError where one is missing."""
+    if not args.vs and args.llama_bench is None:
+        return []  # nothing is imported
+    from ..serving.bench.peers import find
+
+    return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
+
+
+@contextmanager
+def opened(
+    found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Phase]
+) -> Iterator[list[Contest]]:
+    """The peers with their best settings. `sizes`: see `Work`."""
+    if not found:
+        yield []
+        return
+    from ..serving.bench.peers import Work, contests
+
+    with ExitStack() as stack:
+        with output.busy("writing the weights for others"):
+            peers = stack.enter_context(contests(found, llm, args.model, args.weights, Work(*sizes), phases))
+        for one in peers:
+            with output.progress(f"searching the best settings of {one.peer.name}") as advance:
+                one.search(advance)
+        yield peers
+
+
+def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
+    """What a person reads of each peer."""
+    lines: list[tuple[str, str | Text]] = []
+    for name, other in vs.items():
+        prefill = other.get("prefill")
+        lines.append(("versus", _against(other, name)))
+        if prefill is not None:
+            lines.append(("  prefill", _against(prefill, name)))
+        about = {key: value for key, value in other["settings"].items() if key != "search"}
+        chosen = [f"{key}: {_text(value)}" for key, value in about.items() if isinstance(value, dict)]
+        said = [str(value) for key, value in about.items() if not isinstance(value, dict) and key != "kv_cache"]
+        lines.append(("  settings", f"{', '.join(said)}; {'; '.join(chosen)}"))
+    return lines
+
+
+def _against(side: dict[str, Any], name: str) -> Text:
+    ours = side["ours"]
+    theirs = f" the {side['tokens_per_s']:.1f} tokens/s of {name}"
+    spread = f" ({_spread(side)}; ours {ours['tokens_per_s']:.1f}, {_spread(ours)})"
+    return Text.assemble((f"{side['ratio']:.2f} x", "bold"), theirs, (spread, "dim"))
+
+
+def _spread(side: dict[str, Any]) -> str:
+    return f"{side['tokens_per_s_min']:.1f} to {side['tokens_per_s_max']:.1f}"
+
+
+def _text(settings: dict[str, Any]) -> str:
+    def word(value: Any) -> str:
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+    return ", ".join(f"{key.replace('_', ' ')} {word(value)}" for key, value in settings.items())

@@ -1,0 +1,97 @@
+"""llama.cpp as its own benchmarks measure it: `llama-bench` for one sequence, `llama-batched-bench` for many."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ....errors import MegakernelError
+from . import llama_cpp
+from .contest import Phase, Settings, Task
+
+_BATCHED = "llama-batched-bench"
+_SAID = 120  # characters of an output that an error repeats
+_ABOUT = ("build_commit", "build_number", "model_type")
+
+
+def tool(given: Path, batched: bool) -> Path:
+    """The benchmark in the folder of a native build, or beside one that is given. Raises MegakernelError."""
+    folder = given if given.is_dir() else given.parent
+    path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise MegakernelError(
+            f"{path} is no program: build llama.cpp's target {path.name}, or leave --llama-bench out to run the wheel"
+        )
+    return path
+
+
+class LlamaBench:
+    """See `Peer`. Every run is a process, which warms up before it measures."""
+
+    name = llama_cpp.NAME
+
+    def __init__(self, path: Path, task: Task) -> None:
+        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": "f16"}
+        self._path, self._task = path, task
+
+    def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
+        return llama_cpp.settings(self._task, phase)
+
+    def seconds(self, phase: Phase, settings: Settings) -> float:
+        work = self._task.work
+        command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
+        command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]
+        command += ["-b", str(max(settings["ubatch"], 2048)), "-ub", str(settings["ubatch"])]
+        if phase == "batch":
+            command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
+            command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
+            # Twice the same: it warms up with a few tokens only.
+            command += ["-npl", f"{work.sequences},{work.sequences}"]
+            lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
+            last = self._json(lines[-1] if len(lines) == 2 else "")
+            return self._positive(last, "t_pp") + self._positive(last, "t_tg")
+        command += ["-r", "1", "-o", "json"]
+        if phase == "prefill":
+            command += ["-p", str(work.prompt_tokens), "-n", "0"]
+        else:
+            command += ["-p", "0", "-n", str(work.decode_steps), "-d", str(work.prompt_tokens)]
+        results = self._json(self._output(command))
+        last = results[-1] if isinstance(results, list) and results else {}
+        rate = self._positive(last, "samples_ts")
+        self.about.update({name: last[name] for name in _ABOUT if name in last})
+        return work.tokens(phase) / rate
+
+    def close(self) -> None:
+        pass
+
+    def _output(self, command: list[str]) -> str:
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        except OSError as e:
+            raise MegakernelError(f"cannot run {self._path}: {e.strerror}") from e
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            raise MegakernelError(f"{self._path} ended with status {done.returncode}: {lines[-1][:_SAID]}")
+        return done.stdout
+
+    def _json(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise self._nonsense(text) from None
+
+    def _positive(self, result: Any, key: str) -> float:
+        """A number, or the last one of a list."""
+        value = result.get(key) if isinstance(result, dict) else None
+        value = value[-1] if isinstance(value, list) and value else value
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self._nonsense(f"{key} = {value!r}")
+        return float(value)
+
+    def _nonsense(self, text: str) -> MegakernelError:
+        return MegakernelError(
+            f"{self._path} printed no result that is understood: {text.strip()[:_SAID] or 'nothing'}"
+        )

@@ -1,0 +1,143 @@
+"""torch: the model as transformers computes it, on the same weights; eager, or compiled where there is a compiler."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from ....isa import Buffer, Dtype
+from ....model import Checkpoint, open_checkpoint
+from ....model.families import FAMILIES
+from ....model.files import tensors_of
+from ....model.safetensors_checkpoint import safetensors_naming
+from .contest import Phase, Settings, Task
+
+NAME = "torch"
+
+
+def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
+    """See `Peer.settings`."""
+    first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
+    changes: list[Settings] = []
+    if task.dtype == "bf16" and not task.gpu:
+        changes.append({"dtype": "f32"})  # the same values, wider: many CPUs multiply no bf16
+    if task.threads > 1 and not task.gpu:
+        changes.append({"threads": task.threads // 2})
+    if any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
+        changes.append({"compiled": True})
+    return first, changes
+
+
+def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
+    """What times a run, and what it is. For a process of its own: see `process`."""
+    import torch
+    import transformers
+
+    model = _Model(task)
+    return model.seconds, {"program": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+
+
+def build(checkpoint: Checkpoint, dtype: str) -> Any:
+    """The model of transformers with the weights of `checkpoint`, in `dtype`."""
+    import torch
+    import transformers
+
+    config = checkpoint.config
+    kind = getattr(transformers, FAMILIES[config.family].architecture)
+    with torch.device("meta"):  # nothing is initialised
+        model = kind(
+            kind.config_class(
+                vocab_size=config.vocab,
+                hidden_size=config.hidden,
+                intermediate_size=config.ffn,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_context,
+                rms_norm_eps=config.rms_eps,
+                tie_word_embeddings=config.tied,
+                attention_bias=config.o_bias,
+                mlp_bias=config.mlp_bias,
+                sliding_window=None,
+            )
+        )
+    kept, wanted = (Dtype.BF16, torch.bfloat16) if dtype == "bf16" else (Dtype.F32, torch.float32)
+    weights = {}
+    for name, array in tensors_of(checkpoint, safetensors_naming(config), kept):
+        tensor = torch.from_numpy(array.copy())
+        weights[name] = (tensor.view(torch.bfloat16) if tensor.dtype is torch.uint16 else tensor).to(wanted)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(checkpoint.load(Buffer.INV_FREQ, 0, Dtype.F32))
+    return model.eval()
+
+
+class _Model:
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._checkpoint = open_checkpoint(task.model)
+        self._device = "cuda" if task.gpu else "cpu"
+        self._dtype, self._model = "", None
+        self._warm: list[Settings] = []
+        self._compiled: Any = None  # the function and its cache, whose addresses are compiled in
+
+    def seconds(self, phase: Phase, settings: Settings) -> float:
+        import torch
+
+        torch.set_num_threads(settings["threads"])
+        if settings["dtype"] != self._dtype:
+            self._model = self._compiled = None  # one at a time
+            self._dtype, self._warm = settings["dtype"], []
+            self._model = build(self._checkpoint, self._dtype).to(self._device)
+        if settings not in self._warm:
+            before, took = math.inf, sum(self._run(settings["compiled"]))
+            while took < before / 2:  # the second run may compile as well
+                before, took = took, sum(self._run(settings["compiled"]))
+            self._warm.append(settings)
+        prefill, decode = self._run(settings["compiled"])
+        return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
+
+    def _run(self, compiled: bool) -> tuple[float, float]:
+        """Seconds of the prompts, and of greedy decode steps after them."""
+        import torch
+        from transformers import DynamicCache, StaticCache
+
+        assert self._model is not None
+        work, model = self._task.work, self._model
+        shape, length = (work.sequences, work.prompt_tokens), work.prompt_tokens + work.decode_steps
+        ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        tokens, positions = ids.to(self._device), torch.arange(length, device=self._device)
+        step, cache = model.forward, DynamicCache(config=model.config)
+        if compiled:
+            if self._compiled is None:
+                self._compiled = torch.compile(step, fullgraph=True, dynamic=False), StaticCache(model.config, length)
+            step, cache = self._compiled
+            cache.reset()
+
+        def compute(tokens: Any, start: int) -> Any:
+            places = positions[start : start + tokens.shape[1]].expand(tokens.shape)
+            out = step(input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return out.logits[:, -1:].argmax(-1).view(work.sequences, 1)
+
+        with torch.no_grad():
+            self._finish()
+            began = perf_counter()
+            tokens = compute(tokens, 0)
+            self._finish()
+            middle = perf_counter()
+            for i in range(work.decode_steps):
+                tokens = compute(tokens, work.prompt_tokens + i)
+            self._finish()
+        return middle - began, perf_counter() - middle
+
+    def _finish(self) -> None:
+        if self._device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()

@@ -1,0 +1,345 @@
+"""`bench latency --vs` and `bench throughput --vs`, against peers that only say how long they took."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import fails, run, run_json
+from tiny_llama import ROPES, error, hf_logits, make_llama
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype
+from megakernel.model.families import FAMILIES
+from megakernel.roofline import Ceilings
+from megakernel.serving import ceilings, latency
+from megakernel.serving.bench import peers
+from megakernel.serving.bench.peers import llama_cpp, torch_llama
+from megakernel.serving.bench.peers.contest import Contest, Phase, Settings, Task, Work
+from megakernel.serving.bench.peers.process import Process
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LATENCY = ["bench", "latency", "--tokens", "4", "--prompt-tokens", "600", "--runs", "3", "--threads", "2"]
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e12, 1e15, threads, "made up"))
+
+
+@pytest.fixture
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a native build of llama.cpp."""
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    for name in ("llama-bench", "llama-batched-bench"):
+        text = (SUPPORT / "fake_llama_bench.py").read_text()
+        (tmp_path / name).write_text(text.replace("/usr/bin/env python3", sys.executable, 1))
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def commands(native: Path) -> list[dict[str, str]]:
+    """The flags of every run so far, with the program's name as `program`."""
+    lines = [json.loads(line) for line in (native / "log").read_text().splitlines()]
+    return [flags | {"program": name} for name, flags in lines]
+
+
+# -- one peer against us
+
+
+class Scripted:
+    """A Peer whose times are given by its settings, and that keeps what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {"version": 1}
+        self.asked: list[tuple[Phase, Settings]] = []
+        self.extra = 0.0
+
+    def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
+        return {"a": 1, "b": 1}, [{"a": 2}, {"b": 0}, {"a": 3}, {"b": 2}]
+
+    def seconds(self, phase: Phase, settings: Settings) -> float:
+        self.asked.append((phase, settings))
+        if settings["b"] == 0:
+            raise MegakernelError("not in this build")
+        return (10.0 if phase == "prefill" else 8.0) / settings["a"] / settings["b"] + self.extra
+
+    def close(self) -> None: ...
+
+
+def test_settings_are_searched_for_each_phase() -> None:
+    peer, progress = Scripted(), []
+    contest = Contest(peer, Work(1, 100, 16), ("decode", "prefill"))
+    contest.search(lambda done, total: progress.append((done, total)))
+    assert progress == [(i, 10) for i in range(1, 11)]
+    tried = [(s["a"], s["b"]) for phase, s in peer.asked if phase == "decode"]
+    assert tried == [(1, 1), (1, 1), (2, 1), (2, 1), (2, 0), (3, 1), (3, 1), (3, 2), (3, 2)]
+    peer.asked.clear()
+    contest.run()
+    assert peer.asked == [("decode", {"a": 3, "b": 2}), ("prefill", {"a": 3, "b": 2})]
+    search = contest.figures({"decode": [1.0], "prefill": [1.0]})["settings"]["search"]
+    assert [one.get("error") for one in search[:5]] == [None, None, "not in this build", None, None]
+    assert search[0]["tokens_per_s"] == 16 / 8 and search[5]["tokens_per_s"] == 100 / 10
+
+
+def test_medians_spreads_and_ratios() -> None:
+    peer = Scripted()
+    contest = Contest(peer, Work(1, 100, 16), ("decode", "prefill"))
+    contest.search(lambda *_: None)
+    for extra in (0.0, 2.0, 1.0):
+        peer.extra = extra
+        contest.run()
+    figures = contest.figures({"decode": [2.0, 4.0, 1.0], "prefill": [5.0, 5.0, 5.0]})
+    seconds = [8 / 6, 8 / 6 + 2, 8 / 6 + 1]
+    assert [one["decode_s"] for one in figures["runs"]] == seconds
+    assert figures["tokens_per_s"] == 16 / seconds[2]
+    assert (figures["tokens_per_s_min"], figures["tokens_per_s_max"]) == (16 / seconds[1], 16 / seconds[0])
+    assert figures["ours"] == {"tokens_per_s": 8.0, "tokens_per_s_min": 4.0, "tokens_per_s_max": 16.0}
+    assert figures["ratio"] == 8.0 / (16 / seconds[2])
+    assert figures["prefill"]["ratio"] == pytest.approx((100 / 5) / (100 / (10 / 6 + 1)))
+    assert figures["settings"]["decode"] == {"a": 3, "b": 2} and figures["settings"]["version"] == 1
+
+
+def test_a_batch_counts_the_token_that_ends_a_prompt() -> None:
+    work = Work(32, 64, 95)
+    assert [work.tokens(phase) for phase in ("prefill", "decode", "batch")] == [32 * 64, 32 * 95, 32 * 96]
+
+
+def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
+    peer = Scripted()
+    peer.settings = lambda phase: ({"a": 1, "b": 0}, [])  # type: ignore[method-assign]
+    with pytest.raises(MegakernelError, match="not in this build"):
+        Contest(peer, Work(1, 1, 1), ("decode",)).search(lambda *_: None)
+
+
+# -- llama.cpp's own benchmarks
+
+
+def test_latency_against_llama_bench(
+    capsys: pytest.CaptureFixture[str], model: str, native: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, ours = latency._one, native / "ours"
+
+    def noted(*given: Any) -> Any:
+        ours.write_text(ours.read_text() + f"{len(commands(native))}\n" if ours.exists() else "")
+        return one(*given)
+
+    monkeypatch.setattr(latency, "_one", noted)
+    flags = [*LATENCY, "--model", model, "--vs", "llama.cpp"]
+    figures = run_json(capsys, *flags, "--llama-bench", str(native))
+    versus = figures["vs"]["llama.cpp"]
+    # Sides alternate: between two of our runs there is one of theirs, which is two processes.
+    asked = commands(native)
+    searched = len(asked) - 2 * 3
+    assert [int(line) for line in ours.read_text().split()] == [searched, searched + 2, searched + 4]
+    assert versus["tokens_per_s"] == versus["tokens_per_s_min"] == 4 / 1.5
+    assert len(versus["runs"]) == 3 and versus["runs"][0] == {"decode_s": 1.5, "prefill_s": 1.25}
+    mine = [4 / sum(run["decode_step_s"]) for run in figures["runs"]]
+    assert versus["ours"]["tokens_per_s"] == pytest.approx(np.median(mine))
+    assert versus["ratio"] == pytest.approx(np.median(mine) / (4 / 1.5))
+    assert versus["prefill"]["ratio"] == pytest.approx(
+        np.median([600 / run["prefill_s"] for run in figures["runs"]]) / (600 / 1.25)
+    )
+    settings = versus["settings"]
+    assert settings["decode"] == {"threads": 2, "flash_attention": False, "ubatch": 512}
+    assert settings["prefill"] == {"threads": 2, "flash_attention": False, "ubatch": 128}
+    assert (settings["program"], settings["build_commit"], settings["weights"]) == ("llama-bench", "abc", "f32")
+    decode, prefill = asked[-2:]
+    assert (decode["-p"], decode["-n"], decode["-d"], decode["-fa"], decode["-ngl"]) == ("0", "4", "600", "0", "0")
+    assert (prefill["-p"], prefill["-n"], prefill["-ub"], "-d" in prefill) == ("600", "0", "128", False)
+    assert not Path(decode["-m"]).exists(), "the file that was written for them is gone"
+    status, out, _ = run(capsys, *flags, "--llama-bench", str(native / "llama-bench"))
+    assert status == 0 and "tokens/s of llama.cpp" in out and "flash attention off" in out
+
+
+def test_a_gguf_file_goes_to_both_as_it_is(capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path) -> None:
+    flags = ["--model", "smollm2-135m", "--vs", "llama.cpp", "--llama-bench", str(native), "--backend", "null"]
+    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    figures = run_json(capsys, "bench", "latency", *flags)
+    assert {flags["-m"] for flags in commands(native)} == {str(smollm2)}
+    assert figures["vs"]["llama.cpp"]["settings"]["weights"] == f"as in {smollm2.name}"
+
+
+def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[str], model: str, native: Path) -> None:
+    flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native / "llama-bench")]
+    figures = run_json(capsys, *flags, "--backend", "null", "--threads", "2")
+    versus = figures["vs"]["llama.cpp"]
+    assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (32, 32 * 64, 32 * 96)
+    assert len(figures["runs"]) == len(versus["runs"]) == 5
+    assert versus["tokens_per_s"] == 32 * 96 / 1.25 and versus["runs"][0] == {"batch_s": 1.25}
+    mine = np.median([32 * 96 / run["duration_s"] for run in figures["runs"]])
+    assert versus["ratio"] == pytest.approx(mine / (32 * 96 / 1.25))
+    last = commands(native)[-1]
+    assert last["program"] == "llama-batched-bench"
+    assert (last["-npp"], last["-ntg"], last["-npl"], last["-c"]) == ("64", "95", "32,32", str(32 * 256))
+    sizes = ["--dataset", "random", "--num-prompts", "2", "--random-input-len", "6", "--random-output-len", "3"]
+    status, out, _ = run(capsys, *flags, *sizes, "--runs", "1")
+    assert status == 0 and "tokens/s of llama.cpp" in out
+    assert (commands(native)[-1]["-npl"], commands(native)[-1]["-ntg"]) == ("2,2", "2")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("crash", "ended with status 1: llama_model_load: it does not fit"),
+        ("hello", "printed no result that is understood: hello"),
+        ("[]", "samples_ts = None"),
+        ('[{"samples_ts": [0]}]', "samples_ts = 0"),
+        ('[{"samples_ts": ["x"]}]', "samples_ts = 'x'"),
+        ("", None),
+    ],
+)
+def test_a_program_that_fails_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    native: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    message: str | None,
+) -> None:
+    monkeypatch.setenv("FAKE_ANSWER", answer)
+    flags = ["bench", "latency", "--model", model, "--tokens", "2", "--prompt-tokens", "8", "--runs", "1"]
+    flags += ["--vs", "llama.cpp", "--llama-bench", str(native)]
+    if message is None:
+        assert run(capsys, *flags)[0] == 0
+    else:
+        assert message in fails(capsys, *flags)
+
+
+def test_a_batched_program_that_prints_nonsense(
+    capsys: pytest.CaptureFixture[str], model: str, native: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ANSWER", '{"t_pp": 1}')
+    flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native)]
+    assert "printed no result that is understood: nothing" in fails(capsys, *flags)
+
+
+# -- peers in processes
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Process]:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    return lambda: Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Work(1, 8, 4)))
+
+
+def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
+    peer = process()
+    contest = Contest(peer, Work(1, 8, 4), ("decode",))
+    contest.search(lambda *_: None)
+    first = peer.about
+    contest.run()
+    peer.close()
+    figures = contest.figures({"decode": [1.0]})
+    assert figures["settings"]["decode"] == {"threads": 2, "speed": 4} and figures["ratio"] == 2.0
+    assert figures["settings"]["search"][-1]["error"] == "fake failed: the last word"
+    assert first["program"] == "fake" and peer.about["process"] != first["process"], "another after one has died"
+
+
+def test_what_a_process_says_is_checked(process: Callable[[], Process]) -> None:
+    peer = process()
+    with pytest.raises(MegakernelError, match=r"fake says that a run took -1\.0 seconds"):
+        peer.seconds("decode", {"answer": -1})
+    peer.close()
+
+
+def test_latency_against_a_process(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    found = [peers.Found("fake", lambda task: Process("fake", "fake_peer", task), gguf=False)]
+    monkeypatch.setattr(peers, "find", lambda *_, **__: found)
+    figures = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")
+    assert figures["vs"]["fake"]["tokens_per_s"] == 4 / 2.0 and len(figures["vs"]["fake"]["runs"]) == 3
+
+
+# -- what is refused, before a model is loaded
+
+
+def test_missing_peers_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = util.find_spec
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name in ("torch", "llama_cpp") else find(name))
+    (tmp_path / "llama-bench").write_text("not to be run")
+    (tmp_path / "llama-batched-bench").write_text("")
+    for flags, message in (
+        ("--vs torch", "pip install torch transformers"),
+        ("--vs llama.cpp", "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
+        ("--vs torch,llama.cpp", "torch is not installed"),
+        ("--vs llama.cpp --vs torch", "llama.cpp is not installed"),
+        ("--vs vllm", "no program 'vllm' to compare with: known are llama.cpp, torch"),
+        ("--vs torch --llama-bench x", "add --vs llama.cpp"),
+        ("--llama-bench x", "add --vs llama.cpp"),
+        (f"--vs llama.cpp --llama-bench {tmp_path}", "bench is no program"),
+        (f"--vs llama.cpp --llama-bench {tmp_path}/none/llama-bench", "bench is no program"),
+    ):
+        for verb in ("latency", "throughput"):
+            assert message in fails(capsys, "bench", verb, "--model", "./nowhere", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dataset sharegpt", "prompts of one length"),
+        ("--random-output-len 1", "--random-output-len 2 or more"),
+        ("--num-prompts 65", "65 prompts are more than --max-num-seqs 64"),
+    ],
+)
+def test_work_that_peers_do_not_do(
+    capsys: pytest.CaptureFixture[str], model: str, native: Path, flags: str, message: str
+) -> None:
+    line = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native)]
+    assert message in fails(capsys, *line, *flags.split())
+    assert not (native / "log").exists()
+
+
+# -- what is tried
+
+
+def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(prompt: int, threads: int = 4, gpu: bool = False) -> Task:
+        return Task("m", "m.gguf", "bf16", "bf16", threads, gpu, Work(1, prompt, 8))
+
+    first, changes = llama_cpp.settings(task(600), "prefill")
+    assert first == {"threads": 4, "flash_attention": True, "ubatch": 512}
+    assert changes == [{"flash_attention": False}, {"ubatch": 128}, {"ubatch": 2048}, {"threads": 2}]
+    assert {"ubatch": 2048} not in llama_cpp.settings(task(512), "prefill")[1]
+    assert llama_cpp.settings(task(600), "decode")[1] == [{"flash_attention": False}, {"threads": 2}]
+    assert llama_cpp.settings(task(600, threads=1), "decode")[1] == [{"flash_attention": False}]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert torch_llama.settings(task(8), "decode")[1] == [{"dtype": "f32"}, {"threads": 2}]
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/c++")
+    assert torch_llama.settings(task(8, gpu=True), "decode")[1] == [{"compiled": True}]
+
+
+# -- torch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_gets_our_weights(family: str) -> None:
+    own = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}
+    more: dict[str, Any] = own.get(family, {})
+    hf, checkpoint = make_llama(4, family, rope=ROPES["llama3" if family == "llama" else "default"], **more)
+    tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
+    assert error(hf_logits(torch_llama.build(checkpoint, "f32"), tokens), hf_logits(hf, tokens)) < 1e-4
+    rounded = torch_llama.build(checkpoint, "bf16").state_dict()
+    for name, weight in hf.state_dict().items():
+        assert torch.equal(rounded[name], weight.bfloat16()), name
+
+
+def test_torch_runs_eagerly(model: str) -> None:
+    seconds, about = torch_llama.load(Task(model, None, "f32", "f32", 1, False, Work(2, 8, 3)))
+    settings = {"threads": 1, "dtype": Dtype.F32.name.lower(), "compiled": False}
+    assert all(seconds(phase, settings) > 0 for phase in ("prefill", "decode", "batch"))
+    assert seconds("decode", settings | {"dtype": "bf16"}) > 0 and "torch" in about["program"]

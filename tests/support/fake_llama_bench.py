@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""What llama.cpp's benchmarks print, of a machine whose times are known. Every run adds its command to a log."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+log = Path(os.environ["FAKE_LOG"])
+with log.open("a") as out:
+    out.write(json.dumps([Path(sys.argv[0]).name, flags]) + "\n")
+if os.environ.get("FAKE_ANSWER") == "crash":
+    sys.exit("noise\nllama_model_load: it does not fit")
+if os.environ.get("FAKE_ANSWER"):
+    print(os.environ["FAKE_ANSWER"])
+    sys.exit(0)
+slow = 1.0 if flags["-fa"] == "1" else 0.5  # seconds fewer
+slow += {"512": 0.0, "128": -0.25, "2048": 1.0}[flags["-ub"]]
+slow += 1.0 if flags["-t"] == "1" else 0.0
+if Path(sys.argv[0]).name == "llama-bench":
+    seconds = 1.0 + slow
+    tokens = int(flags["-p"]) or int(flags["-n"])
+    print(json.dumps([{"build_commit": "abc", "model_type": "llama", "samples_ts": [tokens / seconds]}]))
+else:
+    print("| a table |")
+    for share in (10, 1):  # the first one warms up
+        print(json.dumps({"pl": 2, "t_pp": share * slow, "t_tg": share * 1.0}))
