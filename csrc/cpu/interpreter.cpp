@@ -524,13 +524,11 @@ bool Interpreter::prefetch(Cursor& c) {
   const void* table =
       bound(c.rank, weights, layered ? weights_layer(*c.phase, program_->dims(c.rank), c.layer) : 0);
   if (table == nullptr) return false;
-  const WeightSpan span =
-      weight_span(*c.phase, operands<Tile>(c.record), static_cast<const Panel*>(table));
+  const WeightSpan span = weight_span(*c.phase, operands<Tile>(c.record), static_cast<const Panel*>(table));
   const int64_t end = std::min(span.bytes, kPrefetchLimit);
   if (c.prefetched >= end) return false;
   const int64_t slice = std::min(end, c.prefetched + kPrefetchSlice);
-  for (; c.prefetched < slice; c.prefetched += 64)
-    __builtin_prefetch(span.begin + c.prefetched, 0, 2);
+  for (; c.prefetched < slice; c.prefetched += 64) __builtin_prefetch(span.begin + c.prefetched, 0, 2);
   return true;
 }
 

@@ -187,7 +187,8 @@ void pack_blocks(const Columns& columns, char* packed) {
   for (int c = 0; c < columns.count; ++c) {
     for (int64_t b = 0; b < blocks; ++b) {
       RowBlock<P> block;
-      memcpy(static_cast<void*>(&block), columns.rows + (c * blocks + b) * int64_t{sizeof block}, sizeof block);
+      memcpy(static_cast<void*>(&block), columns.rows + (c * blocks + b) * int64_t{sizeof block},
+             sizeof block);
       block.scales(out[b].scales, c);
       block.values(values);
       for (int i = 0; i < P::kUnits; ++i)

@@ -12,7 +12,8 @@ struct Part {
   const void* data;
 };
 
-// One or several matrices side by side, each [rows, k], one after another in `parts`, which end between panels.
+// One or several matrices side by side, each [rows, k], one after another in `parts`, which end between
+// panels.
 struct Matrix {
   int64_t matrices, rows, k, part_count;
   const Part* parts;

@@ -88,8 +88,7 @@ void heads(const Call& call, const Tile& tile) {
   const int head = call.dims->head_dim;
   const int most = call.phase->head_norm == Buffer::kNone ? tile.cols : kPass / head * head;
   for (int done = 0; done < tile.cols; done += most)
-    gemm<T, store_heads<T>>(call,
-                               {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
+    gemm<T, store_heads<T>>(call, {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
 }
 
 }  // namespace mk::MK_SIMD
