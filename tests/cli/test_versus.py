@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -343,3 +344,71 @@ def test_torch_runs_eagerly(model: str) -> None:
     settings = {"threads": 1, "dtype": Dtype.F32.name.lower(), "compiled": False}
     assert all(seconds(phase, settings) > 0 for phase in ("prefill", "decode", "batch"))
     assert seconds("decode", settings | {"dtype": "bf16"}) > 0 and "torch" in about["program"]
+
+
+# -- the package of llama.cpp
+
+
+class FakeLlama(SimpleNamespace):
+    """The functions of `llama_cpp` that are called, of a model of 100 tokens; keeps what is decoded."""
+
+    def __init__(self) -> None:
+        self.decoded: list[list[tuple[int, int, int, bool]]] = []
+        self.contexts: list[Any] = []
+        self.freed = 0
+        quiet = (
+            "log_set",
+            "backend_init",
+            "model_get_vocab",
+            "memory_clear",
+            "get_memory",
+            "synchronize",
+            "batch_free",
+        )
+        super().__init__(__version__="1.2", **{f"llama_{name}": lambda *_: None for name in quiet})
+        self.llama_log_callback = lambda call: call
+        self.llama_model_default_params = self.llama_context_default_params = SimpleNamespace
+        self.llama_model_load_from_file = lambda path, params: "model" if path == b"m.gguf" else None
+        self.llama_vocab_n_tokens = lambda vocab: 100
+
+    def llama_init_from_model(self, model: str, params: Any) -> Any:
+        self.contexts.append(params)
+        return params
+
+    def llama_free(self, context: Any) -> None:
+        self.freed += 1
+
+    def llama_batch_init(self, size: int, embeddings: int, sequences: int) -> Any:
+        return SimpleNamespace(
+            **{name: [0] * size for name in ("token", "pos", "n_seq_id", "logits")}, seq_id=[[0] for _ in range(size)]
+        )
+
+    def llama_decode(self, context: Any, batch: Any) -> int:
+        n = batch.n_tokens
+        sequences = [one[0] for one in batch.seq_id[:n]]
+        self.decoded.append(list(zip(batch.token, sequences, batch.pos[:n], batch.logits, strict=False)))
+        return int(context.flash_attn_type)  # no such thing in this build
+
+
+def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLlama()
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)  # type: ignore[arg-type]
+    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Work(3, 1000, 2)))
+    assert about["program"] == "llama-cpp-python 1.2"
+    settings = {"threads": 2, "flash_attention": False, "ubatch": 512}
+    assert seconds("batch", settings) > 0
+    [context] = fake.contexts
+    assert (context.n_seq_max, context.n_ctx, context.n_threads) == (3, 3 * 1024, 2)
+    # A run to warm up and one that counts: 3,000 tokens of prompts in batches of 2,048, then a token of each, twice.
+    assert [len(tokens) for tokens in fake.decoded] == [2048, 952, 3, 3] * 2
+    prompts = fake.decoded[0] + fake.decoded[1]
+    assert [one[1:3] for one in prompts] == [(s, i) for s in range(3) for i in range(1000)]
+    assert [one[1:3] for one in prompts if one[3]] == [(s, 999) for s in range(3)]
+    assert [one[1:] for one in fake.decoded[3]] == [(s, 1001, True) for s in range(3)]
+    assert all(0 <= one[0] < 100 for tokens in fake.decoded for one in tokens)
+    assert seconds("decode", settings) > 0 and len(fake.decoded) == 12, "the same context is warm"
+    with pytest.raises(RuntimeError, match="llama_decode returns 1"):
+        seconds("decode", settings | {"flash_attention": True})
+    assert (len(fake.contexts), fake.freed) == (2, 1)
+    with pytest.raises(RuntimeError, match=r"cannot read x\.gguf"):
+        llama_cpp.load(Task("m", "x.gguf", "bf16", "bf16", 2, False, Work(1, 1, 1)))

@@ -24,7 +24,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
     changes: list[Settings] = []
     if task.dtype == "bf16" and not task.gpu:
-        changes.append({"dtype": "f32"})  # the same values, wider: many CPUs multiply no bf16
+        changes.append({"dtype": "f32"})  # the same values, wider: not every CPU multiplies bf16
     if task.threads > 1 and not task.gpu:
         changes.append({"threads": task.threads // 2})
     if any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
