@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import text, write
 from servers import machine_facts, measured, megakernel, server
 
+from megakernel.isa import Dtype
 from megakernel.model import open_checkpoint
 from megakernel.model.gguf_writer import write_gguf
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     source = Path(measured("pull", args.model)["path"])
     model = work / f"{args.model}.bf16.gguf"
     if not model.exists():
-        write_gguf(open_checkpoint(str(source)), model, "bf16", tokenizer=source)
+        write_gguf(open_checkpoint(str(source)), model, Dtype.BF16, tokenizer=source)
     threads = len(os.sched_getaffinity(0))
     common = ["--model", str(model), "--machine", "host", "--seed", "1"]
     search: list[dict[str, Any]] = []

@@ -12,22 +12,23 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dtype, to_f32
+from ..isa import Dtype, from_f32, to_f32
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
 from .files import expected_shapes, tensors_of
 from .gguf_checkpoint import ROPE_FREQS, gguf_naming
+from .quantise import quantise
 from .rope import inverse_frequencies
 
 
-def write_gguf(checkpoint: Checkpoint, path: Path, kind: str, tokenizer: Path | None = None) -> None:
-    """Matrices in the type `kind` (bf16, f32, q8_0, ...), vectors in float32.
+def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
+    """Matrices in the type `kind`, quantised as `--weights` does it, and vectors in float32.
 
     `tokenizer`: a GGUF file that lends its own; without one only token ids work. Raises MegakernelError.
     """
-    stored = Type[kind.upper()]
-    compute = Dtype.BF16 if stored is Type.BF16 else Dtype.F32
+    stored = Type[kind.name]
+    compute = Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32
     config = checkpoint.config
     family = FAMILIES[config.family]
     naming = gguf_naming(config)
@@ -51,7 +52,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: str, tokenizer: Path | 
         if tensor.ndim == 1:
             writer.write_tensor_data(to_f32(tensor))
         else:
-            writer.write_tensor_data(tensor if stored in (Type.BF16, Type.F32) else _quantised(to_f32(tensor), stored))
+            values = to_f32(tensor)
+            writer.write_tensor_data(quantise(values, kind) if kind.quantised else from_f32(values, kind))
     writer.close()
     part.replace(path)
 
@@ -98,11 +100,3 @@ def _bytes(shape: tuple[int, ...], kind: Type) -> int:
     if shape[-1] % weights:
         raise MegakernelError(f"rows of {shape[-1]} weights are no whole blocks of {kind.name}, which GGUF files need")
     return math.prod(shape) // weights * size
-
-
-def _quantised(values: NDArray[np.float32], kind: Type) -> NDArray[np.generic]:
-    try:
-        blocks: NDArray[np.generic] = gguf.quants.quantize(values, kind)
-    except NotImplementedError as e:
-        raise MegakernelError(f"cannot write weights of type {kind.name}: give a .gguf file that has them") from e
-    return blocks

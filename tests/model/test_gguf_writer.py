@@ -19,6 +19,7 @@ from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import KNOWN_SHAPES
+from megakernel.model.stored import stored_as
 
 
 def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
@@ -34,7 +35,7 @@ def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
 def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
     own: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
     _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
-    write_gguf(checkpoint, tmp_path / "m.gguf", dtype.name)
+    write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
     # A file of architecture "llama" does not say that it is a Mistral.
     assert replace(back.config, family=family) == replace(checkpoint.config, bos_id=None, eos_ids=())
@@ -46,28 +47,40 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
 @pytest.mark.parametrize("kind", ROPES)
 def test_scaled_frequencies_come_back(tmp_path: Path, kind: str) -> None:
     _, checkpoint = make_llama(6, rope=ROPES[kind])
-    write_gguf(checkpoint, tmp_path / "m.gguf", "f32")
+    write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
     assert back.config.rope.kind is (RopeKind.FACTORS if kind == "llama3" else checkpoint.config.rope.kind)
     same(checkpoint, back, Dtype.F32)
 
 
-def test_quantised_types(tmp_path: Path) -> None:
-    config = replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64)
+@pytest.mark.parametrize("kind", [Dtype.F16, Dtype.Q8_0, Dtype.Q4_K])
+def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
+    """The file has the bytes that `--weights` has in memory."""
+    config = replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64, hidden=512, heads=8, kv_heads=2, ffn=256)
     checkpoint = RandomCheckpoint("random", config)
-    write_gguf(checkpoint, tmp_path / "m.gguf", "q8_0")
+    write_gguf(checkpoint, tmp_path / "m.gguf", kind)
     kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
-    assert kinds["blk.0.attn_q.weight"] is kinds["token_embd.weight"] is GGMLQuantizationType.Q8_0
+    assert kinds["blk.0.attn_q.weight"] is kinds["token_embd.weight"] is GGMLQuantizationType[kind.name]
     assert kinds["output_norm.weight"] is GGMLQuantizationType.F32
-    with pytest.raises(MegakernelError, match="rows of 576 weights are no whole blocks of IQ2_XXS"):
-        write_gguf(checkpoint, tmp_path / "n.gguf", "iq2_xxs")
+    ours, back = stored_as(checkpoint, kind.name.lower()), open_checkpoint(str(tmp_path / "m.gguf"))
+    for buffer in (Buffer.W_QKV, Buffer.W_DOWN):
+        kept, read = ours.stored(buffer, 0), back.stored(buffer, 0)
+        assert {part.dtype for part in [*kept, *read]} == {kind}
+        np.testing.assert_array_equal(np.concatenate([p.data for p in kept]), np.concatenate([p.data for p in read]))
+
+
+def test_rows_of_no_whole_blocks(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint("random", replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64))
+    with pytest.raises(MegakernelError, match="rows of 576 weights are no whole blocks of Q4_K"):
+        write_gguf(checkpoint, tmp_path / "n.gguf", Dtype.Q4_K)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tokenizer_is_lent(tmp_path: Path) -> None:
     given = {"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__tokens": [f"t{i}" for i in range(70)]}
     tiny_gguf(tmp_path / "a.gguf", quantise=GGMLQuantizationType.Q8_0, **given)
     source = open_checkpoint(str(tmp_path / "a.gguf"))
-    write_gguf(source, tmp_path / "b.gguf", "bf16", tokenizer=tmp_path / "a.gguf")
+    write_gguf(source, tmp_path / "b.gguf", Dtype.BF16, tokenizer=tmp_path / "a.gguf")
     assert load_config(str(tmp_path / "b.gguf")) == source.config
     same(source, open_checkpoint(str(tmp_path / "b.gguf")), Dtype.BF16)
     assert GGUFReader(tmp_path / "b.gguf").fields["tokenizer.ggml.tokens"].contents() == [f"t{i}" for i in range(70)]

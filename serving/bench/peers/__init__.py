@@ -70,16 +70,17 @@ def contests(
     """
     dtype = llm.dtype.name.lower()
     with ExitStack() as stack:
-        file, kind = None, dtype if weights == "auto" else weights
+        file, kind = None, next(iter(llm.weight_bytes))  # that of most of our bytes
         if any(one.gguf for one in found):
             file = gguf_path(model) if weights == "auto" else None
             if file is not None:
                 kind = f"as in {file.name}"
             else:
                 from ....model.gguf_writer import write_gguf
+                from ....model.stored import WEIGHT_TYPES
 
                 file = Path(stack.enter_context(TemporaryDirectory(prefix="megakernel-"))) / "model.gguf"
-                write_gguf(open_checkpoint(model), file, kind)
+                write_gguf(open_checkpoint(model), file, WEIGHT_TYPES[kind])
         gpu = llm.engine.backend.name == "cuda"
         task = Task(model, str(file) if file else None, kind, dtype, llm.threads, gpu, work)
         opened = []
