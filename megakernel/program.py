@@ -36,7 +36,7 @@ from .isa import Column, Dims, Forward, Phase
 from .isa.record import WORDS, Records, phase_number
 
 _MAGIC = b"MKPROG\0"
-VERSION = 5
+VERSION = 6
 SEGMENTS = ("prologue", "body", "epilogue")
 
 
