@@ -29,6 +29,14 @@ class HotLoop:
     stack_stores: int
 
 
+def made_by_gcc(library: Path) -> bool:
+    """Whether GCC alone says in the library's comments that it has compiled it."""
+    command = ["objdump", "-s", "-j", ".comment", str(library)]
+    dump = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = "".join(line[-16:] for line in dump.splitlines())
+    return "GCC" in text and "clang" not in text
+
+
 def hot_loops(library: Path) -> list[HotLoop]:
     """Of every register block in the library that has fused multiply-adds."""
     text = subprocess.run(
