@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -252,7 +253,7 @@ def test_a_launch_that_never_ends() -> None:
     module._STOP_S = 0.2
     program = _program()
     table = _table(program.dims)
-    backend, kernel = _backend(program.dims, timeout_s=0.1), PretendedKernel(PAGES)
+    backend, kernel = _backend(program.dims, timeout_s=0.5), PretendedKernel(PAGES)
     backend.launch(program, table)
     held = library().fake_allocations()
 
@@ -268,7 +269,8 @@ def test_a_launch_that_never_ends() -> None:
     with pytest.raises(MegakernelError) as caught:
         first.wait()
     said = str(caught.value)
-    assert said.startswith(f"the GPU does not answer: launch 2 of program {program.hash} has not ended after 1 s"), said
+    start = f"the GPU does not answer: launch 2 of program {program.hash} has not ended after "
+    assert re.match(re.escape(start) + r"\d+ s and does not stop \(", said), said
     assert "the storer of rank 0 worker 1 waits in body record 0" in said and "consumer 7 is still at work" in said
     assert "end the process" in said
     first.abort()
@@ -307,7 +309,7 @@ def test_an_overdue_launch() -> None:
     """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
     program = _program()
     table = _table(program.dims)
-    with _launching(program, timeout_s=0.1) as (backend, kernel):
+    with _launching(program, timeout_s=0.5) as (backend, kernel):
         kernel.before = lambda params: not poll(params.abort)
         with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp says"):
             backend.launch(program, table)
