@@ -72,7 +72,7 @@ def measure(llm: LLM, sequences: int, steps: int, prompt: int, params: SamplingP
 
 def share(steps: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=True)
-    with LLM("smollm2-135m", backend="cpu", max_seqs=64, max_context=1024) as llm:
+    with LLM("smollm2-135m", backend="cpu", weights="bf16", max_seqs=64, max_context=1024) as llm:
         return measure(llm, 64, steps, 200, params)
 
 

@@ -37,7 +37,7 @@ class Phase:
     `norm`     the scale of an RMS norm that a matmul applies to its inputs on the way in
     `head_norm`  the scales of the RMS norms of each head of q and of k, before they are rotated
     `ahead`    the weights are those of the layer so many further on, or of the last layer
-    `weight_bits`  of an element of `weights` in memory, a mean where there are several types; None: the compute type's
+    `weight_bits`  bits of a weight in memory, the mean where there are several types; None is those of the compute type
 
     `number` is the phase's place in its `Forward`.
     """

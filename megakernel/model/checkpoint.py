@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +69,27 @@ class Checkpoint(Protocol):
         """A buffer (of one layer) that `storage` names: its rows in order, those of several matrices in turn."""
 
 
-# Fields of Dims that a model's configuration has under the same name, and those that no weight depends on.
-_SIZES = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "rms_eps")
-_ELSEWHERE = (
-    "kv_page", "row_block", "tokens", "logit_rows", "max_seqs", "max_context", "items", "attention_slots", "partials",
-    "bias_entries",
-)  # fmt: skip
-
-
 def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:
     """`config` as Dims for the shapes of weight buffers; what a weight's shape cannot depend on is 1."""
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
-    return Dims(**sizes, dtype=int(dtype), kv_block=KV_BLOCK, **dict.fromkeys(_ELSEWHERE, 1))
+    return Dims(
+        vocab=config.vocab,
+        hidden=config.hidden,
+        ffn=config.ffn,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rms_eps=config.rms_eps,
+        dtype=int(dtype),
+        kv_block=KV_BLOCK,
+        kv_page=1,
+        row_block=1,
+        tokens=1,
+        logit_rows=1,
+        max_seqs=1,
+        max_context=1,
+        items=1,
+        attention_slots=1,
+        partials=1,
+        bias_entries=1,
+    )

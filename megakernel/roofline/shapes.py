@@ -46,7 +46,12 @@ def shape_of(name: str, config: ModelConfig) -> Shape:
     layers = c.layers * (attention + 3 * c.hidden * c.ffn)
     return Shape(
         name=name,
-        **{name: getattr(c, name) for name in ("layers", "hidden", "ffn", "heads", "head_dim", "kv_heads")},
+        layers=c.layers,
+        hidden=c.hidden,
+        ffn=c.ffn,
+        heads=c.heads,
+        head_dim=c.head_dim,
+        kv_heads=c.kv_heads,
         kv_width=2 * c.kv_heads * c.head_dim,
         parameters=float(layers + table * (1 if c.tied else 2)),
         embedding_parameters=0.0 if c.tied else float(table),

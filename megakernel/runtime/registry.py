@@ -102,7 +102,9 @@ def _cuda_lack(config: ModelConfig, dtype: Dtype, weights: str) -> str | None:
 
 # `auto` takes the first that it may and that lacks nothing.
 REGISTRY: dict[str, Registered] = {
-    "cuda": Registered("a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, False, automatic=True, devices=True),
+    "cuda": Registered(
+        "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, stores=False, automatic=True, devices=True
+    ),
     "cpu": Registered("CPU threads", _cpu, _host_share, automatic=True),
     "reference": Registered("NumPy, slow", _reference, _host_share),
     "null": Registered("no arithmetic; measures all the rest", partial(_cpu, null=True), _host_share, arithmetic=False),

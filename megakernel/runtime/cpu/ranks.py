@@ -132,7 +132,7 @@ class CpuRanks:
 
     def _pack(self, rank: int, buffer: Buffer, layer: int, whole: Sequence[Rows]) -> None:
         """Store and bind the rank's part of a matrix."""
-        if self._bound_elsewhere(rank, buffer, layer):
+        if self._bind_shared(rank, buffer, layer):
             return
         shape = self._shape(rank, buffer)
         own = shard_rows(whole, buffer, self._ranks[rank])
@@ -144,8 +144,8 @@ class CpuRanks:
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
             raise native.error()
 
-    def _bound_elsewhere(self, rank: int, buffer: Buffer, layer: int) -> bool:
-        """Whether another rank's copy serves this one, which then has it."""
+    def _bind_shared(self, rank: int, buffer: Buffer, layer: int) -> bool:
+        """Bind another rank's copy where it serves this one too; whether there is one."""
         home = self._home(rank, buffer)
         if home != rank:
             address = self._lib.mk_bound(self._engine, home, buffer, layer)
@@ -154,7 +154,7 @@ class CpuRanks:
 
     def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
         """Store and bind the rank's part of a vector, or of several."""
-        if self._bound_elsewhere(rank, buffer, layer):
+        if self._bind_shared(rank, buffer, layer):
             return
         part = shard(whole, buffer, self._ranks[rank])
         if layer == 0:
