@@ -11,12 +11,13 @@ namespace mk::MK_SIMD {
 // Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
 constexpr int kPrefetchBytes = 2048;
 
-struct Half {};  // float16
+struct Half {};    // float16
+struct Cached {};  // float32s that are in a cache: quantised weights, widened
 
-// Of a type that is multiplied as it is, whatever the number of rows; quantised weights are widened for many
-// rows.
+// Of a type that is multiplied as it is, whatever the number of rows.
 template <class W>
-constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || std::is_same_v<W, Half>;
+constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || std::is_same_v<W, Half> ||
+                        std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
@@ -50,6 +51,19 @@ template <>
 class Reader<float> : public PlainReader<float, 4> {
  public:
   MK_INLINE F32 weight(int s, int v) const { return load(at(s, v)); }
+};
+
+template <>
+class Reader<Cached> {
+ public:
+  MK_INLINE void open(const char* panel, int step) {
+    unit_ = reinterpret_cast<const float*>(panel) + int64_t{step} * kPanel;
+  }
+  MK_INLINE void turn_to(int run) { run_ = unit_ + run * kRunSteps * kPanel; }
+  MK_INLINE F32 weight(int s, int v) const { return load(run_ + s * kPanel + v * kLanes); }
+
+ private:
+  const float *unit_, *run_;
 };
 
 template <>

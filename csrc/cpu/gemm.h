@@ -9,28 +9,27 @@
 
 namespace mk::MK_SIMD {
 
-// Accumulators that fit the registers beside weights, and beside what it takes to widen quantised ones; and
-// the rows of the largest block. 16-lane targets have 32 registers. A test reads the machine code of every
-// block.
+// Accumulators that fit the registers beside weights; accumulators and scales that fit beside what it takes
+// to widen quantised weights; and the rows of the largest block. 16-lane targets have 32 registers. A test
+// reads the machine code of every block.
 #if MK_LANES == 16
-constexpr int kAccumulators = 24, kQuantisedAccumulators = 12, kMicroRows = 12;
+constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
-constexpr int kAccumulators = 10, kQuantisedAccumulators = 4, kMicroRows = 5;
+constexpr int kAccumulators = 10, kWithScales = 8, kMicroRows = 5;
 #elif defined(__aarch64__)
-constexpr int kAccumulators = 24, kQuantisedAccumulators = 16, kMicroRows = 6;
+constexpr int kAccumulators = 24, kWithScales = 24, kMicroRows = 6;
 #else
-constexpr int kAccumulators = 8, kQuantisedAccumulators = 8, kMicroRows = 2;
+constexpr int kAccumulators = 8, kWithScales = 16, kMicroRows = 2;
 #endif
 static_assert(kMicroRows <= kMaxMicroRows);
 constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;  // of a pass over a weight tile
-constexpr int kFewRows = kMicroRows < 4 ? kMicroRows : 4;       // see MicroTable
 
 // log2 of the panels that a block of `rows` rows covers at once.
 template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
-  const int most = kPlain<W> || rows > kFewRows ? kAccumulators : kQuantisedAccumulators;
-  while (log2 > 0 && (rows * kPanelVectors << log2) > most) --log2;
+  const int vectors = (kPlain<W> ? rows : rows + 1) * kPanelVectors;
+  while (log2 > 0 && vectors << log2 > (kPlain<W> ? kAccumulators : kWithScales)) --log2;
   return log2;
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
@@ -83,13 +82,10 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
 
-// micro<rows, 1 << log2, W>. Quantised weights go straight into the arithmetic of a few rows; for more they
-// are widened first.
+// micro<rows, 1 << log2, W>.
 template <class W>
 struct MicroTable {
-  static constexpr int kRows = kPlain<W> ? kMicroRows : kFewRows;
-
-  Micro entry[kRows + 1][3] = {};
+  Micro entry[kMicroRows + 1][3] = {};
 
   template <int R, int L>
   constexpr void fill() {
@@ -102,7 +98,7 @@ struct MicroTable {
     fill<R, 2>();
     if constexpr (R > 1) fill_rows<R - 1>();
   }
-  constexpr MicroTable() { fill_rows<kRows>(); }
+  constexpr MicroTable() { fill_rows<kMicroRows>(); }
 };
 
 template <class W>
@@ -131,20 +127,22 @@ struct RowBlocks {
   }
 };
 
-// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. `wide`: see Scratch.
+// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. Quantised weights go
+// straight into the arithmetic of one block of rows; for more they are widened first, to `wide` (Scratch).
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
-  if (kPlain<W> || rows.rows <= kFewRows) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  if (kPlain<W> || rows.rows <= rows.block_rows)
+    return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
   for (int done = 0, part; done < steps; done += part) {
     part = lower_of(steps - done, kWideSteps);
     Panel widened[kWidePanels];
     for (int p = 0; p < 1 << log2; ++p) {
-      float* out = wide + p * kWideSteps * kPanel;
+      float* out = wide + p * kWideStride;
       widen<W>(panels[p], begin + done, part, out);
       widened[p].data = reinterpret_cast<const char*>(out);
     }
-    rows.multiply<float>(widened, log2, 0, done, part, resume || done > 0);
+    rows.multiply<Cached>(widened, log2, 0, done, part, resume || done > 0);
   }
 }
 
@@ -244,7 +242,7 @@ inline void gemm(const Call& call, const Tile& tile) {
           const Panel* const first = weights + p + q;
           const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
           with_format(first->type(), [&]<class W>() {
-            int log2 = panel_log2<W>(block_rows);
+            int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
             while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
             multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
             q += 1 << log2;

@@ -95,7 +95,7 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
     const Region regions[] = {
         {&s.activations, std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride},
         {&s.tile, int64_t{kTileRows} * kTilePanels * kPanel},
-        {&s.weights, int64_t{kWidePanels} * kWideSteps * kPanel},
+        {&s.weights, int64_t{kWidePanels} * kWideStride},
         {&s.keys, model.head_dim * key_stride(model)},
         {&s.values, model.kv_block * padded},
         {&s.queries, pairs * model.head_dim + kPanel},

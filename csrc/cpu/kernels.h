@@ -16,8 +16,9 @@ constexpr int kTilePanels = 32;    // weight panels of one pass
 constexpr int kMaxMicroRows = 12;  // rows of the register block
 constexpr int kChunk = 256;        // k steps between two visits of the tile's accumulators
 constexpr int kChunkStride =
-    kChunk + 16;                // floats; not a power of two, so rows fall into different cache sets
-constexpr int kWideSteps = 64;  // k steps of quantised weights that are widened together
+    kChunk + 16;                 // floats; not a power of two, so rows fall into different cache sets
+constexpr int kWideSteps = 128;  // k steps of quantised weights that are widened together
+constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two widened panels; see kChunkStride
 constexpr int kWidePanels = 4;  // panels of them: the most that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
@@ -28,7 +29,7 @@ inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 struct Scratch {
   float* activations;  // rows of A in float32, by chunk
   float* tile;         // kTileRows x kTilePanels * kPanel accumulators
-  float* weights;      // widened panels: kWidePanels x kWideSteps * kPanel
+  float* weights;      // widened panels: kWidePanels x kWideStride
   float* keys;         // head_dim x key_stride(dims)
   float* values;       // kv_block x head_dim, rows padded to kPanel
   float* queries;      // query rows x head_dim
