@@ -21,7 +21,7 @@ from ..errors import MegakernelError
 from ..isa import Dims
 from ..program import Program
 from ..runtime.backend import Backend, Output
-from ..runtime.step import Chunk, SampleRow
+from ..runtime.step import Chunk, SampleRow, Steps
 from .batch import Batch, Stats
 from .counts import Counts
 from .logprobs import top_logprobs
@@ -100,6 +100,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._batch = Batch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
         self._step_tokens, self._speculation = step_tokens, speculation
+        self._steps = Steps()
         self._under_way: Work | None = None
         self._requests = 0
 
@@ -183,7 +184,7 @@ class Engine:
             late = work.verifies
             ahead = None if late else self._prepare()
             if ahead:
-                ahead.build(self.programs)
+                ahead.build(self.programs, self._steps)
             output = _own(work.launch.wait(), work.samples)
             self._under_way = None
             ended = perf_counter()
@@ -231,7 +232,7 @@ class Engine:
         if work.ended:
             return
         if extended or work.table is None:
-            work.build(self.programs)
+            work.build(self.programs, self._steps)
         assert work.program is not None and work.table is not None
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work

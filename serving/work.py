@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from ..isa import StepTable
 from ..program import Program
-from ..runtime import build_step
 from ..runtime.backend import Launch
-from ..runtime.step import Chunk
+from ..runtime.step import Chunk, Steps
 from .programs import Programs
 from .request import Sequence
 
@@ -97,8 +96,8 @@ class Work:
         """Whether it has proposed tokens, so that only its outcome says where sequences go on."""
         return any(turn.proposed for turn in self.turns)
 
-    def build(self, programs: Programs) -> None:
-        """Make the table, and choose the program."""
+    def build(self, programs: Programs, steps: Steps) -> None:
+        """Choose the program, and have `steps` make the table."""
         self.samples = [sample for turn in self.turns for sample in turn.samples]
         self.program = programs.get(self.tokens, max(len(self.samples), 1))
-        self.table = build_step(self.program.dims, [turn.chunk for turn in self.turns])
+        self.table = steps.build(self.program.dims, [turn.chunk for turn in self.turns])

@@ -7,8 +7,10 @@ float32 bits. A table is valid when it meets the invariants that
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +89,18 @@ STEP_FIELDS: tuple[StepField, ...] = (
 )
 
 
+@functools.cache
+def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
+    """By field: first word and end of what rank `dims.rank` sees, and whether it is float. And words of a table."""
+    fields, offset = {}, 0
+    for field in STEP_FIELDS:
+        length = field.length(dims)
+        start = offset + (dims.rank * length if field.per_rank else 0)
+        fields[field.name] = (start, start + length, field.is_float)
+        offset += length * (dims.tp if field.per_rank else 1)
+    return fields, offset
+
+
 class StepTable:
     """One step's table, seen by rank `dims.rank`: attributes are views into `words` named as in STEP_FIELDS.
 
@@ -94,27 +108,27 @@ class StepTable:
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:
-        parts = [dims.tp if field.per_rank else 1 for field in STEP_FIELDS]
-        lengths = [field.length(dims) for field in STEP_FIELDS]
-        size = sum(n * length for n, length in zip(parts, lengths, strict=True))
         self.dims = dims
+        self._fields, size = _layout(dims)
         self.words: NDArray[np.int32] = np.zeros(size, dtype=np.int32) if words is None else words
-        self._views: dict[str, NDArray[np.int32] | NDArray[np.float32]] = {}
-        offset = 0
-        for field, length, n in zip(STEP_FIELDS, lengths, parts, strict=True):
-            start = offset + (dims.rank * length if field.per_rank else 0)
-            view = self.words[start : start + length]
-            self._views[field.name] = view.view(np.float32) if field.is_float else view
-            offset += n * length
-        self._views["block_tables"] = self._views["block_tables"].reshape(dims.max_seqs, dims.pages_per_seq)
 
     def rank(self, rank: int) -> StepTable:
         """The table as `rank` sees it."""
         return self if rank == self.dims.rank else StepTable(replace(self.dims, rank=rank), self.words)
 
+    def copy(self) -> StepTable:
+        """The same words, in memory of its own."""
+        return StepTable(self.dims, self.words.copy())
+
     def __getattr__(self, name: str) -> NDArray[np.int32]:
-        try:
-            views: dict[str, NDArray[np.int32]] = self.__dict__["_views"]
-            return views[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        """Makes the view of a field when it is first asked for."""
+        if name not in (fields := self.__dict__.get("_fields", {})):
+            raise AttributeError(name)
+        start, end, is_float = fields[name]
+        view: NDArray[Any] = self.words[start:end]
+        if is_float:
+            view = view.view(np.float32)
+        if name == "block_tables":
+            view = view.reshape(self.dims.max_seqs, self.dims.pages_per_seq)
+        self.__dict__[name] = view
+        return view

@@ -8,9 +8,10 @@ from itertools import chain
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable
+from ..isa import Dims, StepTable, ceil_div
 from .attention_items import deal_items
 
 
@@ -84,20 +85,88 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     rows = int(count.sum())
     row_slot = np.repeat(slot, count)
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, rows)
-    if rows and tokens.max() >= dims.vocab:
-        raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
+    _in_vocabulary(tokens, dims)
     table.token_ids[:rows] = np.where(tokens < 0, -1 - row_slot, tokens)
     table.positions[:rows] = np.arange(rows) + np.repeat(start - first_row, count)
     table.row_seq[:rows] = row_slot
     table.row_seq[rows:] = -1
     block_tables = table.block_tables
-    for chunk, needed in zip(chunks, (-(-(start + count) // dims.kv_page)).tolist(), strict=True):
-        if len(chunk.pages) < needed:
-            raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
-        block_tables[chunk.slot, :needed] = chunk.pages[:needed]
+    for chunk in chunks:
+        pages = _pages(chunk, dims)
+        block_tables[chunk.slot, : len(pages)] = pages
     deal_items(table, slot, start, count)
     _fill_samples(table, chunks, first_row.tolist())
     return table
+
+
+class Steps:
+    """Builds the table of one step after the other.
+
+    While the same sequences go on by a token each, a table is the last one with a few words changed: that is most
+    steps, and the host has the cores to itself at none of them.
+    """
+
+    def __init__(self) -> None:
+        self._table: StepTable | None = None
+        self._chunks: Sequence[Chunk] = ()
+
+    def build(self, dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
+        """See `build_step`. Attention items of a row that goes on inside its KV block may stay as they were."""
+        last = self._table
+        if last is not None and last.dims is dims and _go_on(self._chunks, chunks):
+            self._table = _next(last, chunks)
+        else:
+            self._table = build_step(dims, chunks)
+        self._chunks = chunks
+        return self._table
+
+
+def _go_on(last: Sequence[Chunk], chunks: Sequence[Chunk]) -> bool:
+    """Whether each chunk is the next token of the same one in `last`, sampled in the same way.
+
+    A sequence's list of pages only grows while it runs, and it gets another one with its next slot.
+    """
+    return len(last) == len(chunks) and all(
+        new.pages is old.pages
+        and new.slot == old.slot
+        and new.start == old.start + 1
+        and len(new.tokens) == len(old.tokens) == 1
+        and new.samples == old.samples
+        for new, old in zip(chunks, last, strict=True)
+    )
+
+
+def _next(last: StepTable, chunks: Sequence[Chunk]) -> StepTable:
+    """`last` for chunks that go on where its own ended."""
+    dims, rows = last.dims, len(chunks)
+    start = np.array([chunk.start for chunk in chunks], np.int32)
+    tokens = np.array([chunk.tokens[0] for chunk in chunks], np.int32)
+    _fits("max_context", int(start.max()) + 1, dims.max_context)
+    _in_vocabulary(tokens, dims)
+    table = last.copy()
+    slot = table.row_seq[:rows]
+    table.token_ids[:rows] = np.where(tokens < 0, -1 - slot, tokens)
+    table.positions[:rows] = start
+    table.sample_position[: sum(len(chunk.samples) for chunk in chunks)] += 1
+    for row in np.flatnonzero(start % dims.kv_page == 0).tolist():
+        chunk = chunks[row]
+        table.block_tables[chunk.slot, chunk.start // dims.kv_page] = _pages(chunk, dims)[-1]
+    if (start % dims.kv_block == 0).any():
+        deal_items(table, slot, start, np.ones(rows, np.int32))
+    return table
+
+
+def _pages(chunk: Chunk, dims: Dims) -> Sequence[int]:
+    """Those up to its last token. Raises MegakernelError where they are too few."""
+    needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
+    if len(chunk.pages) < needed:
+        raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
+    return chunk.pages[:needed]
+
+
+def _in_vocabulary(tokens: NDArray[np.int32], dims: Dims) -> None:
+    if len(tokens) and tokens.max() >= dims.vocab:
+        raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
 
 
 def _fits(capacity: str, wanted: int, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime import step as module
+from megakernel.runtime.step import Steps
 
 CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3, head_dim=16, max_context=4096)
 
@@ -382,3 +384,70 @@ def test_broken_tables_are_recognised(what: str, tp: int) -> None:
     BROKEN[what](table.rank(tp - 1))
     with pytest.raises(MegakernelError, match=what):
         check_step(table)
+
+
+def same_but_for_items(a: StepTable, b: StepTable) -> None:
+    for field in STEP_FIELDS:
+        if not field.per_rank:
+            np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), err_msg=field.name)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """Each is what `build_step` makes, which is asked only where somebody comes, leaves or is sampled otherwise."""
+    dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
+    per, steps, built = dims.pages_per_seq, Steps(), 0
+
+    def build(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
+        nonlocal built
+        built += 1
+        return build_step(dims, chunks)
+
+    monkeypatch.setattr(module, "build_step", build)
+    pages = [list(range(slot * per, slot * per + 1)) for slot in range(6)]
+    position, rows = [0] * 6, [[SampleRow(0, seed=slot, bias={slot: 1.0})] for slot in range(6)]
+
+    def step(slots: list[int]) -> None:
+        chunks = []
+        for slot in slots:
+            while len(pages[slot]) <= position[slot] // dims.kv_page:
+                pages[slot].append(slot * per + len(pages[slot]))
+            token = -1 if slot % 2 else position[slot] % CONFIG.vocab
+            chunks.append(Chunk(slot, position[slot], [token], pages[slot], rows[slot]))
+            position[slot] += 1
+        table = steps.build(dims, chunks)
+        check_step(table)
+        same_but_for_items(table, build_step(dims, chunks))
+
+    for _ in range(3 * dims.kv_block):
+        step([0, 1, 4])
+    assert built == 1
+    step([0, 1, 4, 3])  # somebody comes
+    step([4, 3])  # and leaves
+    rows[3] = [SampleRow(0, temperature=1.0)]
+    step([4, 3])
+    position[4] = 17  # another sequence in its slot
+    step([4, 3])
+    pages[3] = [page + 2 for page in pages[3]]
+    step([4, 3])
+    assert built == 6
+    step([4, 3])
+    assert built == 6
+
+
+def test_a_sequence_that_goes_on_is_checked() -> None:
+    dims = make_dims(CONFIG, tokens=1, max_seqs=1)
+    steps, pages = Steps(), [0]
+    steps.build(dims, [Chunk(0, dims.kv_page - 1, [1], pages)])
+    with pytest.raises(MegakernelError, match="slot 0 has 1 pages of the 2 it needs"):
+        steps.build(dims, [Chunk(0, dims.kv_page, [1], pages)])
+    with pytest.raises(MegakernelError, match="token 100 is outside the vocabulary of 100"):
+        steps.build(dims, [Chunk(0, dims.kv_page, [100], [0, 1])])
+    steps.build(dims, [Chunk(0, dims.kv_page, [99], pages := [0, 1])])
+    with pytest.raises(MegakernelError, match="token 100 is outside the vocabulary of 100"):
+        steps.build(dims, [Chunk(0, dims.kv_page + 1, [100], pages)])
+    end = dims.max_context
+    pages = list(range(dims.pages_per_seq))
+    steps.build(dims, [Chunk(0, end - 1, [1], pages)])
+    with pytest.raises(MegakernelError, match="step needs max_context = "):
+        steps.build(dims, [Chunk(0, end, [1], pages)])

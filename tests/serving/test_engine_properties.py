@@ -12,10 +12,9 @@ from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.runtime import build_step
 from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.step import Steps
 from megakernel.serving import llm as llm_module
-from megakernel.serving import work as work_module
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.pages import ROOT, PagePool, page_hash
 from megakernel.serving.request import Request
@@ -407,16 +406,16 @@ def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: py
     with LLM(TINY, backend="cpu", max_context=160, max_seqs=3, threads=1) as llm:
         expected = [result.token_ids for result in llm.generate(prompts, greedy)]
         llm.engine.reset_prefix_cache()
-        backend, calls = llm.engine.backend, count()
+        backend, calls, build = llm.engine.backend, count(), Steps.build
 
         def interrupt(*_: Any) -> Any:
             if next(calls) == 4:
                 assert isinstance(backend, CpuBackend) and backend._running is not None
                 raise KeyboardInterrupt
-            return build_step(*_)
+            return build(*_)
 
         with monkeypatch.context() as patch:
-            patch.setattr(work_module, "build_step", interrupt)
+            patch.setattr(Steps, "build", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompts, greedy)
         assert llm.engine.idle and not llm.engine.stats.pages_used
