@@ -195,6 +195,6 @@ MK_API double mk_probe_read(const char* simd, int32_t threads, int64_t bytes, do
 
 MK_API double mk_probe_fma(const char* simd, int32_t threads, double seconds) {
   return guarded(
-      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::F32), threads, seconds); },
+      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::BF16), threads, seconds); },
       -1.0);
 }

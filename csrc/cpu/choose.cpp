@@ -46,14 +46,18 @@ const Kernels& choose_kernels(const char* simd, Dtype dtype) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && (wanted.empty() || wanted == "avx512bf16")) {
+    if (const Kernels* const pairs = avx512bf16_kernels(dtype)) return *pairs;
+  }
   if (avx512 && (wanted.empty() || wanted == "avx512")) return *avx512_kernels(dtype);
   if (avx2 && (wanted.empty() || wanted == "avx2")) return *avx2_kernels(dtype);
 #endif
   if (wanted.empty() || wanted == "portable") return *portable_kernels(dtype);
-  if (wanted == "avx2" || wanted == "avx512")
+  if (wanted == "avx2" || wanted == "avx512" || wanted == "avx512bf16")
     throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
                              ": this processor lacks it; unset it or use portable");
-  throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted + " is unknown: use portable, avx2 or avx512");
+  throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
+                           " is unknown: use portable, avx2, avx512 or avx512bf16");
 }
 
 }  // namespace mk

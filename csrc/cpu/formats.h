@@ -11,13 +11,17 @@ namespace mk::MK_SIMD {
 // Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
 constexpr int kPrefetchBytes = 2048;
 
+// As weights, they are multiplied two k steps at a time.
+template <class W>
+constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
+
 struct Half {};    // float16
 struct Cached {};  // float32s that are in a cache: quantised weights, widened
 
 // Of a type that is multiplied as it is, whatever the number of rows.
 template <class W>
-constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || std::is_same_v<W, Half> ||
-                        std::is_same_v<W, Cached>;
+constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
+                        std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
@@ -77,9 +81,18 @@ class Reader<Bf16> : public PlainReader<uint32_t, 2> {
  public:
   MK_INLINE F32 weight(int s, int v) const {
     const U32 words = load_words(at(s / 2 * 2, 2 * v));
-    return (F32)(s % 2 == 0 ? words << 16 : words & 0xFFFF0000u);
+    return (F32)(s % 2 == 0 ? words & 0xFFFF0000u : words << 16);
   }
 };
+
+#if MK_LANES == 16
+template <>
+class Reader<Bf16Pairs> : public PlainReader<uint32_t, 2> {
+ public:
+  // Of steps 2s and 2s + 1.
+  MK_INLINE F32 weight(int s, int v) const { return (F32)load_words(at(2 * s, 2 * v)); }
+};
+#endif
 
 // -- quantised types
 

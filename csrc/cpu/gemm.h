@@ -34,6 +34,23 @@ constexpr int panel_log2(int rows) {
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
+// k steps in a word of A. A pair of bfloat16s has the first step in its upper half.
+template <class W>
+constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
+
+// sum + x w, of all steps of a word in their order.
+template <class W>
+MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
+#if MK_LANES == 16
+  if constexpr (kInPairs<W>) {
+    // The product of the upper halves is added first, each with one rounding.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    return sum;
+  }
+#endif
+  return sum + x * w;
+}
+
 // C[R][P panels] (+)= A W^T over k steps [begin, begin + steps) of the panels, whole units. A: rows
 // kChunkStride apart within a chunk, chunks chunk_stride apart; steps that begin inside a chunk end in it.
 template <int R, int P, class W>
@@ -54,17 +71,18 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
     for (const float* x = a; done < end; done += kUnit) {
       Reader<W> readers[P];
       MK_UNROLL for (int p = 0; p < P; ++p) readers[p].open(data[p], begin + done);
-      for (int run = 0; run < kRuns; ++run, x += kRunSteps) {
+      for (int run = 0; run < kRuns; ++run, x += kRunSteps / kWordSteps<W>) {
         MK_UNROLL for (int p = 0; p < P; ++p) readers[p].turn_to(run);
-        MK_UNROLL for (int s = 0; s < kRunSteps; ++s) {
+        MK_UNROLL for (int s = 0; s < kRunSteps / kWordSteps<W>; ++s) {
           F32 w[P][kPanelVectors];
           MK_UNROLL for (int p = 0; p < P; ++p) {
             MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) w[p][v] = readers[p].weight(s, v);
           }
           MK_UNROLL for (int i = 0; i < R; ++i) {
-            const F32 element = splat(x[i * kChunkStride + s]);
+            const F32 word = splat(x[i * kChunkStride + s]);
             MK_UNROLL for (int p = 0; p < P; ++p) {
-              MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][p][v] += element * w[p][v];
+              MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][p][v] =
+                  add_products<W>(acc[i][p][v], word, w[p][v]);
             }
           }
         }
@@ -165,19 +183,19 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Their chunk [begin, begin + kChunk) of k as float32, rows kChunkStride apart; a partial unit is filled
-  // with zeros.
-  void unpack(int begin, float* out) const {
+  // Their chunk [begin, begin + kChunk) of k as float32, or as pairs of bfloat16s; rows kChunkStride apart; a
+  // partial unit is filled with zeros.
+  void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
       if (weight_ != nullptr) {
         const float *x = row<float>(r) + begin, *weight = weight_ + begin;
-        unpack_row(n, out, [&](int i, int lanes) {
+        unpack_row(n, pairs, out, [&](int i, int lanes) {
           return rounded(normalised(x + i, weight + i, scale_[r], lanes), T{});
         });
       } else {
         const T* x = row<T>(r) + begin;
-        unpack_row(n, out, [&](int i, int lanes) { return load(x + i, lanes); });
+        unpack_row(n, pairs, out, [&](int i, int lanes) { return load(x + i, lanes); });
       }
     }
   }
@@ -188,11 +206,14 @@ class Inputs {
     return reinterpret_cast<const E*>(rows_) + int64_t{first_ + r} * k_;
   }
   template <class F>
-  static MK_INLINE void unpack_row(int n, float* out, const F& vector) {
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(out + i, vector(i, kLanes));
-    if (i < n) store(out + i, vector(i, n - i)), i += kLanes;
-    for (; i % kUnit; i += kLanes) store(out + i, F32{});
+  static MK_INLINE void unpack_row(int n, bool pairs, float* out, const F& vector) {
+    for (int i = 0; i < ceil_div(n, kUnit) * kUnit; i += kLanes) {
+      const F32 v = i < n ? vector(i, lower_of(n - i, kLanes)) : F32{};
+      if (kInPairs<T> && pairs)
+        store_pairs(reinterpret_cast<uint32_t*>(out) + i / 2, v);
+      else
+        store(out + i, v);
+    }
   }
 
   const char* rows_;
@@ -219,6 +240,8 @@ inline void gemm(const Call& call, const Tile& tile) {
   const int panel_end = panel + panel_count(tile.col, tile.cols) * matrices;
   Inputs<T> inputs(call);
   const Panel* const weights = call.weights<Panel>();
+  const bool pairs =
+      kInPairs<T> && weights[panel].type() == Dtype::BF16 && same_type(weights + panel, panel_end - panel);
 
   for (int r = tile.row; r < row_end; r += kPassRows) {
     const int rows = lower_of(row_end - r, kPassRows);
@@ -229,24 +252,32 @@ inline void gemm(const Call& call, const Tile& tile) {
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     if (whole_k) {
-      for (int begin = 0; begin < k; begin += kChunk) inputs.unpack(begin, x + begin / kChunk * chunk_stride);
+      for (int begin = 0; begin < k; begin += kChunk)
+        inputs.unpack(begin, pairs, x + begin / kChunk * chunk_stride);
     }
     for (int p = panel; p < panel_end; p += kTilePanels) {
       const int panels = lower_of(panel_end - p, kTilePanels);
       const int step = whole_k ? whole_units : kChunk;
       for (int begin = 0; begin < whole_units; begin += step) {
         const int steps = lower_of(whole_units - begin, step);
-        if (!whole_k) inputs.unpack(begin, x);
+        if (!whole_k) inputs.unpack(begin, pairs, x);
         for (int q = 0; q < panels;) {
           if (call.aborted()) return;
           const Panel* const first = weights + p + q;
           const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
-          with_format(first->type(), [&]<class W>() {
+          const auto multiply_block = [&]<class W>() {
             int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
             while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
             multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
             q += 1 << log2;
-          });
+          };
+          if constexpr (kInPairs<T>) {
+            if (pairs) {
+              multiply_block.template operator()<Bf16Pairs>();
+              continue;
+            }
+          }
+          with_format(first->type(), multiply_block);
         }
       }
       const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;

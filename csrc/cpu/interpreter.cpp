@@ -8,6 +8,7 @@
 
 #include "../common/record.h"
 #include "packing.h"
+#include "subnormals.h"
 
 namespace mk {
 namespace {
@@ -243,6 +244,7 @@ template <bool kTrace>
 void Interpreter::run(int thread) {
   const std::vector<Cursor*>& own = dealt_[thread];
   if (own.empty()) return;
+  const FlushSubnormals flush;
   Backoff backoff(crowded_);
   size_t other = static_cast<size_t>(thread);
   while (left_.load(std::memory_order_acquire) > 0 && !aborted()) {
@@ -582,6 +584,7 @@ int64_t Interpreter::link_bytes(int rank) const {
 
 void Interpreter::execute(const Dims& dims, const Phase* phases, const int32_t* step_words,
                           const int32_t* record, int layer) {
+  const FlushSubnormals flush;
   const StepView view = step_view(step_words, dims);
   const Phase& phase = phases[record_phase(record)];
   const int32_t running = 0;

@@ -8,6 +8,7 @@
 #include "ops/norm.h"
 #include "ops/reduce.h"
 #include "ops/sample.h"
+#include "subnormals.h"
 
 #define MK_STRING_(x) #x
 #define MK_STRING(x) MK_STRING_(x)
@@ -37,15 +38,18 @@ double read(const void* data, int64_t bytes) {
   return sum(all);
 }
 
+template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  constexpr int kChains = 12;  // latency x ports on every processor so far, and few enough for 16 registers
+  // Latency x ports on every processor so far, and few enough for 16 registers; pairs take twice as long.
+  constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
   const F32 scale = splat(0.999f), add = splat(0.001f);
   for (int64_t i = 0; i < rounds; ++i) {
-    MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = acc[j] * scale + add;
+    MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] =
+        kInPairs<M> ? add_products<M>(acc[j], scale, add) : acc[j] * scale + add;
   }
-  *flops = 2.0 * kLanes * kChains * static_cast<double>(rounds);
+  *flops = 2.0 * kLanes * kChains * kWordSteps<M> * static_cast<double>(rounds);
   F32 all{};
   for (const F32& a : acc) all += a;
   return sum(all);
@@ -59,8 +63,30 @@ void run(const Call& call, const int32_t* record) {
   kFunction(call, operands<Operands>(record));
 }
 
+#if MK_LANES == 16
+// Whether the processor adds the products of a pair as gemm.h says it does, which its maker only documents.
+bool adds_in_order() {
+  const FlushSubnormals flush;
+  for (uint32_t round = 0; round < 4096; ++round) {
+    const auto any = [&](uint32_t salt, uint32_t exponents) {  // from 2^-16 on
+      U32 v = ((U32)lane_index() + 16 * (8 * round + salt)) * 0x9E3779B9u;
+      v = (v ^ v >> 15) * 0x85EBCA6Bu;
+      return (v & 0x807FFFFFu) | ((111 + (v >> 23) % exponents) << 23);
+    };
+    const U32 x = (any(0, 32) & 0xFFFF0000u) | any(1, 32) >> 16,
+              w = (any(2, 32) & 0xFFFF0000u) | any(3, 32) >> 16;
+    F32 expected = (F32)any(4, 40);
+    const F32 found = add_products<Bf16Pairs>(expected, (F32)x, (F32)w);
+    expected += (F32)(x & 0xFFFF0000u) * (F32)(w & 0xFFFF0000u);
+    expected += (F32)(x << 16) * (F32)(w << 16);
+    if (memcmp(&found, &expected, sizeof found) != 0) return false;
+  }
+  return true;
+}
+#endif
+
 // An operation without a function here does not compile.
-template <class T>
+template <class T, class M>
 Op op(Operation operation) {
   switch (operation) {
     case Operation::kJoin:
@@ -73,7 +99,7 @@ Op op(Operation operation) {
     case Operation::kNorm:
       return run<Run, norm<T>>;
     case Operation::kMatmul:
-      return run<Tile, matmul<T>>;
+      return run<Tile, matmul<M>>;
     case Operation::kAttention:
       return run<Attention, attention<T>>;
     case Operation::kReduce:
@@ -84,15 +110,16 @@ Op op(Operation operation) {
   return nullptr;
 }
 
-template <class T>
-Kernels table() {
+// Activations are T; M says as what matmuls multiply them.
+template <class T, class M = T>
+Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   Kernels k{};
-  k.name = MK_STRING(MK_SIMD);
-  for (int32_t i = 1; i < kOperations; ++i) k.ops[i] = op<T>(static_cast<Operation>(i));
+  k.name = name;
+  for (int32_t i = 1; i < kOperations; ++i) k.ops[i] = op<T, M>(static_cast<Operation>(i));
   k.send[static_cast<int32_t>(Operation::kNorm)] = run<Run, send_norm<T>>;
   k.attention_merge = attention_merge<T>;
   k.read = read;
-  k.multiply_add = multiply_add;
+  k.multiply_add = multiply_add<M>;
   return k;
 }
 
@@ -103,5 +130,14 @@ const Kernels* MK_JOIN(MK_SIMD, _kernels)(Dtype dtype) {
   static const Kernels f32 = MK_SIMD::table<float>(), bf16 = MK_SIMD::table<Bf16>();
   return dtype == Dtype::BF16 ? &bf16 : &f32;
 }
+
+#if MK_LANES == 16
+const Kernels* avx512bf16_kernels(Dtype dtype) {
+  static const char* const name = "avx512bf16";
+  static const Kernels f32 = MK_SIMD::table<float>(name), bf16 = MK_SIMD::table<Bf16, Bf16Pairs>(name);
+  static const bool exact = MK_SIMD::adds_in_order();
+  return !exact ? nullptr : dtype == Dtype::BF16 ? &bf16 : &f32;
+}
+#endif
 
 }  // namespace mk

@@ -9,6 +9,8 @@ namespace mk {
 struct Bf16 {
   uint16_t bits;
 };
+// One where matmuls multiply bfloat16s by an instruction that adds two products.
+struct Bf16Pairs : Bf16 {};
 
 // Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
 constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
@@ -119,6 +121,7 @@ struct Kernels {
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);
+const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr where the processor adds them otherwise
 const Kernels* null_kernels();
 
 // The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.

@@ -4,9 +4,10 @@
 // with zeros. Several matrices alternate by panels: panel 0 of each, then panel 1 of each, ... Each panel has
 // a type of its own, so a matrix may have rows of several.
 //
-// float32 and float16: [K][16]. bfloat16: [K / 2][16][2], the two k steps of a column share a 32-bit word. A
-// quantised panel has the blocks of its 16 columns one beside the other: scales first, then the values of 32
-// k steps at a time. K is filled up with zeros to whole units of 32 steps, and to whole blocks.
+// float32 and float16: [K][16]. bfloat16: [K / 2][16], the two k steps of a column share a 32-bit word, the
+// first one in its upper half. A quantised panel has the blocks of its 16 columns one beside the other:
+// scales first, then the values of 32 k steps at a time. K is filled up with zeros to whole units of 32
+// steps, and to whole blocks.
 #pragma once
 #include <stdint.h>
 

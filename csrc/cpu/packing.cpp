@@ -22,14 +22,18 @@ struct Columns {
   int64_t count, k;
 };
 
+// kPair steps of a column are neighbours, the first one last.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;
   for (int64_t first = 0; first < k; first += kPair) {
     T* line = reinterpret_cast<T*>(packed) + first * kPanel;
     const int64_t pair = std::min<int64_t>(kPair, k - first);
-    for (int64_t c = 0; c < columns.count; ++c)
-      memcpy(line + c * kPair, columns.rows + (c * k + first) * int64_t{sizeof(T)}, pair * sizeof(T));
+    for (int64_t c = 0; c < columns.count; ++c) {
+      const char* steps = columns.rows + (c * k + first) * int64_t{sizeof(T)};
+      for (int64_t i = 0; i < pair; ++i)
+        memcpy(line + c * kPair + kPair - 1 - i, steps + i * int64_t{sizeof(T)}, sizeof(T));
+    }
   }
 }
 

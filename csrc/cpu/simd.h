@@ -28,7 +28,14 @@ typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
-MK_INLINE F32 splat(float x) { return x - F32{}; }
+// With AVX-512 of any four bytes.
+MK_INLINE F32 splat(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#else
+  return x - F32{};
+#endif
+}
 
 MK_INLINE F32 load(const float* p) {
   F32 v;
@@ -75,6 +82,15 @@ MK_INLINE U32 bf16_bits(F32 v) {
   const U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   const U32 nan = (U32)(v != v);
   return (rounded & ~nan) | (nan & 0x7FC0);
+}
+
+// Neighbours, which are bfloat16s, as the halves of a word, the first one above.
+MK_INLINE void store_pairs(uint32_t* p, F32 v) {
+  typedef uint64_t U64 __attribute__((vector_size(4 * MK_LANES)));
+  typedef uint32_t Half __attribute__((vector_size(2 * MK_LANES)));
+  const U64 both = (U64)v;
+  const Half words = __builtin_convertvector((both & 0xFFFF0000u) | both >> 48, Half);
+  memcpy(p, &words, sizeof words);
 }
 
 MK_INLINE void store(Bf16* p, F32 v) {

@@ -27,7 +27,7 @@ class Ceilings:
 
 
 ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in all, about how many seconds) -> bytes/s
-FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent float32 multiply-adds from registers
+FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers
 
 
 def measure_ceilings(threads: int, read: ReadProbe, fma: FmaProbe) -> Ceilings:

@@ -19,7 +19,7 @@ from megakernel.runtime.cpu import CpuBackend, native
 
 B = Buffer
 P = FORWARD.by_name
-WIDTHS = ("portable", "avx2", "avx512")
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")
 
 
 def make(monkeypatch: pytest.MonkeyPatch, simd: str, dims: Dims, *, tied: bool = False, seed: int = 0) -> CpuTwins:
@@ -215,5 +215,5 @@ def test_tied_embedding_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_simd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAKERNEL_SIMD", "sse9")
-    with pytest.raises(MegakernelError, match="portable, avx2 or avx512"):
+    with pytest.raises(MegakernelError, match="portable, avx2, avx512 or avx512bf16"):
         native.simd()

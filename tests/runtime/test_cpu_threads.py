@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # One SIMD width is enough, and takes a third of the time to build.
 FLAGS = ["-std=c++20", "-O0", "-g1", "-fsanitize=thread", "-Wno-tsan", "-fPIC", "-shared", "-pthread"]
 FLAGS += ["-DMK_SIMD=portable", "-DMK_LANES=4", "-Davx2_kernels=portable_kernels", "-Davx512_kernels=portable_kernels"]
+FLAGS += ["-Davx512bf16_kernels=portable_kernels"]
 
 _LAUNCHES = """
 import ctypes, sys

@@ -31,7 +31,7 @@ from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler.options import Options
 
-WIDTHS = ("portable", "avx2", "avx512")
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")
 TYPES = [Dtype.F32, Dtype.BF16]
 # Depths of several chunks that end in part of a block; columns that end in part of a panel.
 ODD = replace(DIMS, hidden=301, ffn=333)

@@ -76,4 +76,4 @@ def _innermost(code: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def _multiply_adds(lines: list[str]) -> int:
-    return sum(line.startswith("vfmadd") for line in lines)
+    return sum(line.startswith("vfmadd") + 2 * line.startswith("vdpbf16ps") for line in lines)

@@ -1,0 +1,43 @@
+// The arithmetic of this project has no subnormal numbers: results and operands that are subnormal float32s
+// count as zero, on every path. Instructions that multiply bfloat16s do so in any case, and processors slow
+// down at them.
+#pragma once
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace mk {
+
+// For the calling thread, as long as the object lives.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : before_(control()) { set_control(before_ | kFlush); }
+  ~FlushSubnormals() { set_control(before_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  static constexpr uint64_t kFlush = 0x8040;  // results, operands
+  static uint64_t control() { return _mm_getcsr(); }
+  static void set_control(uint64_t word) { _mm_setcsr(static_cast<uint32_t>(word)); }
+#elif defined(__aarch64__)
+  static constexpr uint64_t kFlush = 1 << 24;
+  static uint64_t control() {
+    uint64_t word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+  }
+  static void set_control(uint64_t word) { asm volatile("msr fpcr, %0" ::"r"(word)); }
+#else
+  static constexpr uint64_t kFlush = 0;
+  static uint64_t control() { return 0; }
+  static void set_control(uint64_t) {}
+#endif
+
+  const uint64_t before_;
+};
+
+}  // namespace mk
