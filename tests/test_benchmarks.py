@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_llama import error, hf_logits, make_llama
+from transformers import LlamaForCausalLM
 
 from megakernel.isa import Dtype
+from megakernel.model import load_tokenizer
 from megakernel.model.checkpoint import weight_dims
 from megakernel.runtime.cuda.availability import missing
 
@@ -47,6 +49,26 @@ def test_speculation_is_compared_with_none(tmp_path: Path, model: str) -> None:
         assert one["same_bits"] and one["tokens"] == 12 and one["ratio"] > 0
         assert [run["proposed"] for run in one["runs"]["plain"]] == [0]
         assert {"accepted", "tokens_per_step", "tokens_per_s"} <= one["runs"]["speculate"][0].keys()
+
+
+def test_perplexity_is_that_of_the_scored_halves(tmp_path: Path, model: str) -> None:
+    """Judged by transformers."""
+    out = tmp_path / "out.json"
+    script = BENCHMARKS / "correctness" / "perplexity.py"
+    flags = ["--model", model, "--chunks", "2", "-o", str(out)]
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["same_bits"] and found["perplexity"] == found["perplexity_f32_weights"]
+    assert (found["chunks"], found["scored_tokens"]) == (2, 2 * 255)
+    hf = LlamaForCausalLM.from_pretrained(model)
+    ids = torch.tensor(load_tokenizer(model).encode(script.with_name("constitution.txt").read_text())[:1024])
+    losses = []
+    for chunk in ids.view(2, 512):
+        with torch.no_grad():
+            logits = hf(chunk[None]).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits[256:511], chunk[257:]).item())
+    assert np.log(found["perplexity_up_to_chunk"]) == pytest.approx([losses[0], np.mean(losses)], rel=1e-4)
 
 
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:

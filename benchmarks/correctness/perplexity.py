@@ -1,0 +1,106 @@
+"""Perplexity of a text under a model: with the weights as the file stores them, widened to float32, and in llama.cpp.
+
+    python benchmarks/correctness/perplexity.py --llama-perplexity llama/build/bin/llama-perplexity -o FILE
+
+The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`: the tokens are
+cut into chunks, each computed alone; where the model has a token for the beginning of a text it takes the place of a
+chunk's first one; of a chunk the tokens after the first half and one more are scored. Fails where widening the weights
+changes the perplexity by more than 0.1 %; with the same compute type it is expected to change no bit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, write
+
+from megakernel import LLM, SamplingParams
+from megakernel.cli.options import positive
+from megakernel.model import gguf_path
+
+TEXT = Path(__file__).with_name("constitution.txt")
+CHUNK = 512
+MOST_DIFFERENCE = 1e-3  # of the perplexity with widened weights
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--chunks", type=positive, metavar="N", help=f"chunks of {CHUNK} tokens (default: all)")
+    parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="llama.cpp's program, to compare with")
+    args = parser.parse_args()
+    file = gguf_path(args.model)
+    if args.llama_perplexity and file is None:
+        parser.error(f"llama.cpp reads GGUF files only, and {args.model} is none")
+    stored, about = scores(args.model, "auto", args.chunks)
+    widened, _ = scores(args.model, "f32", args.chunks)
+    ours, same = perplexity(stored), perplexity(widened)
+    ok = abs(ours / same - 1) <= MOST_DIFFERENCE
+    figures = {
+        "ok": ok,
+        "model": about,
+        "text": TEXT.name,
+        "chunk_tokens": CHUNK,
+        "chunks": len(stored),
+        "scored_tokens": stored.size,
+        "perplexity": ours,
+        "perplexity_f32_weights": same,
+        "same_bits": bool((stored == widened).all()),
+        "perplexity_up_to_chunk": [perplexity(stored[: i + 1]) for i in range(len(stored))],
+    }
+    if args.llama_perplexity and file:
+        figures["llama_cpp"] = llama_cpp(args.llama_perplexity, file, len(stored))
+    for name, value in figures.items():
+        print(f"{name}: {value}")
+    write(args.output, figures)
+    return 0 if ok else 1
+
+
+def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.float64], dict[str, str | int]]:
+    """Log-probabilities of the scored tokens, a row for each chunk, and what computed them."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with LLM(model, weights=weights, max_context=CHUNK + 1, prefix_cache=False) as llm:
+        ids, begin = llm.encode(TEXT.read_text()), llm.encode("")
+        found = []
+        for start in range(0, len(ids) - CHUNK + 1, CHUNK)[:chunks]:
+            [result] = llm.generate([begin + ids[start + len(begin) : start + CHUNK]], params)
+            assert result.prompt_logprobs is not None
+            found.append([p for p in result.prompt_logprobs[CHUNK // 2 + 1 :] if p is not None])
+        return np.array(found), llm.about
+
+
+def perplexity(logprobs: NDArray[np.float64]) -> float:
+    return math.exp(-logprobs.mean())
+
+
+def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
+    """What llama.cpp says of the same file, text and chunks, and which llama.cpp it is."""
+    command = [str(program), "-m", str(model), "-f", str(TEXT), "-c", str(CHUNK), "--chunks", str(chunks)]
+    version = run([str(program), "--version"])
+    said = run(command)
+    rows = re.findall(r"\[\d+\](\d+\.\d+),", said)
+    if len(rows) != chunks:
+        raise SystemExit(f"{program} gave {len(rows)} chunks instead of {chunks}: {said[-300:]}")
+    up_to = [float(row) for row in rows]
+    return {"version": version.splitlines()[0], "perplexity": up_to[-1], "perplexity_up_to_chunk": up_to}
+
+
+def run(command: list[str]) -> str:
+    """Everything that a program prints."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stdout[-300:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
