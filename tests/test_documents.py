@@ -42,6 +42,7 @@ NOT_RUN = {
     r"(compile_verify|engine_overhead|ranks|verifier)\.py": "takes from a quarter of a minute to an hour",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
+    r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
     r"llama_cpp\.py": "needs llama.cpp's sources, and takes an hour",
 }
 

@@ -96,7 +96,10 @@ def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
 
 def run(command: list[str]) -> str:
     """Everything that a program prints."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except OSError as e:
+        raise SystemExit(f"cannot run {command[0]}: {e.strerror}") from e
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stdout[-300:]}")
     return done.stdout
