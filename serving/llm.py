@@ -11,7 +11,7 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..model.stored import bytes_by_type, stored_as
+from ..model.stored import bits_of, bytes_by_type, stored_as
 from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
 from ..scheduler import Options, compile_program, step_seconds, with_matmul
 from .batch import SCORED_ROWS
@@ -113,7 +113,6 @@ class LLM:
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
         kept = checkpoint.storage if registered(backend).stores else {}
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
-        bits = {buffer: storage.bits for buffer, storage in kept.items()}
         programs = Programs(
             partial(
                 compile_program,
@@ -124,7 +123,7 @@ class LLM:
                 max_context=context,
                 tp=tp,
                 options=options,
-                weight_bits=bits,
+                weight_bits=bits_of(self.config, kept),
             ),
             step_tokens,
             max(max_seqs, VERIFIED_ROWS if speculate else SCORED_ROWS),

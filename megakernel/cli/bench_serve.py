@@ -40,7 +40,10 @@ def register(add: AddVerb) -> None:
     add_setting(parser, "model", optional=True)
     parser.add_argument("--served-model-name", metavar="NAME", help="name in requests (default: the server's first)")
     parser.add_argument(
-        "--dtype", choices=("bf16", "f32"), default="bf16", help="of weights and KV, for the roofline (default: bf16)"
+        "--dtype",
+        choices=("bf16", "f32"),
+        default="bf16",
+        help="of KV, and of weights that the model's file has in no other type, for the roofline (default: bf16)",
     )
     parser.add_argument("--machine", metavar="NAME", help="whose ceilings count; host measures (default: the server's)")
     add_workload(parser, prompts=256)
@@ -71,8 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from ..model import local_checkpoint
     from ..model.checkpoint import weight_dims
     from ..model.families import forward
+    from ..model.stored import bits_of, storage_of
     from ..serving.bench import Load, Server, against_roofline, alternate, describe, least_work
     from ..serving.llm import DTYPES
 
@@ -81,7 +86,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for server in servers:
         await server.discover()
     ceilings = await _ceilings(args, servers)
-    config, load = _workload(args, servers[0])
+    model, config, load = _workload(args, servers[0])
     sent = {
         "max_concurrency": args.max_concurrency,
         "stream": not args.disable_stream,
@@ -92,7 +97,9 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)
     if ceilings is not None:
         dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
-        work = least_work(forward(config, dims), dims, load.jobs, in_flight, tied=config.tied)
+        bits = bits_of(config, storage_of(local_checkpoint(model), config, "auto"))
+        phases = forward(config, dims, weight_bits=bits)
+        work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"]))
     ours, *theirs = [_middle(each) for each in runs]
@@ -139,8 +146,8 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
     return None
 
 
-def _workload(args: argparse.Namespace, server: Server) -> tuple[ModelConfig, Workload]:
-    """The model's sizes and the requests. A server's own word is trusted only where it is a name we know."""
+def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
+    """The model, its sizes and the requests. A server's own word is trusted only where it is a name we know."""
     from ..model import PACKAGES, load_config, load_tokenizer
 
     name = args.model or server.model or ""
@@ -157,7 +164,7 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[ModelConfig, Wo
             raise MegakernelError(f"{name} has no tokenizer to count tokens with: take another --model or --dataset")
         return tokenizer.encode(text)
 
-    return config, workload(args, config.vocab, encode)
+    return name, config, workload(args, config.vocab, encode)
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

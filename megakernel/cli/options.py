@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import output
 
 if TYPE_CHECKING:
-    from ..isa import Dtype
+    from ..isa import Buffer, Dtype
+    from ..machine import Machine
     from ..model import ModelConfig
     from ..roofline import Shape
     from ..scheduler import Options
@@ -164,23 +165,42 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
     return (ids * (count // len(ids) + 1))[:count]
 
 
-def paper_dtype(name: str) -> Dtype:
-    """The compute dtype of a program that is compiled without weights: `auto` means bf16."""
+class PaperModel(NamedTuple):
+    """What programs are compiled for: sizes, the compute dtype, and bits of a weight where they are others."""
+
+    config: ModelConfig
+    dtype: Dtype
+    weight_bits: dict[Buffer, float]
+
+
+def add_paper_model(parser: argparse.ArgumentParser) -> None:
+    """What `paper_model` takes, beside the model, the machine and the context."""
+    for name in ("dtype", "weights"):
+        add_setting(parser, name)
+
+
+def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
+    """The model as a run on `machine` would have it in memory. No weights are read, and none are fetched from the hub:
+    of a model that has none here they count as bf16. Raises MegakernelError where it was not made for `context` tokens.
+    """
     from ..isa import Dtype
+    from ..model import load_config, local_checkpoint
+    from ..model.stored import bits_of, storage_of
+    from ..runtime.registry import backend_for
     from ..serving.llm import parse_dtype
 
-    named = parse_dtype(name)
-    return Dtype.BF16 if named is None else named
-
-
-def paper_config(model: str, context: int) -> ModelConfig:
-    """The sizes of a model. Raises MegakernelError where it was not made for `context` tokens."""
-    from ..model import load_config
-
-    config = load_config(model)
+    config, backend = load_config(args.model), backend_for(machine.target)
     if context > config.max_context:
         raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
-    return config
+    if refused := backend.refuses(args.weights):
+        raise MegakernelError(refused)
+    checkpoint = local_checkpoint(args.model)
+    named = parse_dtype(args.dtype)
+    dtype = backend.dtype if named is None else named
+    if dtype is None:
+        dtype = Dtype.BF16 if checkpoint is None else checkpoint.dtype
+    storage = storage_of(checkpoint, config, args.weights) if backend.stores else {}
+    return PaperModel(config, dtype, bits_of(config, storage))
 
 
 def paper_shape(model: str) -> Shape:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_count, add_lowering, add_setting, lowering, paper_config, paper_dtype
+from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -48,8 +48,9 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """What a program is compiled for, and how."""
-    for name in ("machine", "dtype", "tp"):
+    for name in ("machine", "tp"):
         add_setting(parser, name)
+    add_paper_model(parser)
     add_lowering(parser)
     add_count(parser, "--workers", None, "workers of a rank (default: the machine's)")
 
@@ -70,16 +71,16 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
     """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) where given, else
-    with those that the flags of `_add_bucket` say. Types and weights play no part, so `auto` means bf16 here.
+    with those that the flags of `_add_bucket` say.
     """
     from .. import machine as machines
     from ..scheduler import compile_program
 
-    dtype = paper_dtype(args.dtype)
     machine = machines.load(args.machine, args.workers)
-    config = paper_config(args.model, args.context or 0)
+    config, dtype, bits = paper_model(args, machine, args.context or 0)
     sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
-    program = compile_program(config, machine, dtype=dtype, tp=args.tp, options=lowering(args), **sizes)
+    how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
+    program = compile_program(config, machine, **how, **sizes)
     return program, config, machine
 
 

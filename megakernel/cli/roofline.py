@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import MegakernelError
 from . import roofline_paper, roofline_step
 from .bench import host_ceilings
-from .options import AddVerb, above_zero, add_count, add_setting
+from .options import AddVerb, above_zero, add_count, add_paper_model, add_setting
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _price = above_zero("a positive number")
@@ -20,8 +20,9 @@ def register(add: AddVerb) -> None:
         "least time of a step on a machine and what binds it; ways to share a model over many GPUs; a fleet's cost",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    for name in ("model", "machine", "dtype", "tp", "o lowering", "residual", "norm"):
+    for name in ("model", "machine", "tp", "o lowering", "residual", "norm"):
         add_setting(parser, name)
+    add_paper_model(parser)
     rows = "rows of a step, one for each sequence; in a plan for training tokens of a batch"
     context = f"KV tokens of each sequence (default: {_CONTEXT}), or length of one in training ({_TRAINING_CONTEXT})"
     add_count(parser, "--tokens", 1, rows, "B")
@@ -76,6 +77,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "--fleet", args.fleet),
         ("--token-ms", args.token_ms, "--fleet", args.fleet),
         ("--achieved", args.achieved, "--plot", args.plot),
+        ("--weights", args.weights != "auto" and paper, "neither --plan nor --fleet", False),
         ("--plot", args.plot and paper, "neither --plan nor --fleet", False),
     ):
         if given and not there:

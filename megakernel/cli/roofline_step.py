@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError, file_errors
 from . import output
-from .options import paper_config, paper_dtype
+from .options import PaperModel, paper_model
 
 if TYPE_CHECKING:
-    from ..isa import Dtype
     from ..machine import Hardware, Machine
-    from ..model import ModelConfig
     from ..roofline import Part, Point, StepRoofline
     from ..scheduler.tasks import Tasks
 
@@ -32,9 +30,10 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     if args.tp > hardware.node.gpus:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp, or take --plan")
     context = args.context
-    config = paper_config(args.model, context)
-    dtype = paper_dtype(args.dtype)
-    tasks = _tasks(args, config, machines.load(args.machine), dtype, context)
+    machine = machines.load(args.machine)
+    model = paper_model(args, machine, context)
+    config, dtype = model.config, model.dtype
+    tasks = _tasks(args, model, machine, context)
     forward, ranks = tasks.candidate.forward, tasks.rank_dims
     step = step_roofline(_parts(tasks), hardware, context)
     weights = max(weight_bytes(forward, dims, tied=config.tied) for dims in ranks)
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         "step_without_overlap_s": step.step_without_overlap_s,
         "tokens_per_s": args.tokens / step.step_s,
         "flops_per_byte": step.flops_per_byte,
-        "critical_rows": hardware.critical_rows(RATE[dtype]),
+        "critical_rows": _critical_rows(step, args.tokens),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
         "instructions": [
             asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
@@ -77,20 +76,21 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     return 0
 
 
-def _tasks(args: argparse.Namespace, config: ModelConfig, machine: Machine, dtype: Dtype, context: int) -> Tasks:
+def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
     """The instructions that the compiler would make."""
     from ..isa import TARGETS
     from ..scheduler import Options, with_matmul
     from ..scheduler.candidates import Candidates, program_dims, with_tiles
     from ..scheduler.lower import lower
 
+    config, dtype, bits = model
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
     options = with_matmul(options, config, machine, tp=args.tp, tokens=args.tokens)
     units = TARGETS[machine.target].chosen(options.matmul)
     machine = with_tiles(machine, config, tp=args.tp, units=units)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
     dims = program_dims(config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, units=units)
-    return lower(Candidates(config, machine, options).fastest(dims), machine)
+    return lower(Candidates(config, machine, options, bits).fastest(dims), machine)
 
 
 def _parts(tasks: Tasks) -> list[Part]:
@@ -101,6 +101,14 @@ def _parts(tasks: Tasks) -> list[Part]:
         for segment, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
         for each in segment
     ]
+
+
+def _critical_rows(step: StepRoofline, rows: int) -> float:
+    """Rows for which the arithmetic of all matmuls takes as long as reading their weights does."""
+    from ..isa import OperationFamily
+
+    matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
+    return rows * sum(c.memory_s for c in matmuls) / sum(c.math_s for c in matmuls)
 
 
 def _points(step: StepRoofline) -> list[Point]:

@@ -39,11 +39,11 @@ class Storage:
 
     layers: tuple[tuple[Part, ...], ...]
 
-    @property
-    def bits(self) -> float:
-        """Bits of a weight, the mean over all."""
+    def bits(self, inner: int) -> float:
+        """Bits of a weight where rows have `inner` of them: the mean over all, with what fills a row's last block."""
         parts = [part for layer in self.layers for part in layer]
-        return sum(part.rows * part.dtype.bits for part in parts) / sum(part.rows for part in parts)
+        size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
+        return 8 * size / (inner * sum(part.rows for part in parts))
 
 
 class Checkpoint(Protocol):

@@ -11,7 +11,7 @@ from .config import ModelConfig
 from .hf_config import read_hf_config
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
-from .safetensors_checkpoint import open_folder
+from .safetensors_checkpoint import INDICES, open_folder
 
 if TYPE_CHECKING:
     from .gguf_file import GgufFile
@@ -31,12 +31,17 @@ def open_checkpoint(spec: str) -> Checkpoint:
     if spec.startswith(_RANDOM):
         config, seed = _random(spec)
         return RandomCheckpoint(spec, config, seed)
-    path = _resolve(spec, weights=True)
-    if path.is_dir():
-        return open_folder(path, spec)
-    from .gguf_checkpoint import open_gguf
+    return _open(_resolve(spec, weights=True), spec)
 
-    return open_gguf(path, spec)
+
+def local_checkpoint(spec: str) -> Checkpoint | None:
+    """The same, where the weights are here; None of a folder or a hub's model without: only its configuration is
+    fetched.
+    """
+    if spec.startswith(_RANDOM):
+        return open_checkpoint(spec)
+    path = _resolve(spec, weights=False)
+    return _open(path, spec) if path.is_file() or any((path / name).exists() for name in INDICES) else None
 
 
 def gguf_path(spec: str) -> Path | None:
@@ -67,6 +72,14 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
 
     file, config = _gguf(path)
     return open_gguf_tokenizer(file, config.eos_ids)
+
+
+def _open(path: Path, name: str) -> Checkpoint:
+    if path.is_dir():
+        return open_folder(path, name)
+    from .gguf_checkpoint import open_gguf
+
+    return open_gguf(path, name)
 
 
 def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:

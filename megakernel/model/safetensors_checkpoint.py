@@ -22,6 +22,7 @@ from .files import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
+INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of them
 _HEADER_LIMIT = 100_000_000  # the format's own limit
 
 
@@ -39,7 +40,7 @@ class SafetensorsFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, _Tensor] = {}
         self._data: dict[Path, NDArray[np.uint8]] = {}
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        single, index = (folder / name for name in INDICES)
         if single.exists():
             self._open(single)
         elif index.exists():

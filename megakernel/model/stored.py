@@ -22,11 +22,39 @@ WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """`checkpoint` with its matrices stored in the type `name`, or for `auto` as they are. Raises MegakernelError."""
-    if name == "auto":
-        return checkpoint
+    return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
+
+
+def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
+    """What `stored_as` would have in types of their own, of a `checkpoint` or of a `config` whose weights are not here.
+
+    Raises MegakernelError.
+    """
+    if name != "auto":
+        return _all_in(config, _weight_type(name))
+    return {} if checkpoint is None else checkpoint.storage
+
+
+def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
+    """Bits of a weight of each buffer, as programs are compiled for them."""
+    dims = weight_dims(config, Dtype.F32)
+    return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
+
+
+def _weight_type(name: str) -> Dtype:
     if name not in WEIGHT_TYPES:
         raise MegakernelError(f"cannot store weights in {name!r}: known are auto, {', '.join(WEIGHT_TYPES)}")
-    return _Stored(checkpoint, WEIGHT_TYPES[name])
+    return WEIGHT_TYPES[name]
+
+
+def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
+    """All matrices of a model in one type."""
+    dims = weight_dims(config, Dtype.F32)
+    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config, dims) if BUFFERS[b].matrix}
+    return {
+        buffer: Storage(((Part(kind, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
+        for buffer, shape in shapes.items()
+    }
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
@@ -51,12 +79,7 @@ class _Stored:
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
-        dims = weight_dims(whole.config, whole.dtype)
-        shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(whole.config, dims) if BUFFERS[b].matrix}
-        self.storage = {
-            buffer: Storage(((Part(dtype, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
-            for buffer, shape in shapes.items()
-        }
+        self.storage = _all_in(whole.config, dtype)
         self._whole, self._kind = whole, dtype
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:

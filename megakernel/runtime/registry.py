@@ -12,6 +12,7 @@ from functools import partial
 from ..errors import MegakernelError
 from ..isa import KV_BLOCK, Dims, Dtype
 from ..isa.launch import PAGES
+from ..isa.targets import CPU, HOPPER, Target
 from ..machine import Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import ModelConfig
@@ -35,23 +36,30 @@ class Request:
 
 @dataclass(frozen=True)
 class Registered:
-    """`lack` says why a model, computed in a type and with weights in what `--weights` asks, cannot run on it here;
-    `machine` is one rank's share of the machine, by the threads that are asked for and the number of ranks.
+    """`lack` says why a model, computed in a type, cannot run on it here; `machine` is one rank's share of the machine,
+    by the threads that are asked for and the number of ranks.
 
-    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `stores`: weights
-    may have types of their own in memory; else all have the compute type. `automatic`: `auto` may
-    take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
+    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `target`: what programs
+    are compiled for. `stores`: weights may have types of their own in memory; else all have the compute type.
+    `automatic`: `auto` may take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
     """
 
     what: str
     create: Callable[[Request], Backend]
     machine: Callable[[int | None, int], Machine]
-    lack: Callable[[ModelConfig, Dtype, str], str | None] = lambda config, dtype, weights: None
+    lack: Callable[[ModelConfig, Dtype], str | None] = lambda config, dtype: None
     dtype: Dtype | None = None
+    target: Target = CPU
     stores: bool = True
     automatic: bool = False
     devices: bool = False
     arithmetic: bool = True
+
+    def refuses(self, weights: str) -> str | None:
+        """Why matrices cannot be stored as `--weights` asks."""
+        if self.stores or weights == "auto":
+            return None
+        return f"weights in {weights} are not supported on {self.what}: use --weights auto"
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
@@ -91,19 +99,17 @@ def _cuda_share(threads: int | None, ranks: int) -> Machine:
     return machine(ranks)
 
 
-def _cuda_lack(config: ModelConfig, dtype: Dtype, weights: str) -> str | None:
+def _cuda_lack(config: ModelConfig, dtype: Dtype) -> str | None:
     from .cuda.availability import missing
     from .cuda.limits import refusal
 
-    if weights != "auto":
-        return f"weights in {weights} are not supported by the cuda backend: use --weights auto"
     return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
 
 
 # `auto` takes the first that it may and that lacks nothing.
 REGISTRY: dict[str, Registered] = {
     "cuda": Registered(
-        "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, stores=False, automatic=True, devices=True
+        "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, HOPPER, stores=False, automatic=True, devices=True
     ),
     "cpu": Registered("CPU threads", _cpu, _host_share, automatic=True),
     "reference": Registered("NumPy, slow", _reference, _host_share),
@@ -119,6 +125,11 @@ def registered(name: str) -> Registered:
     return REGISTRY[name]
 
 
+def backend_for(target: str) -> Registered:
+    """What runs programs of a target."""
+    return next(backend for backend in REGISTRY.values() if backend.automatic and backend.target.name == target)
+
+
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto"
 ) -> tuple[str, Dtype | None]:
@@ -131,7 +142,7 @@ def choose_backend(
     for candidate in candidates:
         backend = registered(candidate)
         wanted = backend.dtype if dtype is None else dtype
-        lack = backend.lack(config, Dtype.F32 if wanted is None else wanted, weights)
+        lack = backend.refuses(weights) or backend.lack(config, Dtype.F32 if wanted is None else wanted)
         if lack is None:
             return candidate, wanted
     raise MegakernelError(f"the {candidates[-1]} backend cannot run here: {lack}")

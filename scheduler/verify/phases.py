@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if not must <= named <= must | may:
         yield f"it must name {_list(must)} and may name {_list(may)}; it names {_list(named)}"
         return
-    if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits <= 32):
+    if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits < inf):
         yield f"it has no weights of {p.weight_bits} bits"
     yield from _place(p, segment, dims.layers)
     if p.inputs is not None and p.inputs is p.output:

@@ -22,7 +22,7 @@ from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.machine import host
 from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, widened
-from megakernel.model.stored import stored_as
+from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
@@ -102,7 +102,7 @@ def quantised(
 
 
 def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
-    bits = {buffer: storage.bits for buffer, storage in checkpoint.storage.items()}
+    bits = bits_of(checkpoint.config, checkpoint.storage)
     given: dict[str, Any] = {"dtype": checkpoint.dtype, "weight_bits": bits}
     return compiled(
         checkpoint.config, host(2), rows, rows, tp, Options(**options), max_seqs=3, max_context=400, **given
@@ -246,15 +246,17 @@ def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
 
 
 def test_a_step_reads_the_bytes_of_the_blocks() -> None:
-    """34 for 32 weights, instead of 4 for each."""
+    """34 for 32 weights or what is left of a row, instead of 4 for each."""
     whole, (blocks, _) = RandomCheckpoint(SHARED), quantised(SHARED)
     read = []
     for checkpoint in (whole, blocks):
         program = program_of(checkpoint, 1)
         read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
     d = SHARED
-    weights = d.layers * (d.hidden * (d.qkv_cols + 3 * d.ffn) + d.q_cols * d.hidden) + (d.vocab + 1) * d.hidden
-    assert read[0] - read[1] == pytest.approx(weights * (4 - 34 / 32), abs=1)  # bytes of a buffer are whole
+    layer = [(d.qkv_cols + 2 * d.ffn, d.hidden), (d.hidden, d.q_cols), (d.hidden, d.ffn)]
+    matrices = [*layer * d.layers, (d.vocab + 1, d.hidden)]  # the head, and the embedding's row
+    saved = sum(rows * (4 * inner - -(-inner // 32) * 34) for rows, inner in matrices)
+    assert read[0] - read[1] == pytest.approx(saved, abs=1)  # bytes of a buffer are whole
 
 
 # -- what is refused
@@ -271,7 +273,7 @@ def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
     """With a GPU and without."""
     whole = RandomCheckpoint(DIMS)
-    with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported by the cuda backend"):
+    with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported on a Hopper GPU"):
         LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_seqs=1)
     assert choose_backend("auto", whole.config, None, "q8_0") == ("cpu", None)
 

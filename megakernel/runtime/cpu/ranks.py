@@ -187,7 +187,7 @@ class CpuRanks:
     def _bytes(self, rank: int, buffer: Buffer) -> float:
         """Of all layers."""
         kept = self._storage.get(buffer)
-        bits = kept.bits if kept else BUFFERS[buffer].resolve_dtype(self.dims).bits
+        bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims).bits
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:

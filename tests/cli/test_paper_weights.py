@@ -1,0 +1,74 @@
+"""Verbs that run nothing count weights in the types that a run would have in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import fails, run_json
+from model_helpers import tiny_gguf
+
+from megakernel import LLM
+from megakernel.isa import BUFFERS, Buffer
+from megakernel.machine import hardware
+from megakernel.program import Program
+from megakernel.roofline.work import model_weights
+
+CPU = str(Path(__file__).parents[2] / "benchmarks" / "machines" / "server-16.toml")
+PARAMETERS = 134515008 - 61 * 576  # of SmolLM2-135M, in matrices
+MODELS = [("smollm2-135m", "auto"), ("smollm2-135m", "q8_0"), ("random:smollm2-135m", "q4_k")]
+
+
+def run_bytes(model: str, weights: str) -> int:
+    """Bytes of the matrices of a run."""
+    with LLM(model, weights=weights, backend="null", max_context=32, max_seqs=1) as llm:
+        return sum(llm.weight_bytes.values())
+
+
+@pytest.mark.usefixtures("smollm2")
+@pytest.mark.parametrize("model, weights", MODELS)
+def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, weights: str) -> None:
+    expected = run_bytes(model, weights)
+    flags = ["--model", model, "--weights", weights, "--machine", CPU]
+    step = run_json(capsys, "roofline", *flags)
+    matmuls = [c for c in step["instructions"] if c["family"] == "matmul"]
+    assert sum(c["memory_bytes"] for c in matmuls) == pytest.approx(expected)
+    vectors = 4 * (32 + 61 * 576)  # frequencies, norms
+    assert step["memory"]["weight_bytes"] == pytest.approx(expected + vectors)
+    per_weight = expected / PARAMETERS
+    assert step["critical_rows"] == pytest.approx(hardware(CPU).critical_rows("bf16") * per_weight / 2)
+    file = tmp_path / "a.program"
+    assert run_json(capsys, "compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
+    run_json(capsys, "simulate", *flags, "--save", str(tmp_path / "b"))
+    for program in map(Program.load, (file, tmp_path / "b.program")):
+        assert sum(matrices(program).values()) == expected
+
+
+def matrices(program: Program) -> dict[Buffer, int]:
+    """Without the embedding table, which is the head's."""
+    found = model_weights(program.forward, program.dims)
+    return {b: size for b, size in found.items() if BUFFERS[b].matrix and b.name != "EMBED"}
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_a_gpu_has_them_in_the_compute_type(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--machine", "h100"]
+    step = run_json(capsys, "roofline", "--model", "smollm2-135m", *flags)
+    whole = run_json(capsys, "roofline", "--model", "random:smollm2-135m", *flags)
+    assert step["memory_bytes"] == whole["memory_bytes"] and step["memory"] == whole["memory"]
+    error = fails(capsys, "compile", "--model", "random:smollm2-135m", "--weights", "q8_0", *flags)
+    assert "weights in q8_0 are not supported on a Hopper GPU" in error
+
+
+def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
+    tiny_gguf(tmp_path / "a.gguf")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    for name, dtype in ((str(tmp_path / "a.gguf"), "fp32"), (model, "fp32"), (str(bare), "bf16")):
+        assert run_json(capsys, "roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
+
+
+def test_a_plan_knows_no_stored_types(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "random:llama-3.1-8b", "--machine", "h100", "--plan", "--weights", "q8_0"]
+    assert "--weights needs neither --plan nor --fleet" in fails(capsys, "roofline", *flags)
