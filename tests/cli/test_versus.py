@@ -154,13 +154,14 @@ def test_latency_against_llama_bench(
     settings = versus["settings"]
     assert settings["decode"] == {"threads": 2, "flash_attention": False, "ubatch": 512}
     assert settings["prefill"] == {"threads": 2, "flash_attention": False, "ubatch": 128}
-    assert (settings["program"], settings["build_commit"], settings["weights"]) == ("llama-bench", "abc", "f32")
+    assert (settings["program"], settings["build"], settings["weights"]) == ("llama-bench", "build 1 (abc)", "f32")
     decode, prefill = asked[-2:]
     assert (decode["-p"], decode["-n"], decode["-d"], decode["-fa"], decode["-ngl"]) == ("0", "4", "600", "0", "0")
     assert (prefill["-p"], prefill["-n"], prefill["-ub"], "-d" in prefill) == ("600", "0", "128", False)
     assert not Path(decode["-m"]).exists(), "the file that was written for them is gone"
     status, out, _ = run(capsys, *flags, "--llama-bench", str(native / "llama-bench"))
     assert status == 0 and "tokens/s of llama.cpp" in out and "flash attention off" in out
+    assert "build 1 (abc), llama" in out
 
 
 def test_a_gguf_file_goes_to_both_as_it_is(capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path) -> None:

@@ -14,7 +14,6 @@ from .contest import Phase, Settings, Task
 
 _BATCHED = "llama-batched-bench"
 _SAID = 120  # characters of an output that an error repeats
-_ABOUT = ("build_commit", "build_number", "model_type")
 
 
 def tool(given: Path, batched: bool) -> Path:
@@ -61,7 +60,8 @@ class LlamaBench:
         results = self._json(self._output(command))
         last = results[-1] if isinstance(results, list) and results else {}
         rate = self._positive(last, "samples_ts")
-        self.about.update({name: last[name] for name in _ABOUT if name in last})
+        build = f"build {last.get('build_number', '?')} ({last.get('build_commit', '?')})"
+        self.about.update({"build": build, "model_type": last.get("model_type", "?")})
         return work.tokens(phase) / rate
 
     def close(self) -> None:
