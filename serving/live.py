@@ -155,6 +155,7 @@ class Live:
             "about": self._about,
             "ceilings": asdict(self.ceilings),
             "limits": {"max_seqs": self._max_seqs, "kv_pages": stats.pages},
+            "counts": asdict(stats.counts),
             "now": {"running": stats.running, "waiting": stats.waiting, "kv_pages_used": stats.pages_used},
             "error": self._error(recent),
             "window": recent.rates(self.ceilings) | {"limited_by": {k: v / recent.wall_s for k, v in by_limit.items()}},

@@ -101,7 +101,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         phases = forward(config, dims, weight_bits=bits)
         work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
-            one.update(against_roofline(work, ceilings, one["duration_s"]))
+            one.update(against_roofline(work, ceilings, one["duration_s"], one["server"]))
     ours, *theirs = [_middle(each) for each in runs]
     said = [await describe(server) for server in servers]
     for server in servers:
@@ -202,7 +202,7 @@ def show(figures: dict[str, Any]) -> None:
     if figures["goodput_per_s"] is not None:
         limits = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in settings["goodput"].items())
         lines.append(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
-    if figures["ceilings"] is not None:
+    if figures.get("roofline_fraction") is not None:
         least = f" of the time is the least that this work takes: {output.rates(figures)}"
         lines.append(("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", least)))
     if own := figures["server"]:

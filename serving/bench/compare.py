@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..counts import Counts
 from .client import Server
 from .drive import drive
 from .report import report
@@ -73,7 +74,8 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
     steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
     if not steps:
         return None
-    return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall}
+    counts = Counts(**after["counts"]) - Counts(**before["counts"]) if "counts" in after else Counts()
+    return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall, **counts.figures()}
 
 
 async def describe(server: Server) -> dict[str, Any]:

@@ -110,15 +110,25 @@ def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int
     return Work(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
 
 
-def against_roofline(work: Work, ceilings: Ceilings, seconds: float) -> dict[str, float | str | None]:
+def against_roofline(
+    work: Work, ceilings: Ceilings, seconds: float, server: dict[str, Any] | None
+) -> dict[str, float | str | None]:
     """`roofline_fraction` = least time of `work` / `seconds`, and the rates at which the necessary work was done.
 
-    `roofline_error` says why a fraction above 1 means nothing.
+    `roofline_error` says why a fraction above 1 means nothing. `server` is its own record. Where that has proposed
+    tokens there are no figures: `work` has a step for each token, and none for what was proposed in vain.
     """
+    if server and server["proposed"]:
+        why = (
+            f"steps gave a sequence {server['tokens_per_step']:.2f} tokens, so the least time of one token a step does"
+            f" not apply; the server's own steps reached {server['roofline_fraction']:.0%} of the roofline"
+        )
+        return {"roofline_fraction": None, "roofline_error": why, "read_GBps": None, "gflops": None}
     fraction = bound(work, ceilings) / seconds
+    error = fraction_error(fraction, ceilings)
     return {
         "roofline_fraction": fraction,
-        "roofline_error": fraction_error(fraction, ceilings),
+        "roofline_error": error and f"{error}, or the server gives several tokens a step",
         "read_GBps": work.bytes / seconds / 1e9,
         "gflops": work.flops / seconds / 1e9,
     }

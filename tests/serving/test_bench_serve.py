@@ -254,6 +254,45 @@ def test_servers_take_turns() -> None:
 
 
 @pytest.mark.usefixtures("tiny_shape")
+def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.CaptureFixture[str]) -> None:
+    ceilings = {"read_bytes_per_s": 1.0, "flops": 1.0, "threads": 2, "how": "made up"}
+
+    class Recording(FakeServer):
+        proposed = 3
+
+        async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
+            total, counts = self.pages["/roofline"]["total"], self.pages["/roofline"]["counts"]
+            for name, more in {"steps": 2, "wall_s": 2.0, "bound_s": 1.0}.items():
+                total[name] += more
+            for name, more in {"generated": 4, "turns": 2, "proposed": self.proposed, "accepted": 2}.items():
+                counts[name] += more
+            await super()._completion(writer, request)
+
+    def figures(proposed: int) -> tuple[dict[str, Any], str]:
+        counts = dict.fromkeys(("generated", "turns", "proposed", "accepted"), 0)
+        record = {"ceilings": ceilings, "total": dict.fromkeys(("steps", "wall_s", "bound_s"), 0), "counts": counts}
+        with running(Recording(pages={"/roofline": record})) as fake:
+            fake.proposed = proposed
+            return run_json(capsys, *FLAGS, "--base-url", fake.url), run(capsys, *FLAGS, "--base-url", fake.url)[2]
+
+    found, said = figures(3)
+    steps = {"steps": 12, "step_s": 1.0, "roofline_fraction": 0.5}
+    assert found["server"] == steps | {"proposed": 18, "accepted": 12, "tokens_per_step": 2.0}
+    assert [found[name] for name in ("roofline_fraction", "read_GBps", "gflops")] == [None] * 3
+    assert "gave a sequence 2.00 tokens" in said and "own steps reached 50% of the roofline" in said
+    found, said = figures(0)
+    assert found["roofline_fraction"] > 1 and "or the server gives several tokens a step" in said
+
+
+def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+    with running(FakeServer()) as fake:
+        flags = [*FLAGS, "--base-url", fake.url, "--machine", "h100"]
+        stored, whole = (run_json(capsys, *flags, "--model", m) for m in (str(smollm2), "random:smollm2-135m"))
+    read = [one["read_GBps"] * one["duration_s"] for one in (stored, whole)]
+    assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # and a little KV
+
+
+@pytest.mark.usefixtures("tiny_shape")
 def test_bench_serve_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(faults={8: "short"})) as fake:
         status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url, "--machine", "h100")
