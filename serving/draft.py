@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-_MEMORY = 0.9  # weight of what acceptance was before the last verification
+_MEMORY = 0.9  # weight of what a share was before the last verification
 _PATIENCE, _MOST_PATIENCE = 16, 64  # proposals in a row that are declined, at first and after probes that failed
 
 
@@ -20,24 +20,40 @@ class Proposer(Protocol):
 
 
 @dataclass(slots=True)
+class Share:
+    """How likely a proposed token is right if those before it are: `accepted` of `tried` ones were, as decayed sums."""
+
+    memory: float = _MEMORY
+    tried: float = 2.0
+    accepted: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.accepted / self.tried
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""
+        self.tried = self.memory * self.tried + accepted + (accepted < proposed)
+        self.accepted = self.memory * self.accepted + accepted
+
+
+@dataclass(slots=True)
 class Draft:
-    """`tried` and `accepted` proposed tokens are decayed sums, which begin with one of two right.
+    """`share` is the sequence's own, and begins with what its maker believes.
 
     After `patience` declined proposals in a row one token is tried against the odds, a probe. One that succeeds is
     followed by the next, until the share of accepted tokens decides again; each that fails makes probes rarer.
     """
 
     proposer: Proposer
-    tried: float = 2.0
-    accepted: float = 1.0
+    share: Share = field(default_factory=Share)
     declined: int = 0
     patience: int = _PATIENCE
     probing: bool = False
 
     @property
     def acceptance(self) -> float:
-        """How likely a proposed token is right if those before it are."""
-        return self.accepted / self.tried
+        return self.share.value
 
     @property
     def due(self) -> bool:
@@ -53,9 +69,8 @@ class Draft:
         self.probing, self.declined = self.due, 0
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""
-        self.tried = _MEMORY * self.tried + accepted + (accepted < proposed)
-        self.accepted = _MEMORY * self.accepted + accepted
+        """See `Share.learn`."""
+        self.share.learn(proposed, accepted)
         if self.probing and accepted:
             self.declined = self.patience
         elif self.probing:

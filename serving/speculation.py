@@ -2,8 +2,9 @@
 
 A step that computes more rows takes longer, and gives more tokens only where proposals are right. From the share of
 each sequence's proposed tokens that were right lately, and from the times of steps, `Speculation.extend` chooses the
-number of rows that promises the most tokens per second, which is often none. A sequence whose proposals were declined
-for a while has one token verified all the same, so that a text that begins to repeat is noticed.
+number of rows that promises the most tokens per second, which is often none. A new sequence begins with the share of
+all sequences lately. One whose proposals were declined for a while has one token verified all the same, so that a text
+that begins to repeat is noticed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..errors import MegakernelError
 from .batch import Batch
-from .draft import Draft, Proposer
+from .draft import Draft, Proposer, Share
 from .lookup import Lookup
 from .request import Sequence as Choice
 from .step_times import StepTimes
@@ -23,6 +24,8 @@ from .work import Turn, Work
 
 MOST = 63  # proposed tokens of a sequence in a step
 VERIFIED_ROWS = 128  # logit rows of a step with proposed tokens; a step table has room for the biases of that many
+_MEMORY = 0.99  # of the share of all sequences' proposed tokens that were right; a sequence's own counts more by far
+_BEGIN = 2.0  # tokens for which that share stands where a sequence begins
 _NO_TIME = 1e-9  # seconds of a step that takes none, as a backend without arithmetic may say
 
 
@@ -49,6 +52,7 @@ class Speculation:
         check_depth(depth)
         self.times = times
         self._depth, self._proposer = depth, proposer
+        self._share = Share(_MEMORY)  # of all sequences, lately
 
     def read(self, work: Work) -> None:
         """Take note of the tokens of a planned step's sequences, while a launch runs."""
@@ -87,10 +91,12 @@ class Speculation:
     def learn(self, turn: Turn, accepted: int) -> None:
         """Of what a turn proposed so many tokens were right."""
         self._draft(turn.sequence).learn(turn.proposed, accepted)
+        self._share.learn(turn.proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
         if sequence.draft is None:
-            sequence.draft = Draft(self._proposer(sequence.tokens))
+            begin = Share(tried=_BEGIN, accepted=_BEGIN * self._share.value)
+            sequence.draft = Draft(self._proposer(sequence.tokens), begin)
         return sequence.draft
 
     def _offers(self, work: Work) -> list[_Offer]:

@@ -420,6 +420,25 @@ def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
     assert draft.acceptance == pytest.approx(2 / 3, abs=0.01)
 
 
+@pytest.mark.parametrize("wrong, first", [(False, 5), (True, 1)])
+def test_a_sequence_begins_with_what_others_have_shown(wrong: bool, first: int) -> None:
+    guesses = Guesses(lambda place: wrong)
+    engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
+    engine._speculation = Speculation(4, Table(0, 1.0, 1.35, 1.7, 2.05, 2.4), guesses)
+
+    def rows() -> list[int]:
+        """Of the steps of a new sequence."""
+        before = len(backend.tables)
+        request = engine.add([1], SamplingParams(max_tokens=100))
+        guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(120))])
+        while not engine.idle:
+            engine.step()
+        return [sum(count for _, count in step) for step in backend.steps()][before:]
+
+    assert rows()[0] == 2  # one of two tokens is believed to be right
+    assert rows()[0] == first
+
+
 def test_many_sequences_share_the_rows_that_pay() -> None:
     """One is always right, the other always wrong."""
     guesses = Guesses()
