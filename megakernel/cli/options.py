@@ -189,12 +189,12 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     from ..runtime.registry import backend_for
     from ..serving.llm import parse_dtype
 
-    config, backend = load_config(args.model), backend_for(machine.target)
+    backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
+    config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
         raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
     if refused := backend.refuses(args.weights):
         raise MegakernelError(refused)
-    checkpoint = local_checkpoint(args.model)
     named = parse_dtype(args.dtype)
     dtype = backend.dtype if named is None else named
     if dtype is None:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         "step_without_overlap_s": step.step_without_overlap_s,
         "tokens_per_s": args.tokens / step.step_s,
         "flops_per_byte": step.flops_per_byte,
-        "critical_rows": _critical_rows(step, args.tokens),
+        "critical_rows": hardware.critical_rows(RATE[dtype], _bytes_per_weight(step, args.tokens)),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
         "instructions": [
             asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
@@ -103,12 +103,12 @@ def _parts(tasks: Tasks) -> list[Part]:
     ]
 
 
-def _critical_rows(step: StepRoofline, rows: int) -> float:
-    """Rows for which the arithmetic of all matmuls takes as long as reading their weights does."""
+def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
+    """Of all matmuls: a row takes two FLOPs for each weight."""
     from ..isa import OperationFamily
 
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
-    return rows * sum(c.memory_s for c in matmuls) / sum(c.math_s for c in matmuls)
+    return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 
 
 def _points(step: StepRoofline) -> list[Point]:

@@ -192,9 +192,12 @@ class Hardware:
         """FLOPs per byte of HBM above which the chip is bound by arithmetic."""
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
-    def critical_rows(self, dtype: str = "bf16") -> float:
-        """Rows of a matmul above which reading its weights once takes less time than its arithmetic: C b / (2 W)."""
-        return self.intensity(dtype) * OPERAND_BYTES[dtype] / 2
+    def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
+        """Rows of a matmul above which reading its weights once takes less time than its arithmetic: C b / (2 W).
+
+        `weight_bytes`: b, where weights lie in memory in another type than `dtype`.
+        """
+        return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:
         """The network that joins `gpus` GPUs, innermost level first; empty for one GPU."""

@@ -35,8 +35,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert sum(c["memory_bytes"] for c in matmuls) == pytest.approx(expected)
     vectors = 4 * (32 + 61 * 576)  # frequencies, norms
     assert step["memory"]["weight_bytes"] == pytest.approx(expected + vectors)
-    per_weight = expected / PARAMETERS
-    assert step["critical_rows"] == pytest.approx(hardware(CPU).critical_rows("bf16") * per_weight / 2)
+    assert step["critical_rows"] == pytest.approx(hardware(CPU).critical_rows("bf16", expected / PARAMETERS))
     file = tmp_path / "a.program"
     assert run_json(capsys, "compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
     run_json(capsys, "simulate", *flags, "--save", str(tmp_path / "b"))
