@@ -1,0 +1,72 @@
+"""The CPU backend against llama.cpp on every kind of work: `python benchmarks/speed/cpu.py --llama-bench DIR -o FILE`.
+
+Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
+weights, llama.cpp with the fastest settings that a search finds. `--simd avx2` runs ours without AVX-512; then DIR
+must have a build without it as well. `--only TEXT` picks the cases whose names contain it. Leave the machine alone
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, write
+from servers import measured
+
+RUNS = ["--runs", "5"]
+SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--context", "2048"]
+FEW = ["--tokens", "24"]  # decode steps of the larger model, and at long contexts
+
+
+def latency(model: list[str], weights: str, prompt: int, *more: str) -> list[str]:
+    return ["bench", "latency", *model, "--weights", weights, "--prompt-tokens", str(prompt), *RUNS, *more]
+
+
+def batch(weights: str) -> list[str]:
+    sizes = ["--num-prompts", "32", "--max-num-seqs", "32", "--random-input-len", "512", "--random-output-len", "64"]
+    return ["bench", "throughput", *SMALL, "--weights", weights, "--dataset", "random", *sizes, *RUNS]
+
+
+CASES = {
+    "smollm2 as in its file (Q4_1)": latency(SMALL, "auto", 256),
+    "smollm2 bf16": latency(SMALL, "bf16", 256),
+    "smollm2 q8_0": latency(SMALL, "q8_0", 256),
+    "smollm2 bf16, 2048 rows": latency(SMALL, "bf16", 2048, *FEW),
+    "smollm2 q8_0, 2048 rows": latency(SMALL, "q8_0", 2048, *FEW),
+    "smollm2 as in its file (Q4_1), 2048 rows": latency(SMALL, "auto", 2048, *FEW),
+    "smollm2 bf16, context 4096": latency(SMALL, "bf16", 4096, *FEW),
+    "smollm2 bf16, context 8192": latency(SMALL, "bf16", 8192 - 32, *FEW),
+    "smollm2 bf16, 32 sequences": batch("bf16"),
+    "1B bf16": latency(LARGE, "bf16", 256, *FEW),
+    "1B q8_0": latency(LARGE, "q8_0", 256, *FEW),
+    "1B q4_k": latency(LARGE, "q4_k", 256, *FEW),
+}
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a native build")
+    parser.add_argument("--simd", help="MEGAKERNEL_SIMD of our side (default: the best that the CPU has)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
+    args = parser.parse_args()
+    if args.simd:
+        os.environ["MEGAKERNEL_SIMD"] = args.simd
+    figures: dict[str, Any] = {}
+    for name, command in CASES.items():
+        if args.only not in name:
+            continue
+        found = measured(*command, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
+        [other] = found["vs"].values()
+        ratios = {"ratio": other["ratio"], "prefill_ratio": other.get("prefill", {}).get("ratio")}
+        figures[name] = {"command": " ".join(command)} | ratios | {"result": found}
+        print(f"{name}: {ratios}", file=sys.stderr)
+        write(args.output, {"simd": args.simd or "best", "cases": figures})
+
+
+if __name__ == "__main__":
+    main()
