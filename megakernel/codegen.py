@@ -52,7 +52,7 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 # Constants of C++: under the names that they have in these modules, or after `=` there, and before it in C++.
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
-    *((record, _WORDS), (dims, "shard_unit"), (phases, "max_phases"), (record, "next indexed")),
+    *((record, _WORDS), (dims, "shard_unit kv_unit kv_scale"), (phases, "max_phases"), (record, "next indexed")),
     (targets, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
@@ -72,8 +72,17 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
 
 # Methods of Dims that C++ has too, translated from their Python. What is derived is worked out once for each program.
 _DERIVED = (
-    *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "group_size", "rank_heads", "first_head"),
-    *("first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab", "head_ranks"),
+    *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "kv_row", "group_size", "rank_heads"),
+    *(
+        "first_head",
+        "first_kv_head",
+        "rank_kv_heads",
+        "first_ffn",
+        "rank_ffn",
+        "first_vocab",
+        "rank_vocab",
+        "head_ranks",
+    ),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
@@ -99,10 +108,8 @@ def _c(node: ast.expr) -> str:
             return name if name in dict(DIM_FIELDS) else f"{name}()"
         case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):
             return f"{name}({', '.join(map(_c, arguments))})"
-        case ast.Name("SHARD_UNIT"):
-            return "kShardUnit"
         case ast.Name(name):
-            return name
+            return f"k{_camel(name.lower())}" if name.isupper() else name
         case ast.Constant(int(value)):
             return str(value)
     raise AssertionError(f"no C++ for {ast.unparse(node)}")

@@ -49,6 +49,12 @@ SETTINGS: dict[str, Setting] = {
             "auto",
             "--weights",
         ),
+        Setting(
+            "kv cache dtype",
+            "type of K and V in memory: auto (the type that is computed in) or q8_0 (8.5 bits, not on a GPU)",
+            "auto",
+            "--kv-cache-dtype",
+        ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
         Setting(

@@ -71,6 +71,7 @@ def program_dims(
     tp: int = 1,
     queue: bool = False,
     units: Units = Units.CORE,
+    quantised_kv: bool = False,
 ) -> Dims:
     """Sizes of a bucket, with room in its step table that depends on the bucket and the workers only.
 
@@ -95,6 +96,7 @@ def program_dims(
         tp=tp,
         units=int(units),
         ring_pages=machine.ring_pages,
+        quantised_kv=int(quantised_kv),
     )
 
 

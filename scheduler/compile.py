@@ -37,13 +37,14 @@ def compile_program(
     tp: int = 1,
     options: Options = _DEFAULT,
     weight_bits: Mapping[Buffer, float] | None = None,
+    quantised_kv: bool = False,
 ) -> Program:
     """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits and must agree with the backend that launches
     the program, and so must `options.matmul`: an engine asks `with_matmul` first. `weight_bits` has the bits of
-    an element of weight matrices that are not stored in `dtype`. The result depends on the arguments only. Raises
-    MegakernelError for arguments out of range.
+    an element of weight matrices that are not stored in `dtype`; with `quantised_kv` K and V are stored in Q8_0, by the
+    backend too. The result depends on the arguments only. Raises MegakernelError for arguments out of range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
@@ -54,7 +55,16 @@ def compile_program(
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
             raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")
-    dims = program_dims(config, machine, dtype=dtype, **sizes, tp=tp, units=units, queue=options.queue != "none")
+    dims = program_dims(
+        config,
+        machine,
+        dtype=dtype,
+        **sizes,
+        tp=tp,
+        units=units,
+        queue=options.queue != "none",
+        quantised_kv=quantised_kv,
+    )
     candidate = Candidates(config, machine, options, weight_bits).fastest(dims)
     return build_program(lower(candidate, machine), machine, options)
 

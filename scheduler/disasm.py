@@ -25,7 +25,8 @@ def disassemble(program: Program) -> Iterator[str]:
     d = program.dims
     yield (
         f"program {program.hash}: {program.machine}, ranks {program.ranks}, workers {program.workers}, "
-        f"{Dtype(d.dtype).name.lower()}, tokens {d.tokens}, logit rows {d.logit_rows}, layers {d.layers}"
+        f"{Dtype(d.dtype).name.lower()}{', KV in q8_0' if d.quantised_kv else ''}, "
+        f"tokens {d.tokens}, logit rows {d.logit_rows}, layers {d.layers}"
     )
     yield f"{program.instructions} instructions, {program.counters} counters in each of {d.layers + 1} blocks"
     first, middle, last = program.totals_first, program.totals_middle, program.totals_last

@@ -101,7 +101,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     """Row blocks x near-equal column tiles that start on multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
     blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
-    unit = unit if phase.head_norm is None else math.lcm(unit, d.head_dim)
+    unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
     units = ceil_div(cols, unit)
     count = _column_tiles(phase, rows, cols, unit, d, machine) if blocks and cols else 0
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)

@@ -11,7 +11,7 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
-from ..model.stored import bits_of, bytes_by_type, stored_as
+from ..model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
 from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
 from ..scheduler import Options, compile_program, step_seconds, with_matmul
 from .batch import SCORED_ROWS
@@ -67,6 +67,7 @@ class LLM:
     backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
     dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16
     weights      type that matrices have in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
+    kv_cache_dtype  type that K and V have in memory: auto (dtype) or q8_0, in half the bytes of bf16 (not on a GPU)
     threads      CPU threads; None: the cores that this process may use
     max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
     max_seqs     sequences that run at once
@@ -91,6 +92,7 @@ class LLM:
         speculate: int = 0,
         ranks: str = "threads",
         weights: str = "auto",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
@@ -100,8 +102,9 @@ class LLM:
         check_depth(speculate)
         join_ranks(tp)
         wanted = parse_dtype(dtype)
+        quantised = quantised_kv(kv_cache_dtype)
         checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
-        backend, wanted = choose_backend(backend, checkpoint.config, wanted, weights)
+        backend, wanted = choose_backend(backend, checkpoint.config, wanted, weights, kv_cache_dtype)
         self.machine = rank_machine(backend, threads, tp)
         self.model = checkpoint.name
         self.config = checkpoint.config
@@ -110,7 +113,8 @@ class LLM:
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
-        context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp)
+        context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp, quantised)
+        self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
         kept = checkpoint.storage if registered(backend).stores else {}
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
         programs = Programs(
@@ -124,6 +128,7 @@ class LLM:
                 tp=tp,
                 options=options,
                 weight_bits=bits_of(self.config, kept),
+                quantised_kv=quantised,
             ),
             step_tokens,
             max(max_seqs, VERIFIED_ROWS if speculate else SCORED_ROWS),
@@ -148,7 +153,7 @@ class LLM:
         """What runs, for people and reports."""
         names = {"model": self.model, "backend": self.engine.backend.name, "dtype": self.dtype.name.lower()}
         weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in self.weight_bytes.items())
-        return {**names, "weights": weights, "threads": self.threads}
+        return {**names, "weights": weights, "kv_cache": self.kv_cache, "threads": self.threads}
 
     def generate(
         self,

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dims, Dtype, Forward
+from ..isa import Buffer, Dims, Dtype, Forward, kv_bytes
 from ..model.checkpoint import weight_dims
 from ..model.config import ModelConfig
 from ..roofline.work import model_weights
@@ -23,16 +23,22 @@ def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
 
 
 def kv_capacity(
-    config: ModelConfig, dtype: Dtype, memory_bytes: float, max_context: int | None, max_seqs: int, tp: int = 1
+    config: ModelConfig,
+    dtype: Dtype,
+    memory_bytes: float,
+    max_context: int | None,
+    max_seqs: int,
+    tp: int = 1,
+    quantised_kv: bool = False,
 ) -> tuple[int, int]:
     """(tokens a sequence may reach, tokens of the KV pool), where `tp` ranks share memory.
 
     The pool holds `max_seqs` full sequences, or what fits KV_SHARE of memory, but at least one sequence. Raises
     MegakernelError where `max_context` exceeds what the model was made for or what memory holds.
     """
-    dims = replace(weight_dims(config, dtype), tp=tp)
-    columns = sum(replace(dims, rank=rank).kv_cols for rank in range(tp))  # more ranks may hold the same KV head
-    per_token = 2 * config.layers * columns * dtype.itemsize
+    dims = replace(weight_dims(config, dtype), tp=tp, quantised_kv=int(quantised_kv))
+    heads = sum(replace(dims, rank=rank).rank_kv_heads for rank in range(tp))  # more ranks may hold the same KV head
+    per_token = config.layers * heads * kv_bytes(dims)
     room = int(KV_SHARE * memory_bytes / per_token)
     if max_context is None:
         context = min(config.max_context, room)

@@ -5,16 +5,16 @@
 
 namespace mk {
 
-// K_CACHE [page][KV head][element][token]: token 0 of one element.
+// K_CACHE [page][KV head][row][token]: token 0 of one row, which is an element unless K is quantised.
 template <class D>
-MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t element) {
-  return ((page * d.rank_kv_heads() + head) * d.head_dim + element) * d.kv_page;
+MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
+  return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
 // V_CACHE [page][KV head][token][element]: element 0 of one token.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
-  return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.head_dim;
+  return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
 // PARTIALS entry of one row and one KV head of a split item (both counted from the item's first) and KV block

@@ -22,6 +22,8 @@ constexpr int32_t kRankMask = 15;
 constexpr int32_t kAllRanks = 15;
 constexpr int32_t kOwner = 14;
 constexpr int32_t kShardUnit = 32;
+constexpr int32_t kKvUnit = 32;
+constexpr int32_t kKvScale = 2;
 constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
@@ -57,8 +59,8 @@ enum class Buffer : int32_t {
   LOGITS = 21,  // raw logits
   PARTIALS = 22,  // m, l, o of one query row, one KV head, one KV block
   SPLITS = 23,  // arrivals of a split's items; the last resets it to 0
-  K_CACHE = 24,  // keys, transposed
-  V_CACHE = 25,  // values
+  K_CACHE = 24,  // keys, transposed; Q8_0 with quantised_kv
+  V_CACHE = 25,  // values; Q8_0 with quantised_kv
   HISTORY = 26,  // token ids of each request slot
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at that token
@@ -134,10 +136,12 @@ struct Dims {
   int32_t replicated_residual;
   int32_t units;
   int32_t ring_pages;
+  int32_t quantised_kv;
   MK_DIMS_FN int32_t row_blocks() const { return ceil_div(tokens, row_block); }
   MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }
   MK_DIMS_FN int32_t own_rows() const { return (replicated_residual ? tokens : (ceil_div(row_blocks(), tp) * row_block)); }
   MK_DIMS_FN int32_t own_logit_rows() const { return ceil_div(logit_rows, tp); }
+  MK_DIMS_FN int32_t kv_row() const { return (head_dim + ((quantised_kv * kKvScale) * ceil_div(head_dim, kKvUnit))); }
   MK_DIMS_FN int32_t group_size() const { return (heads / kv_heads); }
   MK_DIMS_FN int32_t rank_heads() const { return share(heads, tp, rank); }
   MK_DIMS_FN int32_t first_head() const { return start(heads, tp, rank); }
@@ -166,6 +170,7 @@ struct Sizes : Dims {
   int32_t pages_per_seq_;
   int32_t own_rows_;
   int32_t own_logit_rows_;
+  int32_t kv_row_;
   int32_t group_size_;
   int32_t rank_heads_;
   int32_t first_head_;
@@ -185,6 +190,7 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t pages_per_seq() const { return pages_per_seq_; }
   MK_DIMS_FN int32_t own_rows() const { return own_rows_; }
   MK_DIMS_FN int32_t own_logit_rows() const { return own_logit_rows_; }
+  MK_DIMS_FN int32_t kv_row() const { return kv_row_; }
   MK_DIMS_FN int32_t group_size() const { return group_size_; }
   MK_DIMS_FN int32_t rank_heads() const { return rank_heads_; }
   MK_DIMS_FN int32_t first_head() const { return first_head_; }
@@ -214,6 +220,7 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.pages_per_seq_ = d.pages_per_seq();
   s.own_rows_ = d.own_rows();
   s.own_logit_rows_ = d.own_logit_rows();
+  s.kv_row_ = d.kv_row();
   s.group_size_ = d.group_size();
   s.rank_heads_ = d.rank_heads();
   s.first_head_ = d.first_head();

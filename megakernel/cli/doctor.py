@@ -32,7 +32,7 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from .. import machine
     from ..model.cache import cache_folder
-    from ..model.stored import WEIGHT_TYPES
+    from ..model.stored import KV_TYPES, WEIGHT_TYPES
     from ..runtime.cpu import native
 
     findings: list[str] = []
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         "simd": core,
         "ceilings": ceilings,
         "weight_bits": {kind.name.lower(): kind.bits for kind in WEIGHT_TYPES.values()},
+        "kv_cache_bits": {name: kind.bits for name, kind in KV_TYPES.items()},
         "compilers": compilers,
         "gpus": gpus,
     }
@@ -84,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
         rows.append(("ceilings", f"reads {rates}, measured now"))
     rows += [
         ("weights", ", ".join(f"{kind.name.lower()} {kind.bits:g}" for kind in WEIGHT_TYPES.values()) + " bits"),
+        (
+            "KV cache",
+            ", ".join(["the compute type", *(f"{name} {kind.bits:g} bits" for name, kind in KV_TYPES.items())]),
+        ),
         ("compilers", ", ".join(compilers.values()) or "none"),
         ("gpus", doctor_gpu.line(gpus)),
         *(("", note) for note in gpus["notes"]),

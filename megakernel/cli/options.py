@@ -64,7 +64,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Everything that says how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "tp", "ranks"):
+    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
@@ -129,7 +129,8 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
     from ..runtime import join_ranks
 
     join_ranks(args.tp)
-    how = {name: getattr(args, name) for name in ("tp", "backend", "dtype", "weights", "threads", "ranks")}
+    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads", "ranks")
+    how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # not a flag of every verb
     step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)

@@ -34,7 +34,7 @@ def _key(text: str) -> str:
 
 _seconds = above_zero("a number of seconds above 0", 1e9)
 _TYPES: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("model", "backend", "dtype", "weights"), str),
+    **dict.fromkeys(("model", "backend", "dtype", "weights", "kv cache dtype"), str),
     **dict.fromkeys(("tp", "threads"), positive),
     "speculate": depth,
     "host": str,
@@ -112,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
+    how["kv_cache_dtype"] = given["kv cache dtype"]
     with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         ceilings = measured_ceilings(llm)
         limits = Limits(*(given[name] for name in _LIMITS))
@@ -167,7 +168,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
         ("weights", str(facts["weights"])),
         (
             "KV cache",
-            f"{kv_tokens:,} tokens: {kv_tokens // dims.max_context} sequences of"
+            f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.max_context} sequences of"
             f" {dims.max_context:,}, {dims.max_seqs} at once",
         ),
         ("live", f"{address}/ shows the steps against the roofline"),

@@ -2,7 +2,7 @@
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space
-from .costs import attention_cost, cost, itemsize
+from .costs import attention_cost, cost, itemsize, kv_bytes
 from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, from_f32, to_f32
 from .items import slot_work
@@ -55,6 +55,7 @@ __all__ = [
     "from_f32",
     "item_columns",
     "itemsize",
+    "kv_bytes",
     "link_bytes",
     "matmul_pages",
     "slot_work",

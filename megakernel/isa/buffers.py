@@ -59,6 +59,10 @@ class BufferSpec:
 
     `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
     program is bound, so it is an argument of `shape`.
+
+    Quantised K and V are Q8_0, and their shape is in bytes: a row of V is its blocks, each a scale and the bytes of
+    KV_UNIT elements, the last one of those that are left. A page of K has for each block first the scales of its
+    tokens, then each element's bytes of all tokens.
     """
 
     buffer: Buffer
@@ -74,6 +78,8 @@ class BufferSpec:
         return self.space is Space.WEIGHT and self.dtype is None
 
     def resolve_dtype(self, dims: Dims) -> Dtype:
+        if dims.quantised_kv and self.buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+            return Dtype.Q8_0
         return Dtype(dims.dtype) if self.dtype is None else self.dtype
 
 
@@ -118,9 +124,21 @@ _SPECS: tuple[BufferSpec, ...] = (
     BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
     # -- state
     BufferSpec(
-        _B.K_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.head_dim, d.kv_page), "keys, transposed", True
+        _B.K_CACHE,
+        _S,
+        None,
+        lambda d, p: (p, d.rank_kv_heads, d.kv_row, d.kv_page),
+        "keys, transposed; Q8_0 with quantised_kv",
+        True,
     ),
-    BufferSpec(_B.V_CACHE, _S, None, lambda d, p: (p, d.rank_kv_heads, d.kv_page, d.head_dim), "values", True),
+    BufferSpec(
+        _B.V_CACHE,
+        _S,
+        None,
+        lambda d, p: (p, d.rank_kv_heads, d.kv_page, d.kv_row),
+        "values; Q8_0 with quantised_kv",
+        True,
+    ),
     BufferSpec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
     # -- outputs
     BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),

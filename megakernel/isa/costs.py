@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .access import Columns
+from .buffers import BUFFERS, Buffer
 from .dims import Dims
 from .dtypes import Dtype
 from .operations import Operation, Rows
@@ -39,6 +40,11 @@ def cost(phase: Phase, columns: Columns, dims: Dims) -> Cost:
 def itemsize(dims: Dims) -> int:
     """Bytes of an element in the compute dtype."""
     return Dtype(dims.dtype).itemsize
+
+
+def kv_bytes(dims: Dims) -> int:
+    """Bytes of K and V of one token and KV head, as the cache stores them."""
+    return 2 * dims.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(dims).itemsize
 
 
 def _cost(
@@ -78,7 +84,7 @@ def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[flo
     FLOPs = 4 x query heads x head_dim x tokens (roofline: 2nP + 4nSLHh). KV bytes count each row's read once.
     """
     flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
-    return flops, 2.0 * row_kv_heads * dims.head_dim * kv_tokens * itemsize(dims)
+    return flops, row_kv_heads * kv_tokens * kv_bytes(dims)
 
 
 def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:

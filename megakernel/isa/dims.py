@@ -9,9 +9,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .dtypes import BLOCKS, Dtype
+
 # What shards of the FFN and of the vocabulary are multiples of, but for the last: a quantisation group, and two
 # panels of packed columns.
 SHARD_UNIT = 32
+
+# Elements of a row of K or V that share a scale where the cache is quantised (Q8_0), and bytes of that scale.
+KV_UNIT = BLOCKS[Dtype.Q8_0].weights
+KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
 # A row or a count, or a column of them.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
@@ -54,7 +60,7 @@ class Dims:
     head_dim: int
     rms_eps: float
 
-    dtype: int  # Dtype of activations and KV cache; accumulation and residual are float32
+    dtype: int  # Dtype of activations, and of the KV cache unless that is quantised; accumulation is in float32
     kv_block: int  # KV tokens that share one softmax partial (m, l, o); fixed by the numerics class
     kv_page: int  # KV tokens in a page of the cache; divides kv_block
     row_block: int  # token rows behind one row-block counter
@@ -75,6 +81,7 @@ class Dims:
 
     units: int = 0  # Units: what computes a matmul; part of the numerics class
     ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 where the target has none
+    quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; of the numerics class
 
     @property
     def row_blocks(self) -> int:
@@ -154,6 +161,11 @@ class Dims:
     def o_first(self) -> int:
         """Column of ATTN where the rank's first query head lies."""
         return self.first_head * self.head_dim if self.replicated_o else 0
+
+    @property
+    def kv_row(self) -> int:
+        """Elements of a token's row of K or V of one head, as the cache stores it; of a quantised one bytes."""
+        return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
     def group_size(self) -> int:

@@ -100,6 +100,10 @@ class Phase:
         shape = self._shape(dims)
         return shape[0] if len(shape) == 3 else 1
 
+    def whole_heads(self, dims: Dims) -> bool:
+        """Whether tiles must not cut a head: it is normalised, or quantised for the KV cache."""
+        return self.result is Result.HEADS and (self.head_norm is not None or dims.quantised_kv > 0)
+
     def stored_bits(self, dims: Dims) -> float:
         """Bits of a weight in memory."""
         return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits

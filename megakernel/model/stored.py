@@ -20,6 +20,17 @@ from .quantise import quantise
 WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
 
 
+# What `--kv-cache-dtype` takes beside `auto`, the compute type.
+KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
+
+
+def quantised_kv(name: str) -> bool:
+    """Whether K and V are quantised where `--kv-cache-dtype` is `name`. Raises MegakernelError."""
+    if name != "auto" and name not in KV_TYPES:
+        raise MegakernelError(f"cannot store K and V in {name!r}: known are auto, {', '.join(KV_TYPES)}")
+    return name in KV_TYPES
+
+
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """`checkpoint` with its matrices stored in the type `name`, or for `auto` as they are. Raises MegakernelError."""
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..isa import BUFFERS, Dims, Space, itemsize
+from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Fit:
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
     """`weight_bytes` of a rank, `sequences` of `context` tokens each in the KV cache, what the step itself needs."""
-    one = max(2.0 * d.layers * d.kv_cols * context * itemsize(d) for d in ranks)
+    one = max(float(d.layers * d.rank_kv_heads * context * kv_bytes(d)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations
     return Fit(weight_bytes, one * sequences, activations, memory_bytes, max(0, int(room // one)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Rows, attention_cost, itemsize
+from ..isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Rows, attention_cost, itemsize, kv_bytes
 from .ceilings import Ceilings
 
 
@@ -86,7 +86,7 @@ def step_work(
     if not (tied and logit_rows):
         gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
         weights += sum(total * phase.inner(dims) * phase.stored_bits(dims) / 8 for phase in gathers)
-    kv = 2.0 * sum(contexts) * dims.kv_cols * itemsize(dims) * dims.layers
+    kv = float(sum(contexts) * dims.rank_kv_heads * dims.layers * kv_bytes(dims))
     return Work(flops, weights, kv, _link_bytes(dims, total, logit_rows))
 
 

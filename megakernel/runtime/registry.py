@@ -40,7 +40,8 @@ class Registered:
     by the threads that are asked for and the number of ranks.
 
     `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `target`: what programs
-    are compiled for. `stores`: weights may have types of their own in memory; else all have the compute type.
+    are compiled for. `stores`: weights and KV cache may
+    have types of their own in memory; else all have the compute type.
     `automatic`: `auto` may take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
     """
 
@@ -55,11 +56,13 @@ class Registered:
     devices: bool = False
     arithmetic: bool = True
 
-    def refuses(self, weights: str) -> str | None:
-        """Why matrices cannot be stored as `--weights` asks."""
-        if self.stores or weights == "auto":
-            return None
-        return f"weights in {weights} are not supported on {self.what}: use --weights auto"
+    def refuses(self, weights: str, kv_cache: str = "auto") -> str | None:
+        """Why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` ask."""
+        if not self.stores and weights != "auto":
+            return f"weights in {weights} are not supported on {self.what}: use --weights auto"
+        if not self.stores and kv_cache != "auto":
+            return f"a KV cache in {kv_cache} is not supported on {self.what}: use --kv-cache-dtype auto"
+        return None
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
@@ -131,9 +134,10 @@ def backend_for(target: str) -> Registered:
 
 
 def choose_backend(
-    name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto"
+    name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `weights`: what `--weights` asks.
+    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `weights` and `kv_cache`: what
+    `--weights` and `--kv-cache-dtype` ask.
 
     Raises MegakernelError where `name` is unknown or cannot run this model here.
     """
@@ -142,7 +146,7 @@ def choose_backend(
     for candidate in candidates:
         backend = registered(candidate)
         wanted = backend.dtype if dtype is None else dtype
-        lack = backend.refuses(weights) or backend.lack(config, Dtype.F32 if wanted is None else wanted)
+        lack = backend.refuses(weights, kv_cache) or backend.lack(config, Dtype.F32 if wanted is None else wanted)
         if lack is None:
             return candidate, wanted
     raise MegakernelError(f"the {candidates[-1]} backend cannot run here: {lack}")

@@ -137,7 +137,8 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"{', '.join(low)} must be at least 1"
         return
     known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
-    if not known or d.replicated_residual not in (0, 1) or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
+    known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
+    if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
         yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a yes or no is out of range"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
@@ -199,7 +200,8 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
         if phase.result is Result.HEADS:
-            unit, what = (2, "RoPE pair") if phase.head_norm is None else (dims[0].head_dim, "head")
+            whole = phase.head_norm is not None or dims[0].quantised_kv
+            unit, what = (dims[0].head_dim, "head") if whole else (2, "RoPE pair")
             bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
             yield from _each(part, rows[bad], f"its column tile cuts a {what}")
 

@@ -63,7 +63,8 @@ class Service:
             self.engine.stats,
             tied=llm.config.tied,
             max_seqs=llm.engine.dims.max_seqs,
-            about=llm.about | {"model": self.names[0], "threads": f"{llm.threads} threads"},
+            about=llm.about
+            | {"model": self.names[0], "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"},
         )
         self.engine.on_step.append(lambda step, seconds: self.live.add(step, seconds, self.engine.stats))
         self.engine.wants_trace = lambda: self.live.tracing

@@ -15,12 +15,35 @@ from protocol import LaunchImage
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTable, from_f32, to_f32
 from megakernel.isa.record import Records
+from megakernel.model.quantise import quantise
 from megakernel.program import Program
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
+from megakernel.runtime.reference.instructions import cache_bytes
 
 Array = NDArray[Any]
 Key = tuple[int, Buffer, int]  # rank, buffer, layer
+
+
+def cache_slots(view: Array, dims: Dims) -> tuple[int, int, int]:
+    """Pages, KV heads and tokens of a page of a rank's K_CACHE or V_CACHE."""
+    return view.shape[0], view.shape[1], dims.kv_page
+
+
+def get_rows(view: Array, dims: Dims, buffer: Buffer) -> NDArray[np.float32]:
+    """What a quantised K_CACHE or V_CACHE holds, [page, KV head, token, element]."""
+    rows = view[cache_bytes(dims, buffer, *np.indices(cache_slots(view, dims)))]
+    whole = Dtype.Q8_0.row_bytes(dims.head_dim) - dims.kv_row
+    return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.head_dim]
+
+
+def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> None:
+    """The opposite. A row that is not a number has such a scale."""
+    slots = cache_slots(view, dims)
+    flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1, dims.head_dim)
+    blocks = quantise(np.nan_to_num(flat), Dtype.Q8_0)[:, : dims.kv_row]
+    blocks[np.isnan(flat[:, 0]), 1::34] = 0x7F
+    view[cache_bytes(dims, buffer, *np.indices(slots))] = blocks.reshape(*slots, dims.kv_row)
 
 
 class Twins(ABC):
@@ -32,7 +55,9 @@ class Twins(ABC):
         rng = np.random.default_rng(seed)
         for key in self.copies():
             view, kind = self.buffer(*key), BUFFERS[key[1]].resolve_dtype(dims)
-            if kind is not Dtype.I32:
+            if kind is Dtype.Q8_0:
+                set_rows(view, dims, key[1], rng.standard_normal((*cache_slots(view, dims), dims.head_dim)))
+            elif kind is not Dtype.I32:
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
 
     def copies(self) -> list[Key]:
@@ -56,8 +81,14 @@ class Twins(ABC):
             token = np.arange(table.positions[row] + 1)
             pages = table.block_tables[table.row_seq[row], token // self.dims.kv_page]
             unused[pages, token % self.dims.kv_page] = False
+        for rank in range(self.dims.tp) if self.dims.quantised_kv else ():
+            for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+                view = self.buffer(rank, buffer, layer)
+                rows = get_rows(view, self.dims, buffer)
+                rows.transpose(0, 2, 1, 3)[unused] = value
+                set_rows(view, self.dims, buffer, rows)
         stored = from_f32(np.full(1, value, np.float32), Dtype(self.dims.dtype))[0]
-        for rank in range(self.dims.tp):
+        for rank in () if self.dims.quantised_kv else range(self.dims.tp):
             self.buffer(rank, Buffer.K_CACHE, layer).transpose(0, 3, 1, 2)[unused] = stored
             self.buffer(rank, Buffer.V_CACHE, layer).transpose(0, 2, 1, 3)[unused] = stored
 
@@ -105,6 +136,12 @@ class Twins(ABC):
             got, expected, name = self.other(*key), self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
             if got.dtype == np.int32:
                 np.testing.assert_array_equal(got, expected, err_msg=name)
+                continue
+            if got.dtype == np.uint8:
+                got, expected = (get_rows(array, self.dims, key[1]) for array in (got, expected))
+                same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+                step = np.abs(expected).max(axis=-1, keepdims=True) / 100  # a value may be rounded the other way
+                assert (same | (np.abs(got - expected) <= step)).all() and same.mean() > 0.99, name
                 continue
             rounded = max(rtol, 2**-7) if got.dtype == np.uint16 else rtol
             wide = atol * 10 if key[1] is Buffer.PARTIALS else atol  # not yet divided by l

@@ -8,6 +8,8 @@
 #pragma once
 #include <math.h>
 
+#include <type_traits>
+
 #include "store.h"
 
 namespace mk::MK_SIMD {
@@ -23,22 +25,65 @@ constexpr int kDirectPairs = 2 * kDenseRows;  // more of them gain from a widene
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A column of vectors, `now` the first one's address. What lies at the same distances from `next` is needed
-// soon, and fetched meanwhile.
+// A column of vectors, those of successive rows `stride` apart, `now` the first one's address. What lies at
+// the same distances from `next` is needed soon, and fetched meanwhile. `scale` is what row t and the kKvUnit
+// - 1 after it share, where t is a multiple of kKvUnit.
 template <class T>
 struct Strip {
   const T *now, *next;
 
-  Strip at(int64_t distance) const { return {now + distance, next + distance}; }
-  MK_INLINE void fetch(int64_t distance) const { __builtin_prefetch(next + distance); }
+  Strip right(int columns) const { return {now + columns, next + columns}; }
+  Strip down(int rows, int64_t stride) const { return {now + rows * stride, next + rows * stride}; }
+  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
+  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
+  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
 // One in a cache already.
 struct NearStrip {
   const float* now;
 
-  NearStrip at(int64_t distance) const { return {now + distance}; }
-  MK_INLINE void fetch(int64_t) const {}
+  NearStrip right(int columns) const { return {now + columns}; }
+  NearStrip down(int rows, int64_t stride) const { return {now + rows * stride}; }
+  MK_INLINE void fetch(int, int64_t) const {}
+  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
+  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
+};
+
+// Of quantised keys: rows are elements, columns tokens of a page. The blocks of elements lie one after the
+// other, each behind the scales of its tokens. Products of a value and its scale are exact.
+struct KeyStrip {
+  const int8_t *now, *scales, *next;
+
+  KeyStrip down(int rows, int64_t stride) const {
+    const int64_t bytes = rows / kKvUnit * (kKvScale + kKvUnit) * stride;
+    return {now + bytes, scales + bytes, next + bytes};
+  }
+  MK_INLINE int64_t at(int t, int64_t stride) const { return (t + t / kKvUnit * kKvScale) * stride; }
+  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + at(t, stride)); }
+  MK_INLINE F32 scale(int t, int64_t stride) const {
+    return load_half(reinterpret_cast<const uint16_t*>(scales + t / kKvUnit * (kKvScale + kKvUnit) * stride));
+  }
+  MK_INLINE F32 row(int t, int64_t stride, int, F32 scale) const { return load(now + at(t, stride)) * scale; }
+};
+
+// Of quantised values: rows are tokens, columns elements of one block, whose scale is the row's own.
+struct ValueStrip {
+  const int8_t *now, *scales, *next;
+
+  // From a row's first block.
+  ValueStrip right(int columns) const {
+    const int block = columns / kKvUnit * (kKvScale + kKvUnit), at = block + columns % kKvUnit;
+    return {now + at, scales + block, next + at};
+  }
+  ValueStrip down(int rows, int64_t stride) const {
+    return {now + rows * stride, scales + rows * stride, next + rows * stride};
+  }
+  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
+  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
+  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const {
+    return load(now + t * stride, n) * splat_half(scales + t * stride);
+  }
 };
 
 // C[R][V vectors] (+)= A B for k rows of B; of the last vector only `last` lanes are B's.
@@ -49,11 +94,15 @@ void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last,
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
+  F32 scale[V] = {};
   for (int t = 0; t < k; ++t) {
+    if (t % kKvUnit == 0) {
+      MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb);
+    }
     F32 row[V];
     MK_UNROLL for (int v = 0; v < V; ++v) {
-      b[v].fetch(t * ldb);
-      row[v] = load(b[v].now + t * ldb, v + 1 < V ? kLanes : last);
+      b[v].fetch(t, ldb);
+      row[v] = b[v].row(t, ldb, v + 1 < V ? kLanes : last, scale[v]);
     }
     MK_UNROLL for (int i = 0; i < R; ++i) {
       const F32 x = splat(a[i * lda + t]);
@@ -80,6 +129,7 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
                   int64_t ldc, bool resume, int col = 0) {
   // Rows of V vectors that fit half of a first-level cache, for all rows of A to use them in turn.
   constexpr int kDepth = 64;
+  static_assert(kDepth % kKvUnit == 0);
   for (; cols - col > (V - 1) * kLanes; col += V * kLanes) {
     decltype(b(0)) strips[V];
     for (int v = 0; v < V; ++v) strips[v] = b(col + v * kLanes);
@@ -87,7 +137,7 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
     for (int t = 0; t < k; t += kDepth) {
       dense_rows<V>(rows, a + t, lda, strips, ldb, last, k - t < kDepth ? k - t : kDepth, c + col, ldc,
                     resume || t > 0);
-      for (auto& strip : strips) strip = strip.at(kDepth * ldb);
+      for (auto& strip : strips) strip = strip.down(kDepth, ldb);
     }
   }
   if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, ldb, k, c, ldc, resume, col);
@@ -132,10 +182,11 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Keys and values of one KV head. Keys of tokens in one run lie side by side, an element key_stride after the
-// one before; values are rows.
+// Keys and values of one KV head in type T, where int8_t is Q8_0. Keys of tokens in one run lie side by side,
+// an element key_stride after the one before; values are rows.
 template <class T>
 struct Cache {
+  static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
   const Dims& d;
   const T *keys, *values;
   const int32_t* pages;  // of the sequence
@@ -144,14 +195,23 @@ struct Cache {
 
   int run() const { return d.kv_page; }
   int64_t key_stride() const { return d.kv_page; }
-  int64_t value_stride() const { return d.head_dim; }
-  Strip<T> key(int token) const {
-    return strip(token,
-                 [&](int h, int t) { return keys + k_index(d, pages[t / d.kv_page], h, 0) + t % d.kv_page; });
+  int64_t value_stride() const { return d.kv_row(); }
+  auto key(int token) const {
+    const Strip<T> strip = this->strip(
+        token, [&](int h, int t) { return keys + k_index(d, pages[t / d.kv_page], h, 0) + t % d.kv_page; });
+    const int column = token % d.kv_page, behind = kKvScale * d.kv_page;  // behind the scales
+    if constexpr (kQuantised)
+      return KeyStrip{strip.now + behind, strip.now + (kKvScale - 1) * column, strip.next + behind};
+    else
+      return strip;
   }
-  Strip<T> value(int token) const {
-    return strip(token,
-                 [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, t % d.kv_page); });
+  auto value(int token) const {
+    const Strip<T> strip = this->strip(
+        token, [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, t % d.kv_page); });
+    if constexpr (kQuantised)
+      return ValueStrip{strip.now + kKvScale, strip.now, strip.next + kKvScale};
+    else
+      return strip;
   }
 
   // Needed soon: the same token of the next block, or else of the next head's first block.
@@ -180,15 +240,22 @@ struct Widened {
   Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
     const int start = block * d.kv_block;
     for (int begin = 0; begin < tokens; begin += d.kv_page) {
-      const T *k = cache.key(start + begin).now, *v = cache.value(start + begin).now;
-      for (int e = 0; e < d.head_dim; ++e, k += d.kv_page) {
-        float* out = scratch.keys + e * key_stride() + begin;
-        for (int t = 0; t < d.kv_page; t += kLanes) store(out + t, load(k + t));
+      for (int t = 0; t < d.kv_page; t += kLanes) {
+        const auto column = cache.key(start + begin + t);
+        F32 scale{};
+        for (int e = 0; e < d.head_dim; ++e) {
+          if (e % kKvUnit == 0) scale = column.scale(e, cache.key_stride());
+          store(scratch.keys + e * key_stride() + begin + t,
+                column.row(e, cache.key_stride(), kLanes, scale));
+        }
       }
       const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
-      for (int t = 0; t < rows; ++t, v += d.head_dim) {
-        float* out = scratch.values + (begin + t) * value_stride();
-        for (int e = 0; e < d.head_dim; e += kLanes) store(out + e, load(v + e, d.head_dim - e));
+      const auto row = cache.value(start + begin);
+      for (int e = 0; e < d.head_dim; e += kLanes) {
+        const auto column = row.right(e);
+        float* out = scratch.values + begin * value_stride() + e;
+        for (int t = 0; t < rows; ++t, out += value_stride())
+          store(out, column.row(t, cache.value_stride(), d.head_dim - e, F32{}));
       }
     }
   }
@@ -221,7 +288,7 @@ inline void add_values(const Dims& d, const Kv& kv, int begin, int end, int pair
     n = kv.run() - token % kv.run() < end - token ? kv.run() - token % kv.run() : end - token;
     const auto row = kv.value(token);
     dense(
-        pairs, d.head_dim, probabilities, d.kv_block, [&](int element) { return row.at(element); },
+        pairs, d.head_dim, probabilities, d.kv_block, [&](int element) { return row.right(element); },
         kv.value_stride(), n, out, padded_head(d), resume);
   }
 }
@@ -249,8 +316,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   }
 }
 
-// The rows [first, first + rows) of the item and one KV head.
-template <class T>
+// The rows [first, first + rows) of the item and one KV head, of a cache in type C.
+template <class T, class C>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;
@@ -269,9 +336,9 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
   }
   const int begin = s.item_block[item], end = begin + s.item_blocks[item];
-  const Cache<T> cache{d,
-                       call.at<T>(Buffer::K_CACHE),
-                       call.at<T>(Buffer::V_CACHE),
+  const Cache<C> cache{d,
+                       call.at<C>(Buffer::K_CACHE),
+                       call.at<C>(Buffer::V_CACHE),
                        s.block_tables + int64_t{s.item_seq[item]} * d.pages_per_seq(),
                        head,
                        s.item_kv_head[item] + s.item_kv_heads[item],
@@ -338,7 +405,7 @@ void attention(const Call& call, const Attention&) {
   const int step = kQueryRows / d.group_size() > 0 ? kQueryRows / d.group_size() : 1;
   for (int head = 0; head < heads; ++head) {
     for (int first = 0; first < rows; first += step)
-      attend<T>(call, first, rows - first < step ? rows - first : step, head);
+      (d.quantised_kv ? attend<T, int8_t> : attend<T, T>)(call, first, lower_of(rows - first, step), head);
   }
 }
 

@@ -14,6 +14,8 @@ def refusal(dims: Dims) -> str | None:
     """Why no program of these sizes runs on a GPU, in a few words; None where one does."""
     if dims.dtype != Dtype.BF16:
         return f"it computes in bf16, not in {Dtype(dims.dtype).name.lower()}: use --dtype bf16"
+    if dims.quantised_kv:
+        return "K and V are quantised, it takes them in bf16: use --kv-cache-dtype auto"
     if dims.head_dim > 128 or dims.head_dim % 8:
         return f"heads have {dims.head_dim} elements, it takes multiples of 8 up to 128"
     for name in ("hidden", "ffn"):

@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import Buffer, Dims, Dtype, Operation, Phase, Result, Rows, StepTable, from_f32, to_f32
+from ...isa.dims import KV_SCALE
+from ...isa.dtypes import BLOCKS
+from ...model.quantise import quantise
 from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 
@@ -157,9 +160,18 @@ def _heads(c: Context, row: int, col: int, t: F32) -> None:
     page, offset = page[:, None], offset[:, None]
     for buffer, first in ((Buffer.K_CACHE, d.q_cols), (Buffer.V_CACHE, d.q_cols + d.kv_cols)):
         mine = (column >= first) & (column < first + d.kv_cols)
+        values = t[np.ix_(live, mine)]
+        if d.quantised_kv:
+            assert col % d.head_dim == 0 and len(column) % d.head_dim == 0
+            head = np.unique((column[mine] - first) // d.head_dim)
+            blocks = quantise(values.reshape(-1, d.head_dim), Dtype.Q8_0)[:, : d.kv_row]
+            c.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)] = blocks.reshape(
+                len(live), len(head), d.kv_row
+            )
+            continue
         head, element = np.divmod(column[mine] - first, d.head_dim)
         index = (page, head, element, offset) if buffer is Buffer.K_CACHE else (page, head, offset, element)
-        c.write(buffer, index, t[np.ix_(live, mine)])
+        c.write(buffer, index, values)
 
 
 def _residual(c: Context, row: int, col: int, t: F32) -> None:
@@ -265,7 +277,31 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
     """K and V of a KV block's tokens before `end`, [tokens, head_dim] each."""
     position = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
     page, offset = _slots(c, sequence, position)
+    if c.dims.quantised_kv:
+        return _widened(c, Buffer.K_CACHE, page, head, offset), _widened(c, Buffer.V_CACHE, page, head, offset)
     return c.read(Buffer.K_CACHE, (page, head, slice(None), offset)), c.read(Buffer.V_CACHE, (page, head, offset))
+
+
+def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> tuple[Any, ...]:
+    """Where the bytes of quantised rows of K or V lie, in the order of their Q8_0 blocks: an index of [..., kv_row].
+
+    `page`, `head` and `offset` are of one shape, or broadcast to it.
+    """
+    page, head, offset = (np.expand_dims(each, -1) for each in (page, head, offset))
+    byte = np.arange(d.kv_row)
+    if buffer is Buffer.V_CACHE:
+        return page, head, offset, byte
+    of_block = byte % BLOCKS[Dtype.Q8_0].bytes
+    scales = (byte - of_block) * d.kv_page + KV_SCALE * offset + of_block
+    at = np.where(of_block < KV_SCALE, scales, byte * d.kv_page + offset)
+    return page, head, at // d.kv_page, at % d.kv_page
+
+
+def _widened(c: Context, buffer: Buffer, page: Any, head: int, offset: Any) -> F32:
+    """What quantised rows of K or V stand for, [tokens, head_dim]."""
+    rows: NDArray[np.uint8] = c.buffer(buffer)[cache_bytes(c.dims, buffer, page, head, offset)]
+    whole = Dtype.Q8_0.row_bytes(c.dims.head_dim)
+    return to_f32(np.pad(rows, [(0, 0), (0, whole - c.dims.kv_row)]), Dtype.Q8_0)[:, : c.dims.head_dim]
 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
