@@ -214,15 +214,14 @@ def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
 
 def test_programs_cut_no_head_and_a_proof_says_so() -> None:
     """A block of 32 elements has one scale, so a head of several blocks, or of part of one, lies in one tile."""
-    config = RandomCheckpoint(replace(DIMS, heads=8)).config
-    program = compile_program(config, host(7), dtype=Dtype.F32, quantised_kv=True, **BUCKET)
-    report = verify(program)
-    assert report.ok
-    plain = compile_program(config, host(7), dtype=Dtype.F32, **BUCKET)
-    assert verify(plain).ok
-    messages = verify(replace(plain, dims=replace(plain.dims, quantised_kv=1))).violations
-    assert any("its column tile cuts a head" in message for message in messages)
-    assert any("out of range" in m for m in verify(replace(plain, dims=replace(plain.dims, quantised_kv=2))).violations)
+    config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
+    plain, program = (
+        compile_program(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True)
+    )
+    assert verify(plain).ok and verify(program).ok
+    for flag, message in ((1, "its column tile cuts a head"), (2, "out of range")):
+        found = verify(replace(plain, dims=replace(plain.dims, quantised_kv=flag))).violations
+        assert any(message in violation for violation in found)
 
 
 def test_backends_refuse_programs_of_the_other_kind() -> None:
