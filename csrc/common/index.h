@@ -11,7 +11,11 @@ MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
-// V_CACHE [page][KV head][token][element]: element 0 of one token.
+// Bytes of a block of kKvUnit elements of a head's page, where K and V are quantised.
+MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
+
+// V_CACHE [page][KV head][token][element]: element 0 of one token; of a quantised page only token 0 has a
+// place.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();

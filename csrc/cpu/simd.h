@@ -149,7 +149,9 @@ MK_INLINE Bytes load_bytes(const uint8_t* p) {
 }
 
 // float16s, exactly.
-MK_INLINE F32 widen_half(U16 v) {
+MK_INLINE F32 load_half(const uint16_t* p) {
+  U16 v;
+  memcpy(&v, p, sizeof v);
 #if defined(__AVX512F__)
   return (F32)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)v);
 #elif defined(__AVX2__)
@@ -160,19 +162,6 @@ MK_INLINE F32 widen_half(U16 v) {
   const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));
   const F32 small = __builtin_convertvector((I32)mantissa, F32) * 0x1p-24f;
   return (F32)((U32)select(exponent == 0, small, (F32)wide) | (half & 0x8000) << 16);
-}
-
-MK_INLINE F32 load_half(const uint16_t* p) {
-  U16 v;
-  memcpy(&v, p, sizeof v);
-  return widen_half(v);
-}
-
-// One in all lanes, at any address.
-MK_INLINE F32 splat_half(const void* p) {
-  uint16_t half;
-  memcpy(&half, p, sizeof half);
-  return widen_half(half - U16{});
 }
 
 // A number that is not negative as float16: nearest, ties to even.

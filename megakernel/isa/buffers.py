@@ -60,9 +60,8 @@ class BufferSpec:
     `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
     program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes: a row of V is its blocks, each a scale and the bytes of
-    KV_UNIT elements, the last one of those that are left. A page of K has for each block first the scales of its
-    tokens, then each element's bytes of all tokens.
+    Quantised K and V are Q8_0, and their shape is in bytes. A head's page has a block for every KV_UNIT elements, the
+    last one for those that are left: the scales of all tokens, then their values, by element in K, by token in V.
     """
 
     buffer: Buffer

@@ -50,39 +50,49 @@ struct NearStrip {
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
-// Of quantised keys: rows are elements, columns tokens of a page. The blocks of elements lie one after the
-// other, each behind the scales of its tokens. Products of a value and its scale are exact.
+// Of quantised keys: rows are elements, columns tokens of a page. Blocks of elements lie one after the other,
+// each behind the scales of its tokens. Products of a value and its scale are exact.
 struct KeyStrip {
   const int8_t *now, *scales, *next;
 
   KeyStrip down(int rows, int64_t stride) const {
-    const int64_t bytes = rows / kKvUnit * (kKvScale + kKvUnit) * stride;
+    const int64_t bytes = at(rows, stride);
     return {now + bytes, scales + bytes, next + bytes};
   }
   MK_INLINE int64_t at(int t, int64_t stride) const { return (t + t / kKvUnit * kKvScale) * stride; }
   MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + at(t, stride)); }
   MK_INLINE F32 scale(int t, int64_t stride) const {
-    return load_half(reinterpret_cast<const uint16_t*>(scales + t / kKvUnit * (kKvScale + kKvUnit) * stride));
+    return load_half(reinterpret_cast<const uint16_t*>(scales + at(t, stride)));
   }
   MK_INLINE F32 row(int t, int64_t stride, int, F32 scale) const { return load(now + at(t, stride)) * scale; }
 };
 
-// Of quantised values: rows are tokens, columns elements of one block, whose scale is the row's own.
+// Of quantised values: rows are tokens of a page, columns elements of one block of `width`.
 struct ValueStrip {
-  const int8_t *now, *scales, *next;
+  const int8_t *now, *next;
+  const float* scales;
+  int64_t width;
 
-  // From a row's first block.
-  ValueStrip right(int columns) const {
-    const int block = columns / kKvUnit * (kKvScale + kKvUnit), at = block + columns % kKvUnit;
-    return {now + at, scales + block, next + at};
+  ValueStrip down(int rows, int64_t) const {
+    return {now + rows * width, next + rows * width, scales + rows, width};
   }
-  ValueStrip down(int rows, int64_t stride) const {
-    return {now + rows * stride, scales + rows * stride, next + rows * stride};
-  }
-  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
+  MK_INLINE void fetch(int t, int64_t) const { __builtin_prefetch(next + t * width); }
   MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
-  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const {
-    return load(now + t * stride, n) * splat_half(scales + t * stride);
+  MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
+};
+
+// The quantised values of a page's tokens from `token` on, whose scales are widened: [block][token].
+struct ValuePage {
+  const Dims& d;
+  const int8_t *now, *next;
+  const float* scales;
+  int token;
+
+  ValueStrip right(int columns) const {
+    const int block = columns / kKvUnit, width = lower_of(d.head_dim - block * kKvUnit, kKvUnit);
+    const int64_t at =
+        int64_t{block} * kv_block_bytes(d) + kKvScale * d.kv_page + token * width + columns % kKvUnit;
+    return {now + at, next + at, scales + block * d.kv_page + token, width};
   }
 };
 
@@ -192,10 +202,11 @@ struct Cache {
   const int32_t* pages;  // of the sequence
   int head, head_end;    // this one of those that follow each other
   int first, end;        // tokens that are read of each head
+  float* scales;         // room for those of a page's values
 
   int run() const { return d.kv_page; }
   int64_t key_stride() const { return d.kv_page; }
-  int64_t value_stride() const { return d.kv_row(); }
+  int64_t value_stride() const { return d.head_dim; }
   auto key(int token) const {
     const Strip<T> strip = this->strip(
         token, [&](int h, int t) { return keys + k_index(d, pages[t / d.kv_page], h, 0) + t % d.kv_page; });
@@ -206,12 +217,19 @@ struct Cache {
       return strip;
   }
   auto value(int token) const {
-    const Strip<T> strip = this->strip(
-        token, [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, t % d.kv_page); });
-    if constexpr (kQuantised)
-      return ValueStrip{strip.now + kKvScale, strip.now, strip.next + kKvScale};
-    else
+    const int row = kQuantised ? 0 : token % d.kv_page;
+    const Strip<T> strip =
+        this->strip(token, [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, row); });
+    if constexpr (kQuantised) {
+      const int8_t* block = strip.now;
+      for (int at = 0; at * kKvUnit < d.head_dim * d.kv_page; at += d.kv_page, block += kv_block_bytes(d)) {
+        for (int t = 0; t < d.kv_page; t += kLanes)
+          store(scales + at + t, load_half(reinterpret_cast<const uint16_t*>(block) + t));
+      }
+      return ValuePage{d, strip.now, strip.next, scales, token % d.kv_page};
+    } else {
       return strip;
+    }
   }
 
   // Needed soon: the same token of the next block, or else of the next head's first block.
@@ -251,11 +269,10 @@ struct Widened {
       }
       const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
       const auto row = cache.value(start + begin);
-      for (int e = 0; e < d.head_dim; e += kLanes) {
-        const auto column = row.right(e);
-        float* out = scratch.values + begin * value_stride() + e;
-        for (int t = 0; t < rows; ++t, out += value_stride())
-          store(out, column.row(t, cache.value_stride(), d.head_dim - e, F32{}));
+      for (int t = 0; t < rows; ++t) {
+        float* out = scratch.values + (begin + t) * value_stride();
+        for (int e = 0; e < d.head_dim; e += kLanes)
+          store(out + e, row.right(e).row(t, cache.value_stride(), d.head_dim - e, F32{}));
       }
     }
   }
@@ -343,7 +360,8 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
                        head,
                        s.item_kv_head[item] + s.item_kv_heads[item],
                        begin * d.kv_block,
-                       positions[rows - 1] < end * d.kv_block ? positions[rows - 1] + 1 : end * d.kv_block};
+                       positions[rows - 1] < end * d.kv_block ? positions[rows - 1] + 1 : end * d.kv_block,
+                       scratch.scales};
   for (int block = begin; block < end; ++block) {
     if (call.aborted()) return;
     const int tokens = visible_tokens(d, positions[rows - 1], block);

@@ -44,36 +44,26 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
   }
 }
 
-// A token's row of K or V of a head in Q8_0, as gguf rounds it: of block b the scale at byte b * block of
-// `scales`, the values from byte b * block of `values`, which lie `stride` apart.
-inline void quantise(const float* x, int n, char* scales, char* values, int64_t block, int64_t stride) {
-  for (int first = 0; first < n; first += kKvUnit, scales += block, values += block) {
-    const int m = lower_of(n - first, kKvUnit);
+// A token's row of K or V of a head in Q8_0, as gguf rounds it, to its page of that head: `transposed` is K.
+inline void quantise(const Dims& d, const float* x, char* page, int token, bool transposed) {
+  for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
+    const int n = lower_of(d.head_dim - first, kKvUnit);
     float top = 0.0f;
-    for (int i = 0; i < m; ++i) {
+    for (int i = 0; i < n; ++i) {
       const float a = fabsf(x[first + i]);
       top = a > top || a != a ? a : top;
     }
     const float scale = top / 127.0f, inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
     const uint16_t half = half_of(scale);
-    memcpy(scales, &half, sizeof half);
-    for (int i = 0; i < m; ++i) {
+    memcpy(page + token * kKvScale, &half, sizeof half);
+    char* values = page + kKvScale * d.kv_page + (transposed ? token : token * n);
+    for (int i = 0; i < n; ++i, values += transposed ? d.kv_page : 1) {
       // Halves away from zero. Nothing is added to the product, which would round it otherwise.
       const float a = x[first + i] * inverse, whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
-      values[i * stride] = static_cast<char>(static_cast<int32_t>(whole + (a < 0.0f ? -up : up)));
+      *values = static_cast<char>(static_cast<int32_t>(whole + (a < 0.0f ? -up : up)));
     }
   }
-}
-
-// Rows of K and V, all of them whole heads: `at` is the first byte of a head's page, or of its token's row.
-inline void quantise_key(const Dims& d, const float* x, char* at, int offset) {
-  quantise(x, d.head_dim, at + offset * kKvScale, at + kKvScale * d.kv_page + offset,
-           int64_t{kKvScale + kKvUnit} * d.kv_page, d.kv_page);
-}
-
-inline void quantise_value(const Dims& d, const float* x, char* at) {
-  quantise(x, d.head_dim, at, at + kKvScale, kKvScale + kKvUnit, 1);
 }
 
 // Columns [first, first + n) of q, k and v of row r, q and k rotated, to the output and the KV cache. They
@@ -98,7 +88,7 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
       const int head = (col - d.q_cols()) / d.head_dim;
       if (d.quantised_kv) {
         rotate(t + i, rope, width, t + i);
-        quantise_key(d, t + i, call.at<char>(Buffer::K_CACHE) + k_index(d, page, head, 0), offset);
+        quantise(d, t + i, call.at<char>(Buffer::K_CACHE) + k_index(d, page, head, 0), offset, true);
         continue;
       }
       T* k = call.at<T>(Buffer::K_CACHE) + k_index(d, page, head, element) + offset;
@@ -111,7 +101,7 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
     } else {
       const int head = (col - d.q_cols() - d.kv_cols()) / d.head_dim;
       if (d.quantised_kv) {
-        quantise_value(d, t + i, call.at<char>(Buffer::V_CACHE) + v_index(d, page, head, offset));
+        quantise(d, t + i, call.at<char>(Buffer::V_CACHE) + v_index(d, page, head, 0), offset, false);
         continue;
       }
       T* v = call.at<T>(Buffer::V_CACHE) + v_index(d, page, head, offset) + element;

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import Buffer, Dims, Dtype, Operation, Phase, Result, Rows, StepTable, from_f32, to_f32
-from ...isa.dims import KV_SCALE
+from ...isa.dims import KV_SCALE, KV_UNIT
 from ...isa.dtypes import BLOCKS
 from ...model.quantise import quantise
 from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
@@ -288,13 +288,14 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> t
     `page`, `head` and `offset` are of one shape, or broadcast to it.
     """
     page, head, offset = (np.expand_dims(each, -1) for each in (page, head, offset))
-    byte = np.arange(d.kv_row)
-    if buffer is Buffer.V_CACHE:
-        return page, head, offset, byte
-    of_block = byte % BLOCKS[Dtype.Q8_0].bytes
-    scales = (byte - of_block) * d.kv_page + KV_SCALE * offset + of_block
-    at = np.where(of_block < KV_SCALE, scales, byte * d.kv_page + offset)
-    return page, head, at // d.kv_page, at % d.kv_page
+    block, byte = np.divmod(np.arange(d.kv_row), BLOCKS[Dtype.Q8_0].bytes)
+    element = byte - KV_SCALE
+    width = np.minimum(d.head_dim - block * KV_UNIT, KV_UNIT)
+    value = element * d.kv_page + offset if buffer is Buffer.K_CACHE else offset * width + element
+    at = np.where(element < 0, KV_SCALE * offset + byte, KV_SCALE * d.kv_page + value)
+    at += block * BLOCKS[Dtype.Q8_0].bytes * d.kv_page
+    row = d.kv_page if buffer is Buffer.K_CACHE else d.kv_row
+    return page, head, at // row, at % row
 
 
 def _widened(c: Context, buffer: Buffer, page: Any, head: int, offset: Any) -> F32:
