@@ -35,7 +35,6 @@ struct Strip {
   Strip right(int columns) const { return {now + columns, next + columns}; }
   Strip down(int rows, int64_t stride) const { return {now + rows * stride, next + rows * stride}; }
   MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
-  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
@@ -46,7 +45,6 @@ struct NearStrip {
   NearStrip right(int columns) const { return {now + columns}; }
   NearStrip down(int rows, int64_t stride) const { return {now + rows * stride}; }
   MK_INLINE void fetch(int, int64_t) const {}
-  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
@@ -77,7 +75,6 @@ struct ValueStrip {
     return {now + rows * width, next + rows * width, scales + rows, width};
   }
   MK_INLINE void fetch(int t, int64_t) const { __builtin_prefetch(next + t * width); }
-  MK_INLINE F32 scale(int, int64_t) const { return F32{}; }
   MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
 };
 
@@ -106,8 +103,10 @@ void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last,
   }
   F32 scale[V] = {};
   for (int t = 0; t < k; ++t) {
-    if (t % kKvUnit == 0) {
-      MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb);
+    if constexpr (std::is_same_v<S, KeyStrip>) {
+      if (t % kKvUnit == 0) {
+        MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb);
+      }
     }
     F32 row[V];
     MK_UNROLL for (int v = 0; v < V; ++v) {
@@ -262,7 +261,9 @@ struct Widened {
         const auto column = cache.key(start + begin + t);
         F32 scale{};
         for (int e = 0; e < d.head_dim; ++e) {
-          if (e % kKvUnit == 0) scale = column.scale(e, cache.key_stride());
+          if constexpr (Cache<T>::kQuantised) {
+            if (e % kKvUnit == 0) scale = column.scale(e, cache.key_stride());
+          }
           store(scratch.keys + e * key_stride() + begin + t,
                 column.row(e, cache.key_stride(), kLanes, scale));
         }
