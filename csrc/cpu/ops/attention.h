@@ -255,25 +255,26 @@ struct Widened {
   // masks.
   template <class T>
   Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
-    const int start = block * d.kv_block;
+    const int start = block * d.kv_block, n = d.head_dim;
+    const int64_t from = cache.key_stride(), key_to = key_stride(), value_to = value_stride();
     for (int begin = 0; begin < tokens; begin += d.kv_page) {
       for (int t = 0; t < d.kv_page; t += kLanes) {
         const auto column = cache.key(start + begin + t);
         F32 scale{};
-        for (int e = 0; e < d.head_dim; ++e) {
+        float* out = scratch.keys + begin + t;
+        for (int e = 0; e < n; ++e, out += key_to) {
           if constexpr (Cache<T>::kQuantised) {
-            if (e % kKvUnit == 0) scale = column.scale(e, cache.key_stride());
+            if (e % kKvUnit == 0) scale = column.scale(e, from);
           }
-          store(scratch.keys + e * key_stride() + begin + t,
-                column.row(e, cache.key_stride(), kLanes, scale));
+          store(out, column.row(e, from, kLanes, scale));
         }
       }
       const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
       const auto row = cache.value(start + begin);
-      for (int t = 0; t < rows; ++t) {
-        float* out = scratch.values + (begin + t) * value_stride();
-        for (int e = 0; e < d.head_dim; e += kLanes)
-          store(out + e, row.right(e).row(t, cache.value_stride(), d.head_dim - e, F32{}));
+      float* out = scratch.values + begin * value_to;
+      for (int t = 0; t < rows; ++t, out += value_to) {
+        for (int e = 0; e < n; e += kLanes)
+          store(out + e, row.right(e).row(t, cache.value_stride(), n - e, F32{}));
       }
     }
   }
