@@ -34,7 +34,8 @@ def get_rows(view: Array, dims: Dims, buffer: Buffer) -> NDArray[np.float32]:
     """What a quantised K_CACHE or V_CACHE holds, [page, KV head, token, element]."""
     rows = view[cache_bytes(dims, buffer, *np.indices(cache_slots(view, dims)))]
     whole = Dtype.Q8_0.row_bytes(dims.head_dim) - dims.kv_row
-    return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.head_dim]
+    with np.errstate(invalid="ignore"):  # an infinite scale
+        return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.head_dim]
 
 
 def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> None:
