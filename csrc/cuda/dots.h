@@ -181,7 +181,8 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
         held = page + lower_of(lap_weights(m), weights_left);
         for (int i = 0; i < inputs; ++i) pages.full(held + i);
       }
-      const unsigned char *first = pages.full(page) + own, *second = pages.full(page + 1) + own;
+      const unsigned char* first = pages.full(page) + own;
+      const unsigned char* second = pages.full(page + 1) + own;
       if (col < cols) {
         sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, [&](int r) {
           if (normed) return c.shared->rows + 2 * (r * inner + piece * kPiece);

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import MegakernelError
 from .files import names, read
-from .hardware import Chip, Hardware, Link, Node, Rates
+from .hardware import Chip, Hardware, Issue, Link, Node, Rates
 
 HOST = "host"
 _LANES = 16  # of a CPU core's vector unit, AVX-512's; nominal
@@ -40,6 +40,7 @@ class Machine:
     signal_s: float  # from a signal to a waiting worker's start
     remote_signal_s: float  # the same between devices of a node
     dispatch_s: float  # fetch, decode and set-up of one instruction
+    issue: Issue | None = None  # in seconds; None: not known, or no part of the rates
 
 
 def _machine(hardware: Hardware) -> Machine:
@@ -68,6 +69,7 @@ def _machine(hardware: Hardware) -> Machine:
         signal_s=hardware.costs.signal_s,
         remote_signal_s=hardware.costs.node_hop_s,
         dispatch_s=hardware.costs.dispatch_s,
+        issue=hardware.issue and hardware.issue.at(hardware.clock_hz),
     )
 
 

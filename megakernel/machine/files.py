@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError, file_errors
-from .hardware import Chip, Costs, Curve, Fabric, Hardware, Link, Node, Rates, Tiles
+from .hardware import Chip, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Rates, Tiles
 
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _SECTIONS: dict[str, tuple[str, type]] = {
@@ -21,9 +21,10 @@ _SECTIONS: dict[str, tuple[str, type]] = {
     "fabric": ("fabric", Fabric),
     "costs": ("costs", Costs),
     "tiles": ("tiles", Tiles),
+    "issue": ("issue", Issue),
 }
 _OTHER = {"base", "curve", "source"}
-_OPTIONAL = {"fabric", "costs", "tiles"}
+_OPTIONAL = {"fabric", "costs", "tiles", "issue"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
 Table = dict[str, Any]

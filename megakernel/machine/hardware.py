@@ -6,7 +6,7 @@ multiply-add counted as two. The tables themselves, with a source for each figur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import ceil, exp, log
 
@@ -102,6 +102,31 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Issue:
+    """Cycles in which the interpreter's warps issue what they do: the least that each role takes, by its machine code.
+
+    Where several warps of a role share a scheduler, all of them count.
+    """
+
+    pass_page: float  # of a loader: one that the other fills
+    weight_page: float  # of dots
+    input_page: float  # of dots
+    tile_page: float  # of a matmul on matrix units
+    dot_pair: float  # of consumers: both weight pages of a piece of a unit of columns, for one row
+    dot_row: float  # more for each further row
+    dot_unit: float  # beside the pages of a unit of columns
+    k_step: float  # of a matmul on matrix units
+    handoff: float  # of all roles, from the end of one instruction's arithmetic to the begin of one that waits for it
+    sample_step: float  # loads of a row of logits that are under way together
+    sample_entries: float  # that these are; no cycles
+
+    def at(self, clock_hz: float) -> Issue:
+        """The same in seconds."""
+        cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
+        return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Shapes that suit the interpreter on this machine."""
 
@@ -162,6 +187,7 @@ class Hardware:
     fabric: Fabric | None = None
     costs: Costs | None = None  # None: only for comparison
     tiles: Tiles | None = None
+    issue: Issue | None = None
     curves: tuple[Curve, ...] = ()
 
     @property

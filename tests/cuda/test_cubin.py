@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,17 +76,6 @@ DOTS = BOTH | {
 INSTRUCTIONS = 18_000
 
 
-def disassemble(cubin: Path) -> str:
-    tool = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
-    wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
-    tool = tool or next(wheels, None)
-    if tool is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    return subprocess.run(
-        [tool, "--print-code", "--print-line-info-inline", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-
-
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
     """Entries of the table that no instruction meets."""
     found: dict[str, list[str]] = {file: [] for file in table}
@@ -116,6 +102,8 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A numerics class, traced or not. Compiling fails on what ptxas calls slow: wgmma
     serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
+    if (tool := sass.disassembler()) is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     nvcc = cuda.nvcc_path()
     try:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
@@ -124,7 +112,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cubin = compiler.compile(trace=bool(traced), units=Units[numerics.upper()])
     file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
-    return Built(numerics, cubin.log, sass.parse(disassemble(file)))
+    return Built(numerics, cubin.log, sass.disassemble(tool, file))
 
 
 def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:

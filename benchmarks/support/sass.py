@@ -1,14 +1,32 @@
-"""Machine code as nvdisasm prints it: instructions, where they come from and control goes, and registers they name."""
+"""Machine code as nvdisasm prints it: instructions, where they come from and control goes, registers they name, and how
+long a warp that has issued one must wait before the next.
+
+The last is the stall count that the compiler writes into each instruction. Of an instruction's 128 bits, the upper ones
+are for the scheduler (Jia et al., *Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv
+1804.06826, section 2.1; the layout has not changed since Volta):
+
+    125-122  reuse of operand caches    115-113  barrier of its reads (7: none)    109      yield
+    121-116  barriers that it waits for 112-110  barrier of its result (7: none)   108-105  stall, in cycles
+
+Waiting for those barriers is not in the stall count: what a path of stalls adds up to is a floor.
+"""
 
 from __future__ import annotations
 
+import heapq
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
-_SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line')
+_ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/\s*$")
+_STALL_BIT = 105 - 64  # of the second half
+_SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
@@ -23,11 +41,16 @@ class Instruction:
     operands: str
     guarded: bool  # by a predicate
     targets: tuple[int, ...] = ()  # indices of instructions
-    sources: frozenset[str] = frozenset()  # names of the files with its line and the lines that this is inlined at
+    lines: frozenset[tuple[str, int]] = frozenset()  # names of files: its line, and those that this is inlined at
+    stall: int = 0  # cycles
 
     @property
     def name(self) -> str:
         return self.opcode.split(".")[0]
+
+    @property
+    def sources(self) -> set[str]:
+        return {file for file, _ in self.lines}
 
     def registers(self) -> set[int]:
         """All that it names, pairs and longer runs included."""
@@ -60,6 +83,23 @@ class Instruction:
             return 4
         wide = {"64", "U64", "S64", "F64", "TRANS64"} & set(suffixes)
         return 2 if wide or self.name in ("DADD", "DMUL", "DFMA", "DSETP", "DMNMX") else 1
+
+
+@dataclass(frozen=True, order=True)
+class Floor:
+    """The least that a warp needs for a path: cycles by its stalls, and instructions that it issues."""
+
+    stalls: int
+    instructions: int
+
+    def __add__(self, other: Floor) -> Floor:
+        return Floor(self.stalls + other.stalls, self.instructions + other.instructions)
+
+    def __sub__(self, other: Floor) -> Floor:
+        return self + other * -1
+
+    def __mul__(self, times: int) -> Floor:
+        return Floor(self.stalls * times, self.instructions * times)
 
 
 @dataclass
@@ -106,24 +146,66 @@ class Code:
                 todo += self.after(i)
         return seen
 
+    def _next(self, i: int) -> list[int]:
+        """Where a warp goes on whose lanes stay together: by calls and reconvergence straight on."""
+        instruction = self.instructions[i]
+        return [i + 1] if instruction.name in ("BSSY", "CALL", "WARPSYNC") else self.after(i)
+
+    def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
+        """Of the shortest way from one of `starts` by an instruction of each of `visits`, in this order, to one of
+        `ends`; without them to one of `starts`, where it is no sooner. None: there is no such way."""
+        first, wanted = set(starts), [set(visit) for visit in visits]
+        goals = set(ends) or first
+        todo, seen = [(Floor(0, 0), 0, start) for start in sorted(first)], set[tuple[int, int]]()
+        while todo:
+            cost, stage, i = heapq.heappop(todo)
+            if stage == len(wanted) and i in goals and cost.instructions:
+                return cost
+            if (stage, i) in seen or (i in first and cost.instructions):
+                continue
+            seen.add((stage, i))
+            stage += stage < len(wanted) and i in wanted[stage]
+            cost += Floor(max(1, self.instructions[i].stall), 1)
+            for j in self._next(i):
+                if j < len(self.instructions):
+                    heapq.heappush(todo, (cost, stage, j))
+        return None
+
+
+def disassembler() -> str | None:
+    """Path of nvdisasm: the PATH's, CUDA's, or that of its wheel."""
+    tool = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
+    wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
+    return tool or next(wheels, None)
+
+
+def disassemble(tool: str, cubin: Path) -> Code:
+    options = ["--print-code", "--print-line-info-inline", "--print-instruction-encoding"]
+    return parse(subprocess.run([tool, *options, str(cubin)], capture_output=True, text=True, check=True).stdout)
+
 
 def parse(text: str) -> Code:
-    """Of `nvdisasm --print-code --print-line-info-inline`. Raises ValueError for a jump that it does not understand."""
+    """Of `nvdisasm --print-code --print-line-info-inline`, with or without the instructions' encoding, which has the
+    stalls. Raises ValueError for a jump that it does not understand."""
     labels: dict[str, int] = {}
-    lines: list[tuple[re.Match[str], frozenset[str]]] = []
-    sources, complete = set[str](), True
+    lines: list[tuple[re.Match[str], frozenset[tuple[str, int]]]] = []
+    stalls: list[int] = []
+    sources, complete = set[tuple[str, int]](), True
     for line in text.splitlines():
         if line.lstrip().startswith("//##"):
             if complete:
                 sources, complete = set(), False
-            sources.update(_SOURCE.findall(line))
+            sources.update((file, int(number)) for file, number in _SOURCE.findall(line))
         elif label := _LABEL.match(line):
             labels[label[1]] = len(lines)
         elif instruction := _INSTRUCTION.match(line):
             lines.append((instruction, frozenset(sources)))
+            stalls.append(0)
             complete = True
+        elif stalls and (encoding := _ENCODING.search(line)):
+            stalls[-1] = int(encoding[1], 16) >> _STALL_BIT & 0xF
     code = Code()
-    for match, files in lines:
+    for (match, places), stall in zip(lines, stalls, strict=True):
         at, guard, opcode, operands = int(match[1], 16), match[2], match[3], match[4]
         name = opcode.split(".")[0]
         names = _TARGET.findall(operands)
@@ -139,5 +221,7 @@ def parse(text: str) -> Code:
         elif name not in ("BRA", "CALL", "BSSY", "WARPSYNC"):
             names = []
         targets = tuple(labels[name] for name in names)
-        code.instructions.append(Instruction(at, opcode, operands, bool(guard) and guard != "PT", targets, files))
+        code.instructions.append(
+            Instruction(at, opcode, operands, bool(guard) and guard != "PT", targets, places, stall)
+        )
     return code

@@ -1,0 +1,286 @@
+"""What the CUDA interpreter's machine code allows: the hot paths of each role, and programs that run on them.
+
+    python benchmarks/calibration/machine_code.py
+
+Of each path the instructions of a warp and the cycles by their stall counts, of the shortest way through it: a floor,
+to which waits for memory and for barriers come. Roles of a worker work at the same time, so the slowest is its rate.
+The simulator has these figures from the machines' files ([issue]); tests compare them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from sass import Code, Floor, disassemble, disassembler
+from steps import compiled
+
+from megakernel import machine as machines
+from megakernel.errors import MegakernelError
+from megakernel.isa import Units, cost
+from megakernel.isa.costs import weight_bytes
+from megakernel.isa.launch import SERVICE_WARPS, THREADS, WARPS
+from megakernel.isa.pages import BOX_ROWS, DOT_PIECE, PAGE_ROWS, PIECES
+from megakernel.machine import Issue, Machine
+from megakernel.model import load_config
+from megakernel.program import Program
+from megakernel.runtime.cuda import compile as cuda
+from megakernel.scheduler import Options
+from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.scheduler.simulate.issue import matmul_issue
+
+CONSUMING = ("dot_pair", "dot_row", "dot_unit", "k_step", "sample_step")
+SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a cycle
+CONSUMERS = WARPS - len(SERVICE_WARPS)
+LANES = THREADS // WARPS
+VECTORS = DOT_PIECE // 8 // LANES  # of a piece, that each lane multiplies
+BOXES = PAGE_ROWS // BOX_ROWS
+_WAIT = "SYNCS.PHASECHK"
+_FREE = "p.wait(block.empty[at.slot]"
+
+
+class Paths:
+    """The hot paths of a cubin, found by the source lines that they pass. Raises MegakernelError where one is lost."""
+
+    def __init__(self, code: Code, units: Units) -> None:
+        self._code, self._units = code, units
+        self._text = {
+            p.name: p.read_text().splitlines() for p in (cuda.source_folder() / "cuda").rglob("*") if p.is_file()
+        }
+
+    def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
+        """Instructions of the only line of a source that contains `text`, or of what is inlined there."""
+        lines = [n for n, line in enumerate(self._text[file], 1) if text in line]
+        if len(lines) != 1:
+            raise MegakernelError(f"{file} has {len(lines)} lines with {text!r}, which a path is found by")
+        place = (file, lines[0])
+        return {i for i in self._code.find(opcode) if place in self._code.instructions[i].lines}
+
+    def _floor(self, what: str, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor:
+        found = self._code.floor(starts, *visits, ends=ends)
+        if found is None:
+            raise MegakernelError(f"the machine code has no path for {what}")
+        return found
+
+    def all(self) -> dict[str, Floor]:
+        found = {"pass_page": self.passing(), "handoff": self.handoff(), "sample_step": self.sample()}
+        if self._units == Units.TENSOR:
+            return found | {"tile_page": self.tiles(), "k_step": self.step()}
+        return found | {
+            "weight_page": self.pieces("member ^= 1"),
+            "input_page": self.pieces("piece += kPieces"),
+            "dot_pair": self.pair(1),
+            "dot_row": self.pair(2) - self.pair(1),
+            "dot_unit": self.unit(),
+        }
+
+    # -- loaders: from one page's wait to the next
+
+    def passing(self) -> Floor:
+        waits = self._at("loaders.h", _FREE, _WAIT)
+        return self._floor("passing a page", waits, self._at("loaders.h", "p.arrive(block.full[at.slot])"))
+
+    def tiles(self) -> Floor:
+        """A page of four tiles, of a matmul."""
+        return self._filled(BOXES, "tensor_pages(d, task, each)", "x += kTileInner")
+
+    def pieces(self, text: str) -> Floor:
+        """A page of dots; `text`: in the line that goes on to the next page of its kind."""
+        return self._filled(PIECES, "dot_pages(d, task, each)", text)
+
+    def _filled(self, copies: int, walk: str, text: str) -> Floor:
+        here = self._at("plan.h", walk)
+        waits, copy = (
+            here & self._at("loaders.h", _FREE, _WAIT),
+            here & self._at("loaders.h", "fill(p, block, params, use"),
+        )
+        copy &= {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
+        page = self._floor("filling a page", waits, copy, here & self._at("plan.h", text))
+        return page + self._floor("a copy", copy, here & self._at("plan.h", "++r, --left")) * (copies - 1)
+
+    # -- consumer warps
+
+    def pair(self, rows: int) -> Floor:
+        """Both pages of a piece, for so many rows."""
+        vector, products = self._products(rows)
+        inner = self._floor("a vector of a piece", vector, *products)
+        return self._floor("a pair of pages", self._pairs(), vector, *products) + inner * (VECTORS - 1)
+
+    def unit(self) -> Floor:
+        """What a unit of columns takes beside its pages, of one row."""
+        vector, products = self._products(1)
+        shuffles = self._at("dots.h", "sums.reduce(p)", "SHFL")
+        whole = self._floor("a unit of columns", self._pairs(), vector, *products, shuffles)
+        return whole - self._floor("a pair of pages", self._pairs(), vector, *products)
+
+    def _pairs(self) -> set[int]:
+        return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
+
+    def _products(self, rows: int) -> tuple[set[int], list[set[int]]]:
+        """Loads of the first weights of a vector, and the products that follow: eight each of two columns."""
+        return self._at("dots.h", "first = part(w0", "LDS.128"), [self._at("dots.h", "sums.add(p, first", "FFMA")] * (
+            16 * rows
+        )
+
+    def step(self) -> Floor:
+        """A k step of a whole chunk on the tensor cores."""
+        wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
+        last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
+        return self._floor("a k step", last)
+
+    def sample(self) -> Floor:
+        """Loads of a row of logits that are under way together."""
+        return self._floor(
+            "sampling", {max(self._logits())}, self._at("sample.h", "sum += expf(v[j] - mine.value)", "MUFU.EX2")
+        )
+
+    def sample_entries(self) -> int:
+        """Of a row, that all consumer warps load at once."""
+        words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
+        return words * CONSUMERS * LANES
+
+    def _logits(self) -> set[int]:
+        return self._at("sample.h", "v[j] = id < vocab_", "LDG")
+
+    # -- all roles, one after the other
+
+    def handoff(self) -> Floor:
+        """From the end of an instruction's arithmetic to the first page of one that waits for it."""
+        matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
+        fence = self._at("consumer.h", "p.fence_async()")
+        poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "value = load_relaxed(need.value", "LDG")
+        parts = {
+            "the consumers' end": (fence, self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")),
+            "the storer": (
+                self._at("storer.h", "p.wait(slot.outputs", _WAIT),
+                self._at("storer.h", "signal_words(", "REDG"),
+            ),
+            "the input loader": (poll, self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
+            "the consumers' begin": (
+                self._at("consumer.h", "p.wait(slot.inputs", _WAIT),
+                self._at("matmul.h", matmul, _WAIT),
+            ),
+        }
+        return sum((self._floor(what, a, ends=b) for what, (a, b) in parts.items()), Floor(0, 0))
+
+
+def cycles(name: str, floor: Floor) -> int:
+    """Of a path, where all warps of its role are at it: a scheduler issues for several consumer warps in turn."""
+    together = CONSUMERS // SCHEDULERS if name in CONSUMING else 1
+    return max(floor.stalls, together * floor.instructions)
+
+
+def issue_of(codes: dict[Units, Code]) -> Issue:
+    """What the machines' files should say: of what both cubins have, the slower one's."""
+    paths = {units: Paths(code, units) for units, code in codes.items()}
+    found: dict[str, float] = {}
+    for one in paths.values():
+        for name, floor in one.all().items():
+            found[name] = max(cycles(name, floor), found.get(name, 0))
+    return Issue(**found, sample_entries=min(one.sample_entries() for one in paths.values()))
+
+
+def compile_codes() -> dict[Units, Code]:
+    """The untraced cubins of both numerics classes. Raises MegakernelError where a tool is missing."""
+    tool = disassembler()
+    if tool is None:
+        raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    codes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for units in (Units.DOTS, Units.TENSOR):
+            file = Path(folder) / "megakernel.cubin"
+            file.write_bytes(cuda.compiler().compile(trace=False, units=units).code)
+            codes[units] = disassemble(tool, file)
+    return codes
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str
+    machine: str
+    tokens: int
+    tp: int = 1
+
+
+CASES = (
+    Case("1B", "random:llama-3.2-1b", "h200", 1),
+    Case("8B", "random:llama-3.1-8b", "h200", 1),
+    Case("70B, tp 8", "random:llama-3.1-70b", "h100", 8192, tp=8),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of the matmuls of a step, for a worker on average: seconds by role, of its share of memory, and of MMA."""
+
+    weight_loader: float
+    input_loader: float
+    consumers: float
+    memory: float
+    matrix: float
+
+    @property
+    def roles(self) -> dict[str, float]:
+        return {"weight loader": self.weight_loader, "input loader": self.input_loader, "consumers": self.consumers}
+
+
+def load(program: Program, machine: Machine, issue: Issue) -> Load:
+    """`issue` in seconds. Memory has each weight once, at the rate that is reached; MMA the datasheet's rate."""
+    total, bytes_, flops = np.zeros(3), 0.0, 0.0
+    for segment, runs in enumerate((1, program.dims.layers, 1)):
+        for phase, dims, _, columns in program.by_phase(segment):
+            if not phase.is_matmul:
+                continue
+            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)
+            parts = (roles.weight_loader, roles.input_loader, roles.consumers)
+            total += runs * np.array([part.sum() for part in parts])
+            whole = columns["row"] == columns["row"].min()
+            bytes_ += runs * float(weight_bytes(phase, columns["cols"][whole], dims).sum())
+            flops += runs * float(cost(phase, columns, dims).matrix_flops.sum())
+    workers = program.ranks * program.workers
+    memory = bytes_ / program.ranks / costs_of(machine).memory_bytes_per_s
+    return Load(*(total / workers).tolist(), memory, flops / program.ranks / machine.matrix_flops)
+
+
+def report(issue: Issue) -> None:
+    for case in CASES:
+        machine = machines.load(case.machine)
+        hardware = machines.hardware(case.machine)
+        options = Options(o="replicated", queue="body") if case.tp > 1 else Options(queue="attention")
+        program = compiled(
+            load_config(case.model), machine, case.tokens, context=128, seqs=case.tokens, tp=case.tp, options=options
+        )
+        found = load(program, machine, issue.at(hardware.clock_hz))
+        dots = program.dims.units == Units.DOTS
+        bound = found.memory if dots else found.matrix
+        print(
+            f"{case.name}, {case.tokens} rows, {case.machine}: {bound * 1e6:,.0f} us of {'memory' if dots else 'MMA'}"
+        )
+        for role, seconds in found.roles.items():
+            part = bound / seconds
+            rate = part * costs_of(machine).memory_bytes_per_s / machine.workers / 1e9
+            allowed = f"{rate:.1f} GB/s per SM" if dots else f"MMA in {min(1, part):.0%} of cycles"
+            print(f"    {role:14} {seconds * 1e6:10,.0f} us, which allows {allowed}, {part:.2f} of what is needed")
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    codes = compile_codes()
+    for units, code in codes.items():
+        print(f"{units.name.lower()}: path, instructions, cycles by stalls, cycles of the role")
+        for name, floor in Paths(code, units).all().items():
+            print(f"    {name:14} {floor.instructions:6} {floor.stalls:6} {cycles(name, floor):6}")
+    report(issue_of(codes))
+
+
+if __name__ == "__main__":
+    main()

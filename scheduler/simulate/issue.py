@@ -1,0 +1,48 @@
+"""How long a worker's roles take to issue what a matmul needs, whatever memory and arithmetic units would allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import Dims, Phase, Units, ceil_div, matmul_pages
+from ...isa.pages import CHUNK, DOT_PIECE, K_STEP, PIECES
+from ...isa.record import Column
+from ...machine import Issue
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Of each of some instructions, in the units of an Issue. They work at the same time."""
+
+    weight_loader: Floats
+    input_loader: Floats
+    consumers: Floats
+
+    @property
+    def loaders(self) -> Floats:
+        """Of the slower one."""
+        return np.maximum(self.weight_loader, self.input_loader)
+
+
+def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
+    """Of matmuls with tiles of `rows` x `cols` outputs."""
+    pages = matmul_pages(phase, rows, cols, dims)
+    columns = phase.matrices(dims) * cols.astype(np.int64)
+    if dims.units == Units.DOTS:
+        weight_page, input_page = issue.weight_page, issue.input_page
+        units = ceil_div(columns, 2 * PIECES)
+        pair = issue.dot_pair + (rows - 1) * issue.dot_row
+        consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
+    else:
+        weight_page = input_page = issue.tile_page
+        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
+    return Roles(
+        pages.weights * weight_page + pages.inputs * issue.pass_page,
+        pages.inputs * input_page + pages.weights * issue.pass_page,
+        np.asarray(consumers, np.float64),
+    )

@@ -1,0 +1,86 @@
+"""How fast the hot paths of csrc/cuda can be issued: no slower than the machines' files, which declare it, say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import machine_code
+import pytest
+import sass
+
+from megakernel import machine as machines
+from megakernel.errors import MegakernelError
+from megakernel.isa import Units
+
+# Compilers differ a little; a figure that is further off is out of date.
+STALE = 0.9
+LOOP = """
+.L_x_0:
+	//## File "/a/b.h", line 1
+        /*0000*/                   LDS R0, [R1] ;   /* 0x0000000000000000 */
+                                                    /* 0x000fe60000000800 */
+        /*0010*/              @!P0 BRA `(.L_x_1) ;  /* 0x0000000000000000 */
+                                                    /* 0x000fea0000000800 */
+	//## File "/a/b.h", line 2
+        /*0020*/                   FFMA R0, R1, R2, R3 ; /* 0x0000000000000000 */
+                                                    /* 0x000fde0000000800 */
+.L_x_1:
+        /*0030*/               @P1 BRA `(.L_x_0) ;  /* 0x0000000000000000 */
+                                                    /* 0x000fe00000000800 */
+        /*0040*/                   EXIT ;           /* 0x0000000000000000 */
+                                                    /* 0x000fea0000000800 */
+"""
+
+
+def test_floors_of_a_loop() -> None:
+    code = sass.parse(LOOP)
+    assert [i.stall for i in code.instructions] == [3, 5, 15, 0, 5]
+    assert code.floor([0]) == sass.Floor(3 + 5 + 1, 3)
+    assert code.floor([0], [2]) == sass.Floor(3 + 5 + 15 + 1, 4)
+    assert code.floor([0], ends=[4]) == sass.Floor(9, 3)
+    assert code.floor([0], [4]) is None and code.floor([2], [2], [2]) is None
+    assert code.instructions[2].lines == {("b.h", 2)} and code.instructions[2].sources == {"b.h"}
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[Units, sass.Code]:
+    try:
+        return machine_code.compile_codes()
+    except MegakernelError as e:
+        pytest.skip(str(e))
+
+
+def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> None:
+    declared = machines.hardware("h100").issue
+    assert declared is not None
+    limits, found = asdict(declared), asdict(machine_code.issue_of(codes))
+    assert {name: found[name] for name in found if not STALE * limits[name] <= found[name] <= limits[name]} == {}
+
+
+def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
+    code = codes[Units.DOTS]
+    paths = machine_code.Paths(code, Units.DOTS)
+    with pytest.raises(MegakernelError, match=r"dots\.h has 0 lines with 'no such text'"):
+        paths._at("dots.h", "no such text")
+    copies = {*code.find("UBLKCP"), *code.find("UTMALDG")}
+    without = [replace(each, opcode="NOP") if i in copies else each for i, each in enumerate(code.instructions)]
+    with pytest.raises(MegakernelError, match="no path for filling a page"):
+        machine_code.Paths(sass.Code(without), Units.DOTS).all()
+
+
+def test_what_a_program_asks_of_its_roles() -> None:
+    """One row of the 1B shape: weights' pages once, inputs for O and down."""
+    machine = machines.load("h200")
+    program = machine_code.compiled(
+        machine_code.load_config("random:llama-3.2-1b"), machine, 1, context=128, options=machine_code.Options()
+    )
+    issue = machines.hardware("h200").issue
+    assert issue is not None
+    nothing = replace(issue, **dict.fromkeys(asdict(issue), 0.0))
+    pages = machine_code.load(program, machine, replace(nothing, weight_page=1.0))
+    weights = 16 * (2048 * (3072 + 2048) + 3 * 2048 * 8192) + 2048 * 128256
+    assert weights / 8192 / 132 <= pages.weight_loader < 1.1 * weights / 8192 / 132
+    assert (pages.input_loader, pages.consumers) == (0, 0)
+    assert pages.memory == pytest.approx(2 * weights / (0.92 * 4.8e12))
+    pairs = machine_code.load(program, machine, replace(nothing, dot_pair=1.0, dot_row=9.0))
+    assert pairs.consumers == pytest.approx(pages.weight_loader / 2)
