@@ -415,7 +415,15 @@ class Engine {
     run.rest -= bytes;
     run.rest_missing -= missing;
     flow(w, part, bytes, missing);
+    const Task& task = *run.task;
+    if (task.ask_s <= 0) return;
+    ++w.flows[part];
+    schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
+             part == 0 ? &Engine::asked_head : &Engine::asked_body, w);
   }
+  // Asking takes its time too.
+  void asked_head(Worker& w) { flow_ended(w, 0); }
+  void asked_body(Worker& w) { flow_ended(w, 1); }
 
   void flow_ended(Worker& w, int part) {
     if (--w.flows[part] > 0) return;

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 from ...isa.pages import QUERY_TILE, STEP_PAGES
-from ...machine import HOST, Machine
+from ...machine import HOST, Issue, Machine
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
@@ -49,6 +49,7 @@ class Costs:
     in_flight: int  # instructions of a worker between set-up and end of store; 1: one after the other
     claim_in_flight: int  # the same where the next one comes from a queue
     roles: bool  # whether a worker has loaders and a storer of its own
+    issue: Issue | None = None  # in seconds; None: rates have it in them
 
     def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of matrix work on one worker."""
@@ -95,6 +96,7 @@ def _gpu_costs(machine: Machine) -> Costs:
             " load_bytes_per_clock, or a base that has them"
         )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
+    handoff = machine.issue.handoff if machine.issue else 0.0
     return Costs(
         matmul_flops=((1.0, matrix),),
         attention_flops=((1.0, matrix),),
@@ -110,14 +112,15 @@ def _gpu_costs(machine: Machine) -> Costs:
         store_s=_STORE_S,
         dispatch_s=machine.dispatch_s,
         claim_s=_CLAIM_S,
-        signal_s=machine.signal_s,
-        remote_signal_s=machine.remote_signal_s,
+        signal_s=machine.signal_s + handoff,
+        remote_signal_s=machine.remote_signal_s + handoff,
         launch_s=machine.launch_s,
         ring_bytes=float(machine.ring_pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
         roles=True,
+        issue=machine.issue,
     )
 
 

@@ -45,6 +45,7 @@ from ...isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
 from ...isa.record import Records
 from ...program import SEGMENTS, Program
 from .costs import Costs
+from .issue import matmul_issue
 from .native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
@@ -230,8 +231,16 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     if phase.is_matmul and dims.ring_pages:
         loaded, matrix_s = _paged(tasks, task, phase, columns, dims, costs)
         read = loaded if phase.norm is None else read
+        if costs.issue:
+            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
+            tasks.set(task, ask_s=roles.loaders)
+            matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
+        if costs.issue and phase.operation is Operation.SAMPLE:
+            # Each waits for the loads of the one before.
+            steps = rows * np.ceil(dims.vocab / costs.issue.sample_entries)
+            matrix_s = steps * (costs.issue.sample_step + costs.latency_s)
     else:
         tasks.set(task, ring_bytes=weights)
     compute_s = matrix_s + vector_s  # both where a matmul normalises its inputs first

@@ -73,6 +73,30 @@ def test_the_slowest_rate_bounds(
     assert hand_run(hand_work(streams, ranks=ranks), **costs)[0].step_s == pytest.approx(seconds)
 
 
+def test_a_loader_asks_for_one_load_after_the_other() -> None:
+    """However fast memory is; and no slower than memory is."""
+    asked = [Task(weights=6.0, ask=2.0, compute=0.5), Task(weights=3.0, reads=3.0, ask=4.0, compute=0.5)]
+    assert hand_run(hand_work([asked]))[0].step_s == pytest.approx(2.0 + 4.0, rel=1e-6)
+    assert hand_run(hand_work([asked]), memory_bytes_per_s=1.0)[0].step_s == pytest.approx(6.0 + 6.0, rel=1e-6)
+
+
+def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
+    """Whichever role is the slow one; and none of them, where all are fast."""
+    machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
+    program = compile_program(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
+    table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
+    assert costs.issue is not None
+
+    def step(**issue: float) -> float:
+        fast = replace(costs.issue, **dict.fromkeys(vars(costs.issue), 0.0) | {"sample_entries": 1e9} | issue)
+        return simulate(program, machine, table, costs=replace(costs, issue=fast)).step_s
+
+    unbound = simulate(program, machine, table, costs=replace(costs, issue=None)).step_s
+    assert step() == pytest.approx(unbound, rel=0.01)
+    assert min(step(weight_page=2e-6), step(dot_pair=4e-6), step(dot_unit=8e-6)) > 1.2 * unbound
+    assert step(sample_entries=1024.0) == pytest.approx(step() + 126 * costs.latency_s, rel=0.01)
+
+
 def test_what_the_cache_holds_is_not_read_again() -> None:
     """The second reader finds the tile of the first, unless another one has driven it out."""
     tasks = [Task(weights=100, weight_key=key) for key in (0, 1, 0)]

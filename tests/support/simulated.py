@@ -45,6 +45,7 @@ class Task:
     waits: Sequence[int] = ()
     signals: Sequence[tuple[int, int]] = ()
     weight_key: int = -1
+    ask: float = 0.0  # seconds
     output: float = 0.0  # bytes of the ring
     drain: int = 0  # claims so many of the queue
 
@@ -67,8 +68,8 @@ def hand_work(
     waits = np.array([(c, i) for t in tasks for i, c in enumerate(t.waits)], WAIT)
     signals = np.array([(to, c, 0, 1) for t in tasks for to, c in t.signals], SIGNAL)
     table = np.zeros(len(tasks), TASK)
-    named = {"weight_bytes": "weights", "read_bytes": "reads", "compute_s": "compute", "output_bytes": "output"}
-    for name, attribute in (named | {"weight_key": "weight_key"}).items():
+    named = {"weight_bytes": "weights", "read_bytes": "reads", "ask_s": "ask", "compute_s": "compute"}
+    for name, attribute in (named | {"weight_key": "weight_key", "output_bytes": "output"}).items():
         table[name] = [getattr(t, attribute) for t in tasks]
     table["ring_bytes"] = table["weight_bytes"] + table["read_bytes"]
     table["read_key"] = table["write_key"] = table["split"] = -1
