@@ -37,7 +37,7 @@ from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.scheduler.simulate.issue import matmul_issue
 
-CONSUMING = ("dot_pair", "dot_row", "dot_unit", "k_step", "sample_step")
+CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
 SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
@@ -57,12 +57,11 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """Instructions of the only line of a source that contains `text`, or of what is inlined there."""
-        lines = [n for n, line in enumerate(self._text[file], 1) if text in line]
-        if len(lines) != 1:
-            raise MegakernelError(f"{file} has {len(lines)} lines with {text!r}, which a path is found by")
-        place = (file, lines[0])
-        return {i for i in self._code.find(opcode) if place in self._code.instructions[i].lines}
+        """Instructions of the lines of a source that contain `text`, or of what is inlined there."""
+        places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
+        if not places:
+            raise MegakernelError(f"{file} has no line with {text!r}, which a path is found by")
+        return {i for i in self._code.find(opcode) if places & self._code.instructions[i].lines}
 
     def _floor(self, what: str, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor:
         found = self._code.floor(starts, *visits, ends=ends)
@@ -78,7 +77,8 @@ class Paths:
             "weight_page": self.pieces("member ^= 1"),
             "input_page": self.pieces("piece += kPieces"),
             "dot_pair": self.pair(1),
-            "dot_row": self.pair(2) - self.pair(1),
+            "dot_pairs": self.pair(2),
+            "dot_row": self.pair(3) - self.pair(2),
             "dot_unit": self.unit(),
         }
 
@@ -104,7 +104,8 @@ class Paths:
         )
         copy &= {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, copy, here & self._at("plan.h", text))
-        return page + self._floor("a copy", copy, here & self._at("plan.h", "++r, --left")) * (copies - 1)
+        # Lanes take turns: the way back to the copy is to the next lane's.
+        return page + self._floor("a copy", copy) * (copies - 1)
 
     # -- consumer warps
 
@@ -117,7 +118,7 @@ class Paths:
     def unit(self) -> Floor:
         """What a unit of columns takes beside its pages, of one row."""
         vector, products = self._products(1)
-        shuffles = self._at("dots.h", "sums.reduce(p)", "SHFL")
+        shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
         whole = self._floor("a unit of columns", self._pairs(), vector, *products, shuffles)
         return whole - self._floor("a pair of pages", self._pairs(), vector, *products)
 
@@ -126,9 +127,10 @@ class Paths:
 
     def _products(self, rows: int) -> tuple[set[int], list[set[int]]]:
         """Loads of the first weights of a vector, and the products that follow: eight each of two columns."""
-        return self._at("dots.h", "first = part(w0", "LDS.128"), [self._at("dots.h", "sums.add(p, first", "FFMA")] * (
-            16 * rows
-        )
+        branch = "multiply<1>(p, w0, w1" if rows == 1 else "multiply<kDotRows>(p, w0, w1"
+        branch = self._at("dots.h", f"multiply<{1 if rows == 1 else 'kDotRows'}>(p, w0, w1")
+        products = branch & set(self._code.find("FFMA"))
+        return branch & self._at("dots.h", "first = part(w0", "LDS.128"), [products] * (16 * rows)
 
     def step(self) -> Floor:
         """A k step of a whole chunk on the tensor cores."""

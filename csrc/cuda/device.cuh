@@ -113,20 +113,18 @@ class Device {
       asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
   }
   MK_DEVICE void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& b) {
-    if (lane_ == 0)
-      asm volatile(
-          "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-          " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-          "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b))
-          : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b))
+        : "memory");
   }
   MK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& b) {
-    if (lane_ == 0)
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-              shared_address(to)),
-          "l"(from), "r"(bytes), "r"(at(b))
-          : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(at(b))
+        : "memory");
   }
   MK_DEVICE void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     if (lane_ == 0)

@@ -19,43 +19,42 @@ constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where one piece 
 static_assert(kDotRows == 32, "of a warp's lanes, one for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
+// Where the pieces of rows lie, row after row: `first` and `stride` are bytes from `base`, and behind `end`
+// the ring begins again.
+struct DotInput {
+  const unsigned char* base;
+  int32_t first, stride, end;
+};
+
 // Sums of a warp's two outputs per row, a lane's part until `reduce`.
 template <class P>
 class Dots {
  public:
   MK_FN void clear() { MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0; }
 
-  // Adds `n` products of each output. `input(r)` is the piece of row r.
-  template <class Input>
+  // Adds `n` products of each output.
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
-                 const Input& input) {
-    MK_LOOP for (int v = 0; v < kVectors; ++v) {
-      const Words first = part(w0, v, p.lane(), n), second = part(w1, v, p.lane(), n);
-      MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
-        if (r >= rows) break;
-        const Words in = part(input(r), v, p.lane(), n);
-        MK_UNROLL for (int i = 0; i < 4; ++i) {
-          sum_[r].a += low_half(in.w[i]) * low_half(first.w[i]);
-          sum_[r].b += low_half(in.w[i]) * low_half(second.w[i]);
-          sum_[r].a += high_half(in.w[i]) * high_half(first.w[i]);
-          sum_[r].b += high_half(in.w[i]) * high_half(second.w[i]);
-        }
-      }
+                 const DotInput& input) {
+    if (rows == 1) {
+      multiply<1>(p, w0, w1, n, rows, input);
+    } else {
+      multiply<kDotRows>(p, w0, w1, n, rows, input);
     }
   }
 
   // Adds the lanes' sums. With every step a lane hands over half of the rows it has, those of the other half
   // of the lanes; in the end it has one, row `lane`.
   template <int kMask = P::kLanes / 2>
-  MK_FN void reduce(P& p) {
+  MK_FN void reduce(P& p, int rows) {
     if constexpr (kMask > 0) {
       const bool upper = p.lane() & kMask;
       MK_UNROLL for (int r = 0; r < kMask; ++r) {
+        if (r >= rows) break;
         const Pair low = sum_[r], high = sum_[r + kMask];
         sum_[r].a = (upper ? high.a : low.a) + shuffle_xor(upper ? low.a : high.a, kMask);
         sum_[r].b = (upper ? high.b : low.b) + shuffle_xor(upper ? low.b : high.b, kMask);
       }
-      reduce<kMask / 2>(p);
+      reduce<kMask / 2>(p, rows);
     }
   }
 
@@ -64,6 +63,27 @@ class Dots {
 
  private:
   static constexpr int kVectors = kPiece / 8 / P::kLanes;
+
+  template <int kRows>
+  MK_FN void multiply(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
+                      const DotInput& input) {
+    MK_LOOP for (int v = 0; v < kVectors; ++v) {
+      const Words first = part(w0, v, p.lane(), n), second = part(w1, v, p.lane(), n);
+      int32_t at = kRows == 1 ? input.first : here(input.first);
+      MK_UNROLL for (int r = 0; r < kRows; ++r) {
+        if (r >= rows) break;
+        const Words in = part(input.base + at, v, p.lane(), n);
+        MK_UNROLL for (int i = 0; i < 4; ++i) {
+          sum_[r].a += low_half(in.w[i]) * low_half(first.w[i]);
+          sum_[r].b += low_half(in.w[i]) * low_half(second.w[i]);
+          sum_[r].a += high_half(in.w[i]) * high_half(first.w[i]);
+          sum_[r].b += high_half(in.w[i]) * high_half(second.w[i]);
+        }
+        at += input.stride;
+        if (at >= input.end) at -= kPages * kPageBytes;
+      }
+    }
+  }
 
   // Eight elements of a piece of n; zero beyond its end.
   MK_FN static Words part(const unsigned char* piece, int vector, int lane, int n) {
@@ -184,17 +204,18 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
       const unsigned char* first = pages.full(page) + own;
       const unsigned char* second = pages.full(page + 1) + own;
       if (col < cols) {
-        sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, [&](int r) {
-          if (normed) return c.shared->rows + 2 * (r * inner + piece * kPiece);
-          const int at = piece * rows + r;
-          return pages.at(held + at / kPieces) + at % kPieces * kPieceBytes;
-        });
+        const int at = piece * rows;
+        const DotInput input =
+            normed ? DotInput{c.shared->rows, piece * kPieceBytes, 2 * inner, INT32_MAX}
+                   : DotInput{pages.ring(), pages.offset(held + at / kPieces) + at % kPieces * kPieceBytes,
+                              kPieceBytes, kPages * kPageBytes};
+        sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, input);
       }
       pages.release(page);
       pages.release(page + 1);
     }
     if (col >= cols) continue;
-    sums.reduce(p);
+    sums.reduce(p, rows);
     switch (m.phase.result) {
       case Result::kHeads:
         heads.store(p, c, sums, m, unit);

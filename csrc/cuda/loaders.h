@@ -6,22 +6,34 @@
 
 namespace mk {
 
-// Starts the loads of a page.
+// Starts the loads of a page, which the lanes share. `rows`: where the buffer begins that its pieces come
+// from.
 template <class P>
-MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use, int slot) {
+MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use, int slot, const char* rows) {
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
   p.expect(full, use.bytes());
   if (use.pieces) {
-    const char* rows = static_cast<const char*>(params.at(block.rank, use.buffer, use.z));
-    use.for_boxes([&](const Box& box) {
+    use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
       const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
     const TensorMap& map = params.maps[block.rank * kBuffers + static_cast<int32_t>(use.buffer)];
-    use.for_boxes([&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
+    use.for_boxes(p.lane(), P::kLanes,
+                  [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
   }
+  p.sync_warp();
+}
+
+// Where the pieces begin that a loader brings for an instruction; null where it brings none.
+template <class P>
+MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
+  if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
+  if (inputs && matmul_of(task).normed()) return nullptr;
+  const int32_t layer = inputs ? 0 : first_matrix(block.dims, task, 1);
+  return static_cast<const char*>(
+      params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
 // Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a
@@ -49,12 +61,18 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     Slot<P>& slot = block.slots[slot_of(j)];
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
-    if (inputs) {
+    const char* rows = pieces_of(p, block, params, task, inputs);
+    // Rows of dots come behind a lap's weights, which the input loader passes before it waits: in the order
+    // in which both happen, and those pages are of instructions before.
+    bool waits = inputs;
+    const auto wait = [&] {
+      waits = false;
       live = live && wait_words(p, params, block.dims, task);
       if (task.is(Operation::kNorm)) live = live && wait_rows(p, params, block.dims, block.step, task);
       p.fence_async();
       p.arrive(slot.inputs);
-    }
+    };
+    if (waits && !rows) wait();
     uint64_t begin = 0;
     int32_t item = -1;
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
@@ -65,15 +83,20 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              }
              const Page at = page_of(page);
              if (!p.wait(block.empty[at.slot], at.parity ^ 1, task.where)) return false;
+             if (use.pieces && waits && use.fill == Fill::kInputs) {
+               wait();
+               if (!live) return false;
+             }
              if (use.fill == (inputs ? Fill::kInputs : Fill::kWeights)) {
                if (begin == 0) begin = p.now();
-               fill(p, block, params, use, at.slot);
+               fill(p, block, params, use, at.slot, rows);
              } else {
                p.arrive(block.full[at.slot]);
              }
              ++page;
              return true;
            });
+    if (waits) p.arrive(slot.inputs);  // aborted
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.loaded);
     p.arrive(slot.retired);

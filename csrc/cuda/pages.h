@@ -19,7 +19,9 @@ class Pages {
         next_(first),
         generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
 
-  MK_FN unsigned char* at(int i) const { return block_.pages[page_of(first_ + i).slot]; }
+  // All pages of the block, and where in them one begins.
+  MK_FN const unsigned char* ring() const { return block_.pages[0]; }
+  MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
   // Waits until it is filled.
   MK_FN const unsigned char* full(int i) {

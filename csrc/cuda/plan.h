@@ -33,25 +33,21 @@ struct PageUse {
   int32_t inner = 0;  // pieces: elements of a whole row
   int32_t item = -1;  // attention: whose counters must hold; -1 elsewhere
 
-  // Calls each(Box) in order.
+  // Calls each(Box) for every stride-th box from number `first` on.
   template <class Each>
-  MK_FN void for_boxes(Each&& each) const {
-    int32_t left = boxes, r = row, column = x, at = 0;
-    MK_LOOP for (int32_t first = 0; left > 0; first += kHalfPage) {
-      if (!pieces) at = first;
-      const uint32_t bytes = column_bytes(column);
-      MK_LOOP for (; r < per && left > 0; ++r, --left) {
-        each(Box{column, y + r * (pieces ? step : kBoxRows), at, bytes});
-        at += pieces ? kPieceBytes : kBoxBytes;
-      }
-      r = 0;
-      column += pieces ? kPiece : kTileInner;
+  MK_FN void for_boxes(int32_t first, int32_t stride, Each&& each) const {
+    MK_LOOP for (int32_t i = first; i < boxes; i += stride) {
+      int32_t r = row + i, c = 0;
+      MK_LOOP for (; r >= per; r -= per)++ c;  // at most seven times
+      const int32_t column = x + c * (pieces ? kPiece : kTileInner);
+      const int32_t at = pieces ? i * kPieceBytes : c * kHalfPage + r * kBoxBytes;
+      each(Box{column, y + r * (pieces ? step : kBoxRows), at, column_bytes(column)});
     }
   }
   MK_FN uint32_t bytes() const {
     if (!pieces || row + boxes <= per) return static_cast<uint32_t>(boxes) * column_bytes(x);
     uint32_t n = 0;
-    for_boxes([&](const Box& box) { n += box.bytes; });
+    for_boxes(0, 1, [&](const Box& box) { n += box.bytes; });
     return n;
   }
 
@@ -184,28 +180,29 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
   const int32_t inner = m.phase.inner, rows = m.tile.rows, pieces = dot_pieces(m);
   const int32_t layer = first_matrix(d, task, 1);
-  const int32_t step = m.two() ? 1 : 2;               // from a column of a page to the next
-  const int32_t other = m.two() ? m.phase.width : 1;  // from rows of member 0 to those of member 1
-  int32_t left = dot_weight_pages(m), lap = 0;        // weight pages; of this lap
-  int32_t x = 0, member = 0, first = 0;               // of the next weight page; its first column
-  int32_t piece = pieces;                             // of the next input page
+  const int32_t step = m.two() ? 1 : 2;                         // from a column of a page to the next
+  const int32_t other = m.two() ? m.phase.width : 1;            // from rows of member 0 to those of member 1
+  int32_t left = dot_weight_pages(m), lap = 0;                  // weight pages; of this lap
+  int32_t x = 0, member = 0, first = 0;                         // of the next weight page; its first column
+  int32_t piece = pieces, in_x = 0, in_row = 0;                 // of the next input page
+  const int32_t whole = kPieces / rows, rest = kPieces % rows;  // columns and rows of an input page
   while (true) {
     if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
       lap = lower_of(left, lap_weights(m));
       left -= lap;
-      piece = 0;
+      piece = in_x = in_row = 0;
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t columns = m.tile.cols - first - (m.two() ? 0 : member);
+      const int32_t columns = m.tile.cols - first;
       use = {.fill = Fill::kWeights,
              .pieces = true,
              .buffer = m.phase.weights,
              .x = x,
              .y = m.tile.col + first + member * other,
              .z = layer,
-             .boxes = lower_of(kPieces, ceil_div(columns, step)),
+             .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
              .per = kPieces,
              .step = step,
              .inner = inner};
@@ -220,14 +217,20 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
       use = {.fill = Fill::kInputs,
              .pieces = true,
              .buffer = m.phase.inputs,
-             .x = piece / rows * kPiece,
+             .x = in_x,
              .y = m.tile.row,
-             .row = piece % rows,
+             .row = in_row,
              .boxes = lower_of(kPieces, pieces - piece),
              .per = rows,
              .step = 1,
              .inner = inner};
       piece += kPieces;
+      in_x += whole * kPiece;
+      in_row += rest;
+      if (in_row >= rows) {
+        in_row -= rows;
+        in_x += kPiece;
+      }
     }
     if (!each(use)) return false;
   }

@@ -27,9 +27,9 @@
 //   void acquire_map(const TensorMap&)       before the block's first copies by it, and sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            asynchronous. A tile is a box of kBoxRows rows of 128 bytes, in
-//                                            the 128-byte swizzle, zero outside the tensor; bytes are a
-//                                            multiple of 16, so are addresses
+//                                            of one lane, asynchronous. A tile is a box of kBoxRows rows of
+//                                            128 bytes, in the 128-byte swizzle, zero outside the tensor;
+//                                            bytes are a multiple of 16, so are addresses
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group

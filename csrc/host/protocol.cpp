@@ -111,7 +111,7 @@ __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* 
                              use.item};
       memcpy(rows + 10 * (n - 1), row, sizeof row);
     };
-    use.for_boxes(add);
+    use.for_boxes(0, 1, add);
     if (use.boxes == 0) add({});
     ++page;
     return n <= capacity;

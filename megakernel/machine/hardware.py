@@ -113,6 +113,7 @@ class Issue:
     input_page: float  # of dots
     tile_page: float  # of a matmul on matrix units
     dot_pair: float  # of consumers: both weight pages of a piece of a unit of columns, for one row
+    dot_pairs: float  # the same for two rows
     dot_row: float  # more for each further row
     dot_unit: float  # beside the pages of a unit of columns
     k_step: float  # of a matmul on matrix units

@@ -36,7 +36,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
     if dims.units == Units.DOTS:
         weight_page, input_page = issue.weight_page, issue.input_page
         units = ceil_div(columns, 2 * PIECES)
-        pair = issue.dot_pair + (rows - 1) * issue.dot_row
+        pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
     else:
         weight_page = input_page = issue.tile_page

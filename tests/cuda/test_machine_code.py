@@ -13,7 +13,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Units
 
 # Compilers differ a little; a figure that is further off is out of date.
-STALE = 0.9
+LOWEST, HIGHEST = 0.9, 1.05
 LOOP = """
 .L_x_0:
 	//## File "/a/b.h", line 1
@@ -54,13 +54,14 @@ def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> N
     declared = machines.hardware("h100").issue
     assert declared is not None
     limits, found = asdict(declared), asdict(machine_code.issue_of(codes))
-    assert {name: found[name] for name in found if not STALE * limits[name] <= found[name] <= limits[name]} == {}
+    ratios = {name: found[name] / limit for name, limit in limits.items()}
+    assert {name: ratio for name, ratio in ratios.items() if not LOWEST <= ratio <= HIGHEST} == {}
 
 
 def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
     code = codes[Units.DOTS]
     paths = machine_code.Paths(code, Units.DOTS)
-    with pytest.raises(MegakernelError, match=r"dots\.h has 0 lines with 'no such text'"):
+    with pytest.raises(MegakernelError, match=r"dots\.h has no line with 'no such text'"):
         paths._at("dots.h", "no such text")
     copies = {*code.find("UBLKCP"), *code.find("UTMALDG")}
     without = [replace(each, opcode="NOP") if i in copies else each for i, each in enumerate(code.instructions)]
