@@ -84,21 +84,23 @@ class Sampler {
 
   // The greatest logit, and the log of the sum of all exponentials.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
-    constexpr int kGroup = 4;  // loads in flight; the running sum is rescaled once for all of them
+    constexpr int kGroup = 4, kLoads = 16;  // the running sum is rescaled once a group; loads in flight
     Peak mine{minus_infinity(), 0};
     float sum = 0.0f;
-    for (int begin = thread_; begin < vocab_; begin += kGroup * kThreadsOfRow) {
-      float v[kGroup];
-      MK_UNROLL for (int j = 0; j < kGroup; ++j) {
+    for (int begin = thread_; begin < vocab_; begin += kLoads * kThreadsOfRow) {
+      float v[kLoads];
+      MK_UNROLL for (int j = 0; j < kLoads; ++j) {
         const int id = begin + j * kThreadsOfRow;
         v[j] = id < vocab_ ? load_float(z + id) : minus_infinity();
       }
-      const float before = mine.value;
-      MK_UNROLL for (int j = 0; j < kGroup; ++j) {
-        if (v[j] > mine.value) mine = {v[j], begin + j * kThreadsOfRow};
+      MK_UNROLL for (int first = 0; first < kLoads; first += kGroup) {
+        const float before = mine.value;
+        MK_UNROLL for (int j = first; j < first + kGroup; ++j) {
+          if (v[j] > mine.value) mine = {v[j], begin + j * kThreadsOfRow};
+        }
+        sum *= expf(before - mine.value);
+        MK_UNROLL for (int j = first; j < first + kGroup; ++j) sum += expf(v[j] - mine.value);
       }
-      sum *= expf(before - mine.value);
-      MK_UNROLL for (int j = 0; j < kGroup; ++j) sum += expf(v[j] - mine.value);
     }
     const Peak peak = as_peak(team_.reduce(peak_key(mine.value, mine.id), greater));
     log_sum = peak.value + logf(team_.sum(sum * expf(mine.value - peak.value)));
