@@ -44,7 +44,6 @@ LANES = THREADS // WARPS
 VECTORS = DOT_PIECE // 8 // LANES  # of a piece, that each lane multiplies
 BOXES = PAGE_ROWS // BOX_ROWS
 _WAIT = "SYNCS.PHASECHK"
-_FREE = "p.wait(block.empty[at.slot]"
 
 
 class Paths:
@@ -85,24 +84,26 @@ class Paths:
     # -- loaders: from one page's wait to the next
 
     def passing(self) -> Floor:
-        waits = self._at("loaders.h", _FREE, _WAIT)
-        return self._floor("passing a page", waits, self._at("loaders.h", "p.arrive(block.full[at.slot])"))
+        """A page of a matmul that the other loader fills."""
+        waits, here = self._walk()
+        return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
 
     def tiles(self) -> Floor:
         """A page of four tiles, of a matmul."""
-        return self._filled(BOXES, "tensor_pages(d, task, each)", "x += kTileInner")
+        return self._filled(BOXES, "x += kTileInner")
 
     def pieces(self, text: str) -> Floor:
         """A page of dots; `text`: in the line that goes on to the next page of its kind."""
-        return self._filled(PIECES, "dot_pages(d, task, each)", text)
+        return self._filled(PIECES, text)
 
-    def _filled(self, copies: int, walk: str, text: str) -> Floor:
-        here = self._at("plan.h", walk)
-        waits, copy = (
-            here & self._at("loaders.h", _FREE, _WAIT),
-            here & self._at("loaders.h", "fill(p, block, params, use"),
-        )
-        copy &= {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
+    def _walk(self) -> tuple[set[int], set[int]]:
+        """Waits for a page to be free, on the walk over a matmul's pages; all of the walk."""
+        here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
+        return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
+
+    def _filled(self, copies: int, text: str) -> Floor:
+        waits, here = self._walk()
+        copy = here & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, copy, here & self._at("plan.h", text))
         # Lanes take turns: the way back to the copy is to the next lane's.
         return page + self._floor("a copy", copy) * (copies - 1)
@@ -158,7 +159,7 @@ class Paths:
         """From the end of an instruction's arithmetic to the first page of one that waits for it."""
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
-        poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "value = load_relaxed(need.value", "LDG")
+        poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "value = load_acquire(need.value", "LDG")
         parts = {
             "the consumers' end": (fence, self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")),
             "the storer": (

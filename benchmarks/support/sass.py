@@ -147,9 +147,10 @@ class Code:
         return seen
 
     def _next(self, i: int) -> list[int]:
-        """Where a warp goes on whose lanes stay together: by calls and reconvergence straight on."""
+        """Where a warp goes on whose lanes stay together: by calls, reconvergence and what is for others straight on."""
         instruction = self.instructions[i]
-        return [i + 1] if instruction.name in ("BSSY", "CALL", "WARPSYNC") else self.after(i)
+        straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
+        return [i + 1] if straight else self.after(i)
 
     def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
         """Of the shortest way from one of `starts` by an instruction of each of `visits`, in this order, to one of

@@ -33,9 +33,10 @@ MK_DEVICE int32_t load_relaxed(const int32_t* at, Scope scope) {
   return v;
 }
 
-MK_DEVICE void load_acquire(const int32_t* at, Scope scope) {
-  [[maybe_unused]] int32_t v;
+MK_DEVICE int32_t load_acquire(const int32_t* at, Scope scope) {
+  int32_t v;
   MK_SCOPED_ASM(scope, "ld.acquire", ".global.s32 %0, [%1];", : "=r"(v) : "l"(at) : "memory")
+  return v;
 }
 
 class Device {
@@ -162,8 +163,8 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // Relaxed polls, then one acquiring load of each counter by the lane that has seen it. A vote orders no
-  // memory: what a lane has acquired, the lane that starts the loads must see.
+  // Polls acquire, since to load again what a relaxed one has seen takes the way to the cache twice. A vote
+  // orders no memory: what a lane has acquired, the lane that starts the loads must see.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -290,7 +291,7 @@ class Device {
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     for (int polls = 1;; ++polls) {
-      const int32_t value = load_relaxed(need.value, scope);
+      const int32_t value = load_acquire(need.value, scope);
       if (static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0) break;
       if (polls > kSpins) __nanosleep(kBackOffNs);
       if (polls % kPollsPerCheck != 0) continue;
@@ -300,7 +301,6 @@ class Device {
       if (ticks > limit()) abort();
     }
     if (since != 0) forget_late();
-    load_acquire(need.value, scope);
     return true;
   }
 

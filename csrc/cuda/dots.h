@@ -206,7 +206,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
       if (col < cols) {
         const int at = piece * rows;
         const DotInput input =
-            normed ? DotInput{c.shared->rows, piece * kPieceBytes, 2 * inner, INT32_MAX}
+            normed ? DotInput{c.shared->rows, piece * kPieceBytes, 2 * inner, 0x7FFFFFFF}
                    : DotInput{pages.ring(), pages.offset(held + at / kPieces) + at % kPieces * kPieceBytes,
                               kPieceBytes, kPages * kPageBytes};
         sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, input);

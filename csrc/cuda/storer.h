@@ -38,6 +38,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     Slot<P>& slot = block.slots[slot_of(j)];
     if (!p.wait_always(slot.fetched, slot_parity(j)) || slot.task.end()) break;
     uint64_t begin = 0;
+    bool stored = false;
     int reading = -1;  // slot of the page that is being stored
     const auto release = [&](int pending) {
       if (reading < 0) return;
@@ -52,6 +53,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                written ^= 1u << at.slot;
                if (begin == 0) begin = p.now();
                store(p, block, params, slot.task, use, at.slot);
+               stored = true;
              }
              // Behind a chunk's last output at once: the next chunk's pages need its slot.
              release(output ? 1 : 0);
@@ -60,7 +62,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
            });
     release(0);
     live = live && p.wait(slot.outputs, slot_parity(j), slot.task.where);
-    p.wait_stores();
+    if (stored) p.wait_stores();
     if (live) signal_words(p, params, block.dims, slot.task);
     if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);
     p.arrive(slot.retired);
