@@ -147,7 +147,7 @@ class Code:
         return seen
 
     def _next(self, i: int) -> list[int]:
-        """Where a warp goes on whose lanes stay together: by calls, reconvergence and what is for others straight on."""
+        """Where a warp goes on whose lanes stay together: by calls and reconvergence straight on."""
         instruction = self.instructions[i]
         straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
         return [i + 1] if straight else self.after(i)
