@@ -301,7 +301,7 @@ def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
     """With a GPU and without."""
-    with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported by the cuda backend"):
+    with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported on a Hopper GPU"):
         LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_seqs=1)
     assert choose_backend("auto", TINY.config, None, "auto", "q8_0") == ("cpu", None)
     assert "K and V are quantised" in str(refusal(replace(DIMS, dtype=int(Dtype.BF16), quantised_kv=1)))
