@@ -128,7 +128,12 @@ SETTINGS: dict[str, Setting] = {
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),
-        Setting("simd", "CPU code path: portable, avx2, avx512 or avx512bf16", "the best this CPU has", env="MEGAKERNEL_SIMD"),
+        Setting(
+            "simd",
+            "CPU code path: portable, avx2, avx512 or avx512bf16",
+            "the best this CPU has",
+            env="MEGAKERNEL_SIMD",
+        ),
         Setting(
             "prefetch",
             "0: a waiting worker does not load the weights of its next instruction",

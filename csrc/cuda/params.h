@@ -31,18 +31,7 @@ constexpr int32_t kQueues = 3;
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
 // What a warp waits for: a counter or a barrier.
-enum class Awaited : int32_t {
-  kCounter,
-  kFull,
-  kReady,
-  kEmpty,
-  kFetched,
-  kInputs,
-  kLoaded,
-  kOutputs,
-  kRetired,
-  kParted
-};
+enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kLoaded, kOutputs, kRetired, kParted };
 
 struct TensorMap;
 
@@ -51,54 +40,54 @@ struct Delay {
   int32_t segment;
   int32_t layer;
   int32_t record;  // as in a trace
-  int32_t ns;      // 0: none
+  int32_t ns;  // 0: none
 };
 static_assert(sizeof(Delay) == 16, "as the launcher fills it");
 
 // What a warp waits for too long.
 struct Diagnosis {
-  int32_t set;       // 0: it waits for nothing
-  int32_t segment;   // the instruction that the warp is at; -1: it is between two
-  int32_t layer;     // of the body
-  int32_t number;    // record, as in a trace
-  int32_t awaited;   // an Awaited
-  int32_t index;     // of a counter in its block; of a barrier the slot of its page or instruction
-  int32_t value;     // of a counter
+  int32_t set;  // 0: it waits for nothing
+  int32_t segment;  // the instruction that the warp is at; -1: it is between two
+  int32_t layer;  // of the body
+  int32_t number;  // record, as in a trace
+  int32_t awaited;  // an Awaited
+  int32_t index;  // of a counter in its block; of a barrier the slot of its page or instruction
+  int32_t value;  // of a counter
   int32_t expected;  // of a counter; of a barrier the parity of the phase that has not completed
 };
 static_assert(sizeof(Diagnosis) == 32, "as the launcher fills it");
 
 // Arguments of a launch.
 struct Params {
-  const Dims* dims;           // [tp], as each rank sees them
-  const Phase* phases;        // [tp][kMaxPhases + 1], by number
+  const Dims* dims;  // [tp], as each rank sees them
+  const Phase* phases;  // [tp][kMaxPhases + 1], by number
   const int32_t* records[4];  // prologue, body, epilogue, queues: [n][kWords]
   const int32_t* offsets[4];  // [tp * workers + 1]; of the queues [tp * queues + 1]
-  const int32_t* totals[3];   // arrivals per launch in the first, a middle, the last block: [tp][counters]
+  const int32_t* totals[3];  // arrivals per launch in the first, a middle, the last block: [tp][counters]
   int32_t* const* counter_values;  // [tp] of [layers + 1][counters]
-  int32_t* const* claims;          // [tp] of [layers][queues]
-  void* const* buffers;            // [tp][kBuffers]
-  const uint64_t* layer_stride;    // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
-  const TensorMap* maps;           // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
-  const int32_t* step_words;       // the step table
-  int32_t* abort;                  // not 0: leave
-  Diagnosis* diagnoses;            // [blocks][warps] what each waits for too long
-  float* sample_scratch;           // [blocks][2][vocab]
-  Interval* trace;                 // [blocks][trace_capacity]
-  int32_t* trace_counts;           // [blocks] intervals, those that did not fit included
-  uint64_t* clocks;                // [blocks][kClockStamps]
-  uint64_t timeout_ns;             // a wait that lasts longer ends the launch
+  int32_t* const* claims;  // [tp] of [layers][queues]
+  void* const* buffers;  // [tp][kBuffers]
+  const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
+  const TensorMap* maps;  // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
+  const int32_t* step_words;  // the step table
+  int32_t* abort;  // not 0: leave
+  Diagnosis* diagnoses;  // [blocks][warps] what each waits for too long
+  float* sample_scratch;  // [blocks][2][vocab]
+  Interval* trace;  // [blocks][trace_capacity]
+  int32_t* trace_counts;  // [blocks] intervals, those that did not fit included
+  uint64_t* clocks;  // [blocks][kClockStamps]
+  uint64_t timeout_ns;  // a wait that lasts longer ends the launch
   Delay delay;
   int32_t trace_capacity;
-  uint32_t launch;      // this one's number since the counters were zero, from 1
-  int32_t first_rank;   // of this grid
-  int32_t ranks;        // of this grid: partitions of `workers` blocks
-  int32_t workers;      // of a rank
-  int32_t counters;     // of a block of counters
-  int32_t queues;       // of a rank
+  uint32_t launch;  // this one's number since the counters were zero, from 1
+  int32_t first_rank;  // of this grid
+  int32_t ranks;  // of this grid: partitions of `workers` blocks
+  int32_t workers;  // of a rank
+  int32_t counters;  // of a block of counters
+  int32_t queues;  // of a rank
   int32_t synchronise;  // 0: neither waits nor signals, for launches of one phase each
-  int32_t pipelined;    // 0: an instruction is fetched when the one before has ended
-  int32_t segments;     // bit s: run segment s
+  int32_t pipelined;  // 0: an instruction is fetched when the one before has ended
+  int32_t segments;  // bit s: run segment s
   int32_t layer_begin;  // layers of the body to run
   int32_t layer_end;
 

@@ -41,7 +41,8 @@ class Registered:
 
     `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `target`: what programs
     are compiled for. `stores`: weights and KV cache may have types of their own in memory; else all have the compute
-    type. `automatic`: `auto` may take it. `devices`: each rank has memory of its own. `arithmetic`: results mean something.
+    type. `automatic`: `auto` may take it. `devices`: each rank has memory of its own. `arithmetic`: results mean
+    something.
     """
 
     what: str

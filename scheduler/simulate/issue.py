@@ -33,6 +33,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
     """Of matmuls with tiles of `rows` x `cols` outputs."""
     pages = matmul_pages(phase, rows, cols, dims)
     columns = phase.matrices(dims) * cols.astype(np.int64)
+    consumers: NDArray[np.floating]
     if dims.units == Units.DOTS:
         weight_page, input_page = issue.weight_page, issue.input_page
         units = ceil_div(columns, 2 * PIECES)
