@@ -192,6 +192,32 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Fused multiply-adds of 8 and of 16 lanes, and of pairs of bfloat16s; also where numbers are subnormal."""
+    dims, rng = replace(DIMS, dtype=int(Dtype.BF16)), np.random.default_rng(rows)
+    found: dict[str, np.ndarray] = {}
+    given = rng.integers(0, 1 << 16, (rows, DIMS.q_cols)).astype(np.uint16)
+    given = np.where(given & 0x7F80 == 0x7F80, given & 0x8FFF, given)  # finite
+    given[::2] &= 0x83FF  # below 2^-119, so that products and sums are subnormal as well
+    for simd in ("avx2", "avx512", "avx512bf16"):
+        monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
+        try:
+            native.simd()
+        except MegakernelError:
+            continue
+        twins = make(monkeypatch, simd, dims)
+        backend = twins.backend
+        backend.buffer(B.X)[:] = backend.buffer(B.B_O, 0)[:] = 0
+        backend.buffer(B.ATTN)[:rows] = given
+        backend.execute(record(P["o_proj"], 0, rows, 0, 72), 0, make_table(dims, {0: (0, 40)}), FORWARD)
+        found[simd] = backend.buffer(B.X)[:rows].view(np.uint32).copy()
+        backend.close()
+    for simd, bits in found.items():
+        np.testing.assert_array_equal(bits, next(iter(found.values())), err_msg=simd)
+        assert bits.any()
+
+
 @pytest.fixture(params=WIDTHS)
 def making(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Dims, int], CpuTwins]:
     return lambda dims, seed: make(monkeypatch, request.param, replace(dims, kv_page=64), seed=seed)
