@@ -36,15 +36,15 @@ CASES = {
     "smollm2 as in its file (Q4_1)": latency(SMALL, "auto", 256),
     "smollm2 bf16": latency(SMALL, "bf16", 256),
     "smollm2 q8_0": latency(SMALL, "q8_0", 256),
-    "smollm2 bf16, 2048 rows": latency(SMALL, "bf16", 2048, *FEW),
-    "smollm2 q8_0, 2048 rows": latency(SMALL, "q8_0", 2048, *FEW),
-    "smollm2 as in its file (Q4_1), 2048 rows": latency(SMALL, "auto", 2048, *FEW),
-    "smollm2 bf16, context 4096": latency(SMALL, "bf16", 4096, *FEW),
-    "smollm2 bf16, context 8192": latency(SMALL, "bf16", 8192 - 32, *FEW),
-    "smollm2 bf16, 32 sequences": batch("bf16"),
     "1B bf16": latency(LARGE, "bf16", 256, *FEW),
     "1B q8_0": latency(LARGE, "q8_0", 256, *FEW),
+    "smollm2 bf16, 2048 rows": latency(SMALL, "bf16", 2048, *FEW),
+    "smollm2 bf16, context 4096": latency(SMALL, "bf16", 4096, *FEW),
+    "smollm2 q8_0, 2048 rows": latency(SMALL, "q8_0", 2048, *FEW),
+    "smollm2 as in its file (Q4_1), 2048 rows": latency(SMALL, "auto", 2048, *FEW),
     "1B q4_k": latency(LARGE, "q4_k", 256, *FEW),
+    "smollm2 bf16, context 8192": latency(SMALL, "bf16", 8192 - 32, *FEW),
+    "smollm2 bf16, 32 sequences": batch("bf16"),
 }
 
 
