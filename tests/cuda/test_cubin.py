@@ -72,8 +72,8 @@ DOTS = BOTH | {
         "BAR.SYNC": "a head's squares over warps",
     },
 }
-# That may run, at most; the instruction caches hold a part of them.
-INSTRUCTIONS = 18_000
+# That may run, at most, without tracing and with it; the instruction caches hold a part of them.
+INSTRUCTIONS = {False: 18_000, True: 18_500}
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
@@ -93,6 +93,7 @@ def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
 @dataclass(frozen=True)
 class Built:
     numerics: str
+    traced: bool
     log: str  # of the compiler
     code: sass.Code
 
@@ -112,7 +113,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cubin = compiler.compile(trace=bool(traced), units=Units[numerics.upper()])
     file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
-    return Built(numerics, cubin.log, sass.disassemble(tool, file))
+    return Built(numerics, bool(traced), cubin.log, sass.disassemble(tool, file))
 
 
 def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
@@ -159,4 +160,4 @@ def test_nothing_is_spilled(built: Built) -> None:
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
-    assert len(code.reachable([0])) <= INSTRUCTIONS
+    assert len(code.reachable([0])) <= INSTRUCTIONS[built.traced]

@@ -93,7 +93,7 @@ def test_what_a_person_sees(model: str) -> None:
         assert running.stdout is not None
         lines = [running.stdout.readline() for _ in range(6)]
         assert f"{model} is served at http://127.0.0.1:" in lines[0] and lines[0].rstrip().endswith("/v1")
-        assert "MB in f32" in lines[2] and "tokens: " in lines[3] and "live" in lines[4]
+        assert "MB in f32" in lines[2] and "tokens in f32: " in lines[3] and "live" in lines[4]
         done = subprocess.run(lines[5], shell=True, capture_output=True, text=True, timeout=60)
         if done.returncode != 127:  # there is a curl to paste it to
             assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
