@@ -73,16 +73,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
 # Methods of Dims that C++ has too, translated from their Python. What is derived is worked out once for each program.
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "kv_row", "group_size", "rank_heads"),
-    *(
-        "first_head",
-        "first_kv_head",
-        "rank_kv_heads",
-        "first_ffn",
-        "rank_ffn",
-        "first_vocab",
-        "rank_vocab",
-        "head_ranks",
-    ),
+    *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
+    "head_ranks",
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")

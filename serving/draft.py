@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _MEMORY = 0.9  # weight of what a share was before the last verification
+_BEGIN = 2.0  # tokens for which a share stands at first
 _PATIENCE, _MOST_PATIENCE = 16, 64  # proposals in a row that are declined, at first and after probes that failed
 
 
@@ -24,12 +25,16 @@ class Share:
     """How likely a proposed token is right if those before it are: `accepted` of `tried` ones were, as decayed sums."""
 
     memory: float = _MEMORY
-    tried: float = 2.0
-    accepted: float = 1.0
+    tried: float = _BEGIN
+    accepted: float = _BEGIN / 2
 
     @property
     def value(self) -> float:
         return self.accepted / self.tried
+
+    def young(self) -> Share:
+        """A new one that begins with the value of this one."""
+        return Share(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""

@@ -25,7 +25,6 @@ from .work import Turn, Work
 MOST = 63  # proposed tokens of a sequence in a step
 VERIFIED_ROWS = 128  # logit rows of a step with proposed tokens; a step table has room for the biases of that many
 _MEMORY = 0.99  # of the share of all sequences' proposed tokens that were right; a sequence's own counts more by far
-_BEGIN = 2.0  # tokens for which that share stands where a sequence begins
 _NO_TIME = 1e-9  # seconds of a step that takes none, as a backend without arithmetic may say
 
 
@@ -95,8 +94,7 @@ class Speculation:
 
     def _draft(self, sequence: Choice) -> Draft:
         if sequence.draft is None:
-            begin = Share(tried=_BEGIN, accepted=_BEGIN * self._share.value)
-            sequence.draft = Draft(self._proposer(sequence.tokens), begin)
+            sequence.draft = Draft(self._proposer(sequence.tokens), self._share.young())
         return sequence.draft
 
     def _offers(self, work: Work) -> list[_Offer]:

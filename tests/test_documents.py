@@ -43,7 +43,7 @@ NOT_RUN = {
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
-    r"llama_cpp\.py": "needs llama.cpp's sources, and takes an hour",
+    r"llama_cpp\.py|speed/cpu\.py": "needs llama.cpp's sources, and takes an hour",
 }
 
 # The first that fits: flags that make the command short, or let it find the server that this document has started.

@@ -128,7 +128,6 @@ class Paths:
 
     def _products(self, rows: int) -> tuple[set[int], list[set[int]]]:
         """Loads of the first weights of a vector, and the products that follow: eight each of two columns."""
-        branch = "multiply<1>(p, w0, w1" if rows == 1 else "multiply<kDotRows>(p, w0, w1"
         branch = self._at("dots.h", f"multiply<{1 if rows == 1 else 'kDotRows'}>(p, w0, w1")
         products = branch & set(self._code.find("FFMA"))
         return branch & self._at("dots.h", "first = part(w0", "LDS.128"), [products] * (16 * rows)

@@ -11,12 +11,12 @@ namespace mk::MK_SIMD {
 // Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
 constexpr int kPrefetchBytes = 2048;
 
-// As weights, they are multiplied two k steps at a time.
+// Whether weights of type W are multiplied two k steps at a time.
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
 struct Half {};    // float16
-struct Cached {};  // float32s that are in a cache: quantised weights, widened
+struct Cached {};  // quantised weights that were widened to float32s and are in a cache
 
 // Of a type that is multiplied as it is, whatever the number of rows.
 template <class W>

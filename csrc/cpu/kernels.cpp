@@ -64,7 +64,8 @@ void run(const Call& call, const int32_t* record) {
 }
 
 #if MK_LANES == 16
-// Whether the processor adds the products of a pair as gemm.h says it does, which its maker only documents.
+// Whether the processor adds the products of a pair in the order and with the roundings that `add_products`
+// relies on. The manuals say so; nothing else guarantees it.
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {
@@ -110,7 +111,7 @@ Op op(Operation operation) {
   return nullptr;
 }
 
-// Activations are T; M says as what matmuls multiply them.
+// Activations have type T. Matmuls read them as M, which has the same bytes.
 template <class T, class M = T>
 Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   Kernels k{};

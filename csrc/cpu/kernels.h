@@ -9,7 +9,7 @@ namespace mk {
 struct Bf16 {
   uint16_t bits;
 };
-// One where matmuls multiply bfloat16s by an instruction that adds two products.
+// A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two k steps.
 struct Bf16Pairs : Bf16 {};
 
 // Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
@@ -122,7 +122,7 @@ struct Kernels {
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);
-const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr where the processor adds them otherwise
+const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr: pairs have other bits here
 const Kernels* null_kernels();
 
 // The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.

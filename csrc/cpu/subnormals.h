@@ -1,6 +1,6 @@
-// The arithmetic of this project has no subnormal numbers: results and operands that are subnormal float32s
-// count as zero, on every path. Instructions that multiply bfloat16s do so in any case, and processors slow
-// down at them.
+// The CPU backend computes without subnormal numbers: float32 operands and results that are subnormal count
+// as zero on every SIMD path. The instructions that multiply pairs of bfloat16s always do that, and all paths
+// must give the same bits.
 #pragma once
 #include <stdint.h>
 

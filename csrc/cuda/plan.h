@@ -38,7 +38,7 @@ struct PageUse {
   MK_FN void for_boxes(int32_t first, int32_t stride, Each&& each) const {
     MK_LOOP for (int32_t i = first; i < boxes; i += stride) {
       int32_t r = row + i, c = 0;
-      MK_LOOP for (; r >= per; r -= per)++ c;  // at most seven times
+      MK_LOOP for (; r >= per; r -= per) c += 1;  // at most seven times
       const int32_t column = x + c * (pieces ? kPiece : kTileInner);
       const int32_t at = pieces ? i * kPieceBytes : c * kHalfPage + r * kBoxBytes;
       each(Box{column, y + r * (pieces ? step : kBoxRows), at, column_bytes(column)});

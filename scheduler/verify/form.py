@@ -200,8 +200,7 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
         if phase.result is Result.HEADS:
-            whole = phase.head_norm is not None or dims[0].quantised_kv
-            unit, what = (dims[0].head_dim, "head") if whole else (2, "RoPE pair")
+            unit, what = (dims[0].head_dim, "head") if phase.whole_heads(dims[0]) else (2, "RoPE pair")
             bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
             yield from _each(part, rows[bad], f"its column tile cuts a {what}")
 

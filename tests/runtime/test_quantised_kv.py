@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
+from cpu_support import DIMS, FORWARD, PAGES, WIDTHS, Array, Item, RandomCheckpoint, make_table, set_items, use
 from engine_support import TINY
 from handmade import record
-from twins import CpuTwins, get_rows
+from twins import CpuTwins, check_attention_splits, get_rows
 
 from megakernel import LLM, SamplingParams
-from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, StepTable, attention_cost, kv_bytes
 from megakernel.machine import host
@@ -24,7 +23,7 @@ from megakernel.model.quantise import quantise
 from megakernel.roofline import step_work
 from megakernel.roofline.fit import memory_fit
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
-from megakernel.runtime.cpu import CpuBackend, native
+from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
@@ -36,16 +35,7 @@ from megakernel.serving.memory import kv_capacity
 
 B = Buffer
 P = FORWARD.by_name
-WIDTHS = ("portable", "avx2", "avx512")
 QUANTISED = replace(DIMS, quantised_kv=1)
-
-
-def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
-    monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
-    try:
-        native.simd()
-    except MegakernelError as e:
-        pytest.skip(str(e))
 
 
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
@@ -147,18 +137,7 @@ def test_heads_of_part_of_a_block_and_of_several(monkeypatch: pytest.MonkeyPatch
 
 def test_bits_depend_neither_on_the_split_nor_on_other_rows(twins: CpuTwins) -> None:
     """Rows alone read the cache where rows together read a copy."""
-    backend, table = twins.backend, make_table(twins.dims, {0: (290, 5), 1: (120, 9)})
-    whole = [Item(0, 0, 5, 0, 2), Item(0, 5, 9, 0, 2)]
-    cut = [Item(0, 0, 5, 0, 1, (2, 3), 1, 2, 7), Item(1, 0, 5, 0, 1, (0, 2), 1, 2, 7), Item(2, 0, 2, 1, 1)]
-    cut += [Item(2, 2, 3, 1, 1), Item(3, 5, 1, 0, 2), Item(3, 6, 8, 0, 1), Item(3, 6, 8, 1, 1)]
-    found = []
-    for items in (whole, cut):
-        set_items(table, items)
-        twins.start_equal()
-        for slot in range(4):
-            backend.execute(record(P["attention"], slot, 1, 2), 1, table, FORWARD)
-        found.append(backend.buffer(B.ATTN)[:14].copy())
-    np.testing.assert_array_equal(*found)
+    check_attention_splits(twins)
 
 
 # -- whole models
@@ -289,14 +268,6 @@ def test_the_pool_holds_more_tokens() -> None:
     memory = 4 * 1000 * (2 * 2 * 2 * 64 * 2)  # a quarter of which holds 1,000 tokens in bfloat16
     bf16, q8 = (kv_capacity(config, Dtype.BF16, memory, 64, 64, 1, q)[1] for q in (False, True))
     assert (bf16, q8) == (1000, 1000 * 128 // 68)
-
-
-def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MegakernelError, match=r"^cannot store K and V in 'fp8': known are auto, q8_0$"):
-        LLM("random:smollm2-135m", kv_cache_dtype="fp8")
-    assert main(["generate", "--model", "random:smollm2-135m", "--kv-cache-dtype", "q4", "--prompt-ids", "1"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot store K and V in 'q4'" in error
 
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled import compiled
-from cpu_support import DIMS, PAGES, Array, RandomCheckpoint, make_table
+from cpu_support import DIMS, PAGES, WIDTHS, Array, RandomCheckpoint, make_table, use
 from handmade import record
 from numpy.typing import NDArray
 
@@ -26,12 +26,11 @@ from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
-from megakernel.runtime.cpu import CpuBackend, native
+from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler.options import Options
 
-WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")
 TYPES = [Dtype.F32, Dtype.BF16]
 # Depths of several chunks that end in part of a block; columns that end in part of a panel.
 ODD = replace(DIMS, hidden=301, ffn=333)
@@ -82,14 +81,6 @@ class Mixed:
         third = rows // 3 // 16 * 16 or rows // 3
         turned = self._kinds[layer % len(self._kinds) :] + self._kinds
         return [Part(turned[0], third), Part(turned[1], third), Part(turned[2], rows - 2 * third)]
-
-
-def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
-    monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
-    try:
-        native.simd()
-    except MegakernelError as e:
-        pytest.skip(str(e))
 
 
 def quantised(
@@ -262,12 +253,17 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
 # -- what is refused
 
 
-def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MegakernelError, match=r"^cannot store weights in 'q4': known are auto, f32, bf16, .*q6_k$"):
-        LLM("random:smollm2-135m", weights="q4")
-    assert main(["generate", "--model", "random:smollm2-135m", "--weights", "q4", "--prompt-ids", "1"]) == 1
+@pytest.mark.parametrize(
+    ("flag", "message", "known"),
+    [("weights", "cannot store weights in 'q4'", "f32, bf16, .*q6_k"), ("kv_cache_dtype", "K and V in 'q4'", "q8_0")],
+)
+def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str], flag: str, message: str, known: str) -> None:
+    with pytest.raises(MegakernelError, match=f"{message}: known are auto, {known}$"):
+        LLM("random:smollm2-135m", **{flag: "q4"})  # type: ignore[arg-type]
+    name = f"--{flag.replace('_', '-')}"
+    assert main(["generate", "--model", "random:smollm2-135m", name, "q4", "--prompt-ids", "1"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot store weights in 'q4'" in error
+    assert error.count("\n") == 1 and message in error
 
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:

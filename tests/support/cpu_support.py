@@ -20,6 +20,7 @@ from megakernel.model.checkpoint import Storage
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
+from megakernel.runtime.cpu import native
 
 Array = NDArray[Any]
 
@@ -47,6 +48,16 @@ DIMS = Dims(
     bias_entries=6,
 )
 PAGES = 80
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # of MEGAKERNEL_SIMD
+
+
+def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
+    """Compute with a SIMD path from now on; the test is skipped where the processor lacks it."""
+    monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
+    try:
+        native.simd()
+    except MegakernelError as e:
+        pytest.skip(str(e))
 
 
 @dataclass

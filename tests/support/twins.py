@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cpu_support import PAGES, RandomCheckpoint, make_table
+from cpu_support import FORWARD, PAGES, Item, RandomCheckpoint, make_table, set_items
 from handmade import record, segment
 from numpy.typing import NDArray
 from protocol import LaunchImage
@@ -250,3 +250,21 @@ def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None
         twins.buffer(0, Buffer.LOGITS)[:] = np.array([np.nan, -np.inf, 0.0, 3e38], np.float32)[:, None]
         tokens = twins.run(record(twins.forward.by_name["sample"], 0, 4), 1, table)[0, Buffer.TOKENS_OUT, 0]
         assert ((tokens >= 0) & (tokens < twins.dims.vocab)).all()
+
+
+def check_attention_splits(twins: CpuTwins) -> None:
+    """Items cut between heads, rows and KV blocks give the bits of whole ones, and leave no count of a split behind."""
+    table = make_table(twins.dims, {0: (290, 5), 1: (120, 9)})
+    whole = [Item(0, 0, 5, 0, 2), Item(0, 5, 9, 0, 2)]
+    cut = [Item(0, 0, 5, 0, 1, (2, 3), 1, 2, 7), Item(1, 0, 5, 0, 1, (0, 2), 1, 2, 7), Item(2, 0, 2, 1, 1)]
+    cut += [Item(2, 2, 3, 1, 1), Item(3, 5, 1, 0, 2), Item(3, 6, 8, 0, 1), Item(3, 6, 8, 1, 1)]
+    found = []
+    for items in (whole, cut):
+        set_items(table, items)
+        twins.fill_unused(table, 1, np.nan)
+        twins.start_equal()
+        for slot in range(4):
+            twins.backend.execute(record(FORWARD.by_name["attention"], slot, 1, 2), 1, table, FORWARD)
+        found.append(twins.backend.buffer(Buffer.ATTN)[:14].copy())
+    np.testing.assert_array_equal(*found)
+    assert not twins.backend.buffer(Buffer.SPLITS).any()

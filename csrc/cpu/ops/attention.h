@@ -26,8 +26,7 @@ constexpr int kDirectPairs = 2 * kDenseRows;  // more of them gain from a widene
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
 // A column of vectors, those of successive rows `stride` apart, `now` the first one's address. What lies at
-// the same distances from `next` is needed soon, and fetched meanwhile. `scale` is what row t and the kKvUnit
-// - 1 after it share, where t is a multiple of kKvUnit.
+// the same distances from `next` is needed soon, and fetched meanwhile.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -49,7 +48,8 @@ struct NearStrip {
 };
 
 // Of quantised keys: rows are elements, columns tokens of a page. Blocks of elements lie one after the other,
-// each behind the scales of its tokens. Products of a value and its scale are exact.
+// each behind the scales of its tokens; `scale` gives those of the block that begins with row t. Products of
+// a value and its scale are exact.
 struct KeyStrip {
   const int8_t *now, *scales, *next;
 

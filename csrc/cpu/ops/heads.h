@@ -58,8 +58,10 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
     memcpy(page + token * kKvScale, &half, sizeof half);
     char* values = page + kKvScale * d.kv_page + (transposed ? token : token * n);
     for (int i = 0; i < n; ++i, values += transposed ? d.kv_page : 1) {
-      // Halves away from zero. Nothing is added to the product, which would round it otherwise.
-      const float a = x[first + i] * inverse, whole = static_cast<float>(static_cast<int32_t>(a));
+      // Halves away from zero. Nothing is added to the product, which would round it otherwise. What is not a
+      // number has a scale that says so.
+      const float product = x[first + i] * inverse, a = product == product ? product : 0.0f;
+      const float whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
       *values = static_cast<char>(static_cast<int32_t>(whole + (a < 0.0f ? -up : up)));
     }
