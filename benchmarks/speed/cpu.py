@@ -1,15 +1,20 @@
 """The CPU backend against llama.cpp on every kind of work: `python benchmarks/speed/cpu.py --llama-bench DIR -o FILE`.
 
 Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
-weights, llama.cpp with the fastest settings that a search finds. `--simd avx2` runs ours without AVX-512; then DIR
-must have a build without it as well. `--only TEXT` picks the cases whose names contain it. Leave the machine alone
+weights, llama.cpp with the fastest settings that a search finds. Where a case says so, another process keeps one core
+busy meanwhile. `--simd avx2` runs ours without AVX-512; then DIR must have a build without it as well. `--only TEXT`
+picks the cases whose names contain it; cases that FILE has from an earlier call stay there. Leave the machine alone
 meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +50,19 @@ CASES = {
     "1B q4_k": latency(LARGE, "q4_k", 256, *FEW),
     "smollm2 bf16, context 8192": latency(SMALL, "bf16", 8192 - 32, *FEW),
     "smollm2 bf16, 32 sequences": batch("bf16"),
+    "smollm2 bf16, beside a busy process": latency(SMALL, "bf16", 256),
 }
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """While it lasts, a process uses as much of one core as it gets."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
@@ -57,10 +74,13 @@ def main() -> None:
     if args.simd:
         os.environ["MEGAKERNEL_SIMD"] = args.simd
     figures: dict[str, Any] = {}
+    if args.output and args.output.exists():
+        figures = json.loads(args.output.read_text())["cases"]
     for name, command in CASES.items():
         if args.only not in name:
             continue
-        found = measured(*command, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
+        with busy() if "busy" in name else nullcontext():
+            found = measured(*command, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
         [other] = found["vs"].values()
         ratios = {"ratio": other["ratio"], "prefill_ratio": other.get("prefill", {}).get("ratio")}
         figures[name] = {"command": " ".join(command)} | ratios | {"result": found}

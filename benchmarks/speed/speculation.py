@@ -74,11 +74,12 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", help="a model with a chat template (default smollm2-135m)")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--weights", default="bf16", help="type of the matrices in memory (default bf16)")
     parser.add_argument("--speculate", type=int, default=7, help="tokens proposed at once (default 7)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a run (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side, after one to warm up (default 5)")
     args = parser.parse_args()
-    how = {"backend": args.backend, "dtype": args.dtype, "max_context": 2048, "max_seqs": 1}
+    how = {"backend": args.backend, "dtype": args.dtype, "weights": args.weights, "max_context": 2048, "max_seqs": 1}
     found = {}
     with LLM(args.model, **how) as plain, LLM(args.model, **how, speculate=args.speculate) as speculating:
         for name, (prompt, sampling) in TEXTS.items():

@@ -138,6 +138,10 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void open(const char* panel, int step) {
     block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
     unit_ = step % P::kSteps / kUnit;
+    if (unit_ == 0) {
+      const char* const scales = reinterpret_cast<const char*>(&block_->scales);
+      MK_UNROLL for (int line = 0; line < int{sizeof(S)}; line += 64) prefetch(scales + line);
+    }
     set_lines(0);
     if constexpr (kBits == 5 || kBits == 6) join_bits(block_->values[unit_]);
   }

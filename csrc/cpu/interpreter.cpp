@@ -84,7 +84,7 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
       deadlock_seconds_(deadlock_seconds),
       abort_(abort ? abort : &own_abort_),
       progress_(threads),
-      pool_(threads, threads > 1 && threads == static_cast<int>(std::thread::hardware_concurrency())) {
+      pool_(threads) {
   const int64_t widest = std::max({model.hidden, model.ffn, model.heads * model.head_dim});
   const int64_t chunks = (widest + kChunk - 1) / kChunk;
   const int64_t padded = (model.head_dim + kPanel - 1) / kPanel * kPanel;

@@ -1,36 +1,9 @@
 #include "pool.h"
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
-
 namespace mk {
-namespace {
 
-void pin_to_core(std::thread& thread, int index) {
-#if defined(__linux__)
-  cpu_set_t allowed, one;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &allowed) || index-- > 0) continue;
-    CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
-    pthread_setaffinity_np(thread.native_handle(), sizeof one, &one);
-    return;
-  }
-#else
-  (void)thread;
-  (void)index;
-#endif
-}
-
-}  // namespace
-
-Pool::Pool(int threads, bool pin) {
+Pool::Pool(int threads) {
   for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
-  if (!pin) return;
-  for (int t = 0; t < threads; ++t) pin_to_core(threads_[t], t);
 }
 
 Pool::~Pool() {

@@ -11,8 +11,7 @@ namespace mk {
 
 class Pool {
  public:
-  // On Linux, `pin` ties thread t to the t-th core that the process may use.
-  Pool(int threads, bool pin);
+  explicit Pool(int threads);
   ~Pool();
   int size() const { return static_cast<int>(threads_.size()); }
   // Runs job(thread) on every thread, then finish() on the last to end. The pool must be idle.

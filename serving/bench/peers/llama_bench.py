@@ -44,14 +44,15 @@ class LlamaBench:
         command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
         command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]
         command += ["-b", str(max(settings["ubatch"], 2048)), "-ub", str(settings["ubatch"])]
-        if phase == "batch":
+        if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
             # Twice the same: it warms up with a few tokens only.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")
-            return self._positive(last, "t_pp") + self._positive(last, "t_tg")
+            prefill, decode = self._positive(last, "t_pp"), self._positive(last, "t_tg")
+            return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
         command += ["-r", "1", "-o", "json"]
         if phase == "prefill":
             command += ["-p", str(work.prompt_tokens), "-n", "0"]
