@@ -69,6 +69,8 @@ struct Params {
   void* const* buffers;  // [tp][kBuffers]
   const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
   const TensorMap* maps;  // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
+  uint64_t mapped;  // bit b: a rank's blocks copy by its map of buffer b
+  uint64_t mapped_everywhere;  // bit b: and by those of all ranks
   const int32_t* step_words;  // the step table
   int32_t* abort;  // not 0: leave
   Diagnosis* diagnoses;  // [blocks][warps] what each waits for too long
@@ -97,6 +99,6 @@ struct Params {
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
   }
 };
-static_assert(sizeof(Params) == 272, "as the launcher fills it");
+static_assert(sizeof(Params) == 288, "as the launcher fills it");
 
 }  // namespace mk

@@ -108,6 +108,8 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field(
                 "maps", "const TensorMap*", "[tp][kBuffers]; of those buffers that tiles are loaded from or stored to"
             ),
+            Field("mapped", "u8", "bit b: a rank's blocks copy by its map of buffer b"),
+            Field("mapped_everywhere", "u8", "bit b: and by those of all ranks"),
             Field("step_words", "const int32_t*", "the step table"),
             Field("abort", "int32_t*", "not 0: leave"),
             Field("diagnoses", "Diagnosis*", "[blocks][warps] what each waits for too long"),

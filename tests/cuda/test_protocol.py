@@ -137,6 +137,7 @@ def test_a_counter_that_never_comes_ends_the_launch_with_who_waits() -> None:
         ("wrong phase", "reads page slot"),
         ("early signal", "signals before what it stored is there"),
         ("old map", "a tensor map that it has not acquired"),
+        ("other scope", "uses a counter at another scope"),
     ],
 )
 def test_finds_a_planted_bug(bug: str, complaint: str) -> None:

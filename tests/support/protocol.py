@@ -23,7 +23,7 @@ from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
-from megakernel.runtime.cuda.heap import tiled
+from megakernel.runtime.cuda.heap import map_bits, tiled
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,7 @@ BUGS = (
     "wrong phase",
     "early signal",
     "old map",
+    "other scope",
     "never retired",
     "lost load",
     "lost input",
@@ -273,6 +274,7 @@ class LaunchImage:
         params.ranks, params.workers = tp, program.workers
         params.counters, params.queues = program.counters, program.rank_queues
         params.synchronise = params.pipelined = 1
+        params.mapped, params.mapped_everywhere = map_bits(program.forward, self.dims)
         params.segments, params.layer_end = 7, self.dims.layers
         at = image.add(np.frombuffer(bytes(params), np.uint8))
         for name, target in pointers.items():
