@@ -30,6 +30,9 @@ constexpr int32_t kQueues = 3;
 // Warps of a block; the others are consumers.
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
+// What a build leaves out.
+enum class Ablation : int32_t { kNone, kCopies, kCompute };
+
 // What a warp waits for: a counter or a barrier.
 enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kLoaded, kOutputs, kRetired, kParted };
 

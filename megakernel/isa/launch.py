@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 THREADS = 384  # of a block; one block per SM
@@ -38,6 +39,15 @@ AWAITED = {
     "retired": "the instruction in slot {} to end",
     "parted": "the other loader to end",
 }
+
+
+class Ablation(IntEnum):
+    """What a build of the interpreter leaves out, so that a benchmark sees how fast the rest is."""
+
+    NONE = 0
+    COPIES = 1  # loaders fill no page
+    COMPUTE = 2  # consumers compute nothing
+
 
 _SCALARS: dict[str, tuple[str, Any]] = {
     "i4": ("int32_t", ctypes.c_int32),

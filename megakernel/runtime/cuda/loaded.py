@@ -148,6 +148,7 @@ class Loaded:
         _check_records(program)
         self.program = program
         self.launches = 0
+        self._synchronises = True
         self.hash: str | None = None
         self._heap = heap
         self._generation = heap.generation
@@ -179,6 +180,14 @@ class Loaded:
             grid.gpu.unpin(answer)
         self._answers = self._answer_memory()
         self._generation = self._heap.generation
+
+    def synchronise(self, wanted: bool) -> None:
+        """Whether launches wait and signal from now on. Those that do not are not counted by counters."""
+        if wanted != self._synchronises:
+            self.reset()
+            for grid in self.grids:
+                grid.params.synchronise = wanted
+            self._synchronises = wanted
 
     def send(self, words: NDArray[np.int32]) -> None:
         """Begin to give every grid a step table. The launch before must have ended."""
