@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -170,3 +171,10 @@ def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypa
     assert all(part[0]["megakernel"] == {"kernel_s": 1} for part in saved[-1].values())
     said = [saved[-1][name][0].get("error") for name in ("decode-1b", "numerics", "mixed-8b")]
     assert said == [None, "it broke", "not done after 6 s"]
+
+
+def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import pytest; "
+    code += "sys.exit(pytest.main(['-q', '--collect-only', '-m', 'gpu', 'tests/cuda']))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "test_gpu.py::test_switches_change_no_bit" in done.stdout, done.stdout[-2000:]

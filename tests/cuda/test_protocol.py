@@ -18,6 +18,7 @@ from protocol import LaunchImage
 from race_detector import need_race_detector
 
 from megakernel.isa import Buffer, Operation, Result, StepTable
+from megakernel.isa.launch import Ablation
 from megakernel.isa.record import (
     INDEXED,
     OPERAND_WORD,
@@ -89,6 +90,21 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
         images[1].restore()
         assert images[1].run(seed) == ""
         assert same(results(images[1]), expected) == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("ablation", Ablation)
+@pytest.mark.parametrize("matmul", ["tensor", "dots"])
+def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
+    """Without waits and signals, copies or computation: the pages go round by the same rules, again and again."""
+    backend, program, table = make("grouped", 2, Options(matmul=matmul, queue="body", residual="dealt"))
+    image = LaunchImage(backend, program, table)
+    image.params.synchronise = 0
+    for seed in range(4):
+        before = image.buffer(Buffer.TOKENS_OUT).copy()
+        assert image.run(seed, ablation=ablation) == ""
+        changed = image.buffer(Buffer.TOKENS_OUT).tobytes() != before.tobytes()
+        assert changed == (seed == 0 and ablation is not Ablation.COMPUTE)
+        assert not image.counters(0).any()
 
 
 def test_launches_follow_each_other() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
-from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
+from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
@@ -62,11 +62,12 @@ def _folder() -> Path:
 
 
 @functools.cache
-def build_fibres() -> ctypes.CDLL:
-    """The library that runs launches on fibres."""
-    out = _folder() / "protocol.so"
+def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
+    """The library that runs launches on fibres; of a build that leaves something out."""
+    out = _folder() / f"protocol{ablation:d}.so"
     source = ROOT / "csrc" / "host" / "protocol.cpp"
-    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", str(source), "-o", str(out)], check=True)
+    command = ["g++", *FLAGS, f"-DMK_ABLATION={ablation:d}", "-shared", "-fPIC", str(source), "-o", str(out)]
+    subprocess.run(command, check=True)
     library = ctypes.CDLL(str(out))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
@@ -197,12 +198,12 @@ class LaunchImage:
         start = 24 + places.nbytes
         self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
 
-    def run(self, seed: int, bug: str = "none", block: int = -1) -> str:
+    def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
         """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
+        build_fibres(ablation).mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
