@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from protocol import build_fibres
 from megakernel.machine import MACHINES
 from megakernel.model import KNOWN_SHAPES, ModelConfig
 from megakernel.program import Program
+from megakernel.runtime.cuda import compile
 from megakernel.scheduler.simulate import simulate
 from megakernel.trace import DTYPE, Trace
 
@@ -178,3 +180,52 @@ def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() ->
     code += "sys.exit(pytest.main(['-q', '--collect-only', '-m', 'gpu', 'tests/cuda']))"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "test_gpu.py::test_switches_change_no_bit" in done.stdout, done.stdout[-2000:]
+
+
+# -- the probes
+
+
+def test_the_probes_compile(tmp_path: Path) -> None:
+    """By the compiler that CuPy would call, or by nvcc."""
+    source = probe_source()
+    if nvcc := compile.nvcc_path():
+        (tmp_path / "probe.cu").write_text(source)
+        command = [nvcc, "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Werror", "all-warnings"]
+        done = subprocess.run([*command, "probe.cu"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs a CUDA compiler")
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"probe.cu", 0, None, None)
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+    assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
+
+
+def probe_source() -> str:
+    text = (SPEED / "probe_gpu.py").read_text()
+    return text.split('SOURCE = r"""')[1].split('"""')[0]
+
+
+def test_the_probes_report_what_kernels_measure(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fake_cupy
+    import torch
+
+    properties = SimpleNamespace(
+        multi_processor_count=4, L2_cache_size=1 << 12, name="pretended", major=9, minor=0, total_memory=1 << 34
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    import probe_gpu
+
+    monkeypatch.setattr(probe_gpu, "device", lambda p: {"name": p.properties.name})  # asks the driver
+    monkeypatch.setattr(probe_gpu.device, "__name__", "device")
+    monkeypatch.setattr(probe_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(probe_gpu, "MATMULS", [(4, 16, 8)])
+    monkeypatch.setattr(probe_gpu, "LEAST_BYTES", 1 << 14)
+    gpu.PARTS["probe"](gpu.Report(tmp_path / "probe.json"), None)
+    found = json.loads((tmp_path / "probe.json").read_text())
+    assert list(found) == ["device", "hand_off", "read", "timer", "matmul"]
+    size = found["read"]["bytes"]
+    assert size % 4096 == 0 and found["read"]["per_s"] == pytest.approx(size * 1e3)
+    assert found["hand_off"]["idle"]["median_s"] == pytest.approx(fake_cupy.ROUND_TRIP_NS / 2e9)
+    assert found["timer"]["clock64_read_cycles"] == 36 and found["timer"]["sm_clock_hz"] == pytest.approx(2e9)
+    assert found["matmul"][0]["flops_per_s"] == pytest.approx(2 * 4 * 16 * 8 * 1e3)
