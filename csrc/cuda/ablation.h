@@ -1,5 +1,5 @@
-// Builds that leave a part of the work out, for benchmarks: -DMK_ABLATION is an Ablation. They show how fast the other
-// part is alone. Results are meaningless, so only launches that do not synchronise are of use.
+// Builds that leave a part of the work out, for benchmarks: -DMK_ABLATION is an Ablation. They show how fast
+// the other part is alone. Results are meaningless, so only launches that do not synchronise are of use.
 #pragma once
 #include "plan.h"
 
