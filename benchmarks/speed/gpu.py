@@ -4,20 +4,25 @@
 
 Runs from a checkout (PYTHONPATH where the package is not installed) with torch, cuda-python and CuPy, in under
 eight minutes. Each part is a process of its own; one that fails, hangs or finds no time left is named, and the others
-go on. The JSON is written after each, so that what has been measured is there whatever happens next. `--only NAME`,
-as often as wanted, runs those; `--part NAME` runs one in this process.
+go on. Whatever has been measured is in the JSON at once and stays there: a variant that gives other bits, or fails, has
+an `error` beside its figures. `--only NAME`, as often as wanted, runs those; `--part NAME` runs one in this process.
 
-probe         ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
-check-CASE    every instruction against the reference, of one of doctor's cases; `check` is all of them in one process
-decode-MODEL  32-token prompt, 127 decode steps of one sequence by wall time, step table and launch included: as it is,
-              by phases (a graph of one launch per phase), without cross-instruction pipelining, with tracing; their
-              tokens and log-probabilities must have the same bits
-torch-MODEL   the same by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
-              ours, torch, torch, ours: `decode` and `torch` run twice each
-mixed-8b      a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each, of measured matmul rate
-partitions    2 and 4 ranks on parts of the GPU: exposed communication
-numerics      KL divergence and NLL against float32 of ours and of torch in bf16; tokens within the reference's margin
-delay         one instruction stalled by 5 ms: the trace shows it, and the step takes as much longer
+probe          ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
+check-CASE     every instruction against the reference, of one of doctor's cases; `check` is all of them in one process
+decode-MODEL   32-token prompt, 127 decode steps of one sequence: as it is, by phases (a graph of one launch per phase,
+               whose ratio stands first), without cross-instruction pipelining, with tracing; the bits must not differ.
+               kernel_s: the GPU's time, by events round the launch; own_clock_s: the same by the interpreter's own
+               clock, where it traces; table_s: building the step table; step_s: wall time of a step, with its table.
+               `engine`: time per token of a request
+mixed-8b       a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each, likewise
+ablate-PART    the same step with something left out: no instruction waits for another (unsynchronised); besides,
+               loaders copy nothing (no_copies: the consumers' ceiling), or consumers compute nothing (no_compute: the
+               loaders' ceiling)
+numerics       KL divergence and NLL against float32 of ours and of torch in bf16; tokens within the reference's margin
+torch-MODEL    decode by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
+               ours, torch, torch, ours: `decode-1b` and `torch-1b` run twice each
+partitions     2 and 4 ranks on parts of the GPU: exposed communication
+delay          one instruction stalled by 5 ms: the trace shows it, and the step takes as much longer
 """
 
 from __future__ import annotations
@@ -32,23 +37,27 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import made, options, text
+from record import made, options, put, text
 
 from megakernel.cli import doctor_gpu
+from megakernel.errors import MegakernelError
 from megakernel.isa import Units
+from megakernel.isa.launch import Ablation
 from megakernel.runtime import Chunk, SampleRow, build_step
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
+ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
+LAUNCHES = 20  # of an ablation, or of a step of many rows
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
 SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
@@ -64,6 +73,49 @@ def prompt(vocab: int, length: int) -> list[int]:
     """Token ids, the same for everybody."""
     ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
     return ids
+
+
+class Report:
+    """What a part has measured. It is in the part's file after every measurement, whatever becomes of the process."""
+
+    def __init__(self, output: Path | None = None) -> None:
+        self.values: Json = {}
+        self._output = output
+
+    def keep(self, **values: Any) -> None:
+        self.values |= values
+        if self._output:
+            put(self._output, self.values)
+
+
+class Times(NamedTuple):
+    """Seconds of steps, as the docstring of this file explains them."""
+
+    kernel_s: list[float]
+    table_s: list[float]
+    step_s: list[float]
+
+    def medians(self) -> Json:
+        return {name: statistics.median(seconds) for name, seconds in self._asdict().items() if seconds}
+
+
+def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json, bytes]], expected: bytes) -> None:
+    """Keep the median figures of `runs` runs under `name`, and what is wrong with them: other bits, or the error that
+    ended them."""
+    rows: list[Json] = []
+    wrong: Json = {}
+    for _ in range(runs):
+        try:
+            row, bits = run()
+        except MegakernelError as e:
+            wrong = {"error": str(e)}
+            break
+        rows.append(row)
+        if bits != expected:
+            wrong = {"error": "gave other bits than the first run"}
+        medians = {key: statistics.median(row[key] for row in rows) for key in row}
+        report.keep(**{name: medians | wrong | {"runs": rows}})
+    report.keep(**{name: report.values.get(name, {}) | wrong})
 
 
 # -- ours
@@ -94,19 +146,20 @@ class Decode:
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
-    def run(self, trace: bool = False) -> tuple[list[float], bytes, Any]:
-        """(seconds of each decode step with its table, tokens and log-probabilities as bits, the last step's trace)."""
+    def run(self, trace: bool = False) -> tuple[Times, bytes, Any]:
+        """(times of the decode steps, tokens and log-probabilities as bits, the last step's trace)."""
         out = self.prefill()
-        bits = [_bits(out)]
-        seconds = []
+        bits, times = [_bits(out)], Times([], [], [])
         begin = time.perf_counter()
         for table in self.tables():
+            times.table_s.append(time.perf_counter() - begin)
             out = self.backend.launch(self.program, table, trace=trace)
+            times.kernel_s.append(self.backend.kernel_s)
             bits.append(_bits(out))
             end = time.perf_counter()
-            seconds.append(end - begin)
+            times.step_s.append(end - begin)
             begin = end
-        return seconds, b"".join(bits), out.trace
+        return times, b"".join(bits), out.trace
 
 
 def _bits(out: Any) -> bytes:
@@ -114,53 +167,88 @@ def _bits(out: Any) -> bytes:
     return bytes(out.tokens.tobytes() + out.logprobs.tobytes())
 
 
-def decode(model: str, trace_file: Path | None) -> Json:
+def decode(model: str, report: Report, trace_file: Path | None) -> None:
     from dataclasses import asdict
 
     from megakernel.roofline import step_work
 
     it = Decode(model)
     dims, backend = it.program.dims, it.backend
+    backend.time_launches()
     work = step_work(it.program.forward, dims, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
+    report.keep(phases_ratio=None, work=asdict(work), steps=STEPS, prompt=PROMPT)
     expected = it.run()[1]
-    out: Json = {"work": asdict(work), "steps": STEPS, "prompt": PROMPT}
 
     def measure(name: str, trace: bool = False) -> None:
-        runs = []
-        for _ in range(RUNS):
-            seconds, bits, _ = it.run(trace)
-            if bits != expected:
-                raise RuntimeError(f"{name} gave other bits than the first run")
-            runs.append(statistics.median(seconds))
-        out[name] = {
-            "step_s": statistics.median(runs),
-            "runs_s": runs,
-            "read_bytes_per_s": work.bytes / statistics.median(runs),
-        }
+        def run() -> tuple[Json, bytes]:
+            times, bits, last = it.run(trace)
+            clock = {"own_clock_s": own_clock(last)} if trace else {}
+            rate = {"read_bytes_per_s": work.bytes / statistics.median(times.kernel_s)}
+            return times.medians() | clock | rate, bits
 
-    each_way(backend, measure)
+        measured(report, name, RUNS, run, expected)
+
+    each_way(report, backend, measure)
     measure("traced", trace=True)
     measure("megakernel_again")
-    out["phases_ratio"] = out["by_phases"]["step_s"] / out["megakernel"]["step_s"]
-    out["traced_ratio"] = out["traced"]["step_s"] / out["megakernel"]["step_s"]
+    report.keep(traced_ratio=ratio(report, "traced"))
+    report.keep(engine=engine(it))
     trace = it.run(trace=True)[2]
-    out["timeline"] = timeline(it.program, trace)
-    out["engine"] = engine(it)
+    report.keep(timeline=timeline(it.program, trace))
     if trace_file:
         trace.save(trace_file)
         it.program.save(trace_file.with_suffix(".mkp"))
     it.llm.close()
-    return out
 
 
-def each_way(backend: Any, measure: Callable[[str], None]) -> None:
-    """As it is, without cross-instruction pipelining, and by phases."""
+def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> None:
+    """As it is, by phases, and without cross-instruction pipelining."""
     measure("megakernel")
-    backend.pipelined = False
-    measure("not_pipelined")
-    backend.pipelined, backend.by_phases = True, True
+    backend.by_phases = True
     measure("by_phases")
-    backend.by_phases = False
+    report.keep(phases_ratio=ratio(report, "by_phases"))
+    backend.by_phases, backend.pipelined = False, False
+    measure("not_pipelined")
+    backend.pipelined = True
+
+
+def ratio(report: Report, name: str) -> float | None:
+    """How many times as long as the megakernel its kernel takes."""
+    times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
+    return times[0] / times[1] if all(times) else None
+
+
+def own_clock(trace: Any) -> float:
+    """Seconds from the first interval's begin to the last one's end."""
+    return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
+
+
+def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
+    """A step with something left out."""
+    backend.time_launches()
+
+    def run() -> tuple[Json, bytes]:
+        backend.launch(program, table)
+        return {"kernel_s": backend.kernel_s}, b""
+
+    measured(report, "whole", LAUNCHES, run, b"")
+    backend.synchronised = False
+    for name, ablation in ABLATIONS.items():
+        backend.ablation = ablation
+        measured(report, name, LAUNCHES, run, b"")
+
+
+def ablate_decode(report: Report, _: Path | None) -> None:
+    it = Decode("1b")
+    it.prefill()
+    ablate(report, it.backend, it.program, next(it.tables()))
+    it.llm.close()
+
+
+def ablate_mixed(report: Report, _: Path | None) -> None:
+    llm, program, table = mixed_step()
+    ablate(report, llm.engine.backend, program, table)
+    llm.close()
 
 
 def engine(it: Decode) -> Json:
@@ -225,7 +313,7 @@ def handoffs(program: Any, trace: Any) -> Json:
 # -- torch
 
 
-def torch_decode(model: str) -> Json:
+def torch_decode(model: str, report: Report, _: Path | None) -> None:
     import torch
     from torch_llama import TorchLlama
 
@@ -252,19 +340,14 @@ def torch_decode(model: str) -> Json:
         begin = time.perf_counter()
         run()
         run()
-        compile_s = time.perf_counter() - begin
+        report.keep(torch=torch.__version__, compile_s=time.perf_counter() - begin)
         runs = []
         for _ in range(RUNS):
             seconds, found = run()
             runs.append(statistics.median(seconds))
+            report.keep(step_s=statistics.median(runs), runs_s=runs)
     agree = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), len(found))
-    return {
-        "step_s": statistics.median(runs),
-        "runs_s": runs,
-        "compile_s": compile_s,
-        "torch": torch.__version__,
-        "equal_tokens": agree,
-    }
+    report.keep(equal_tokens=agree)
 
 
 def _rows(bits: bytes) -> list[bytes]:
@@ -274,12 +357,9 @@ def _rows(bits: bytes) -> list[bytes]:
 # -- many rows
 
 
-def mixed(_: Path | None) -> Json:
-    """8,192 rows: prompts and decode together, as a server has them."""
-    from dataclasses import asdict
-
+def mixed_step() -> tuple[Any, Any, Any]:
+    """8,192 rows, prompts and decode together as a server has them: (LLM, program, table)."""
     from megakernel import LLM
-    from megakernel.roofline import step_work
 
     prompts, rows, decodes, context = MIXED
     llm = LLM(
@@ -291,7 +371,6 @@ def mixed(_: Path | None) -> Json:
     )
     program = llm.engine.programs.get(prompts * rows + decodes, decodes + prompts)
     rng = np.random.default_rng(_SEED)
-    backend: Any = llm.engine.backend
     per = program.dims.pages_per_seq
     chunks = []
     for i in range(decodes + prompts):
@@ -301,36 +380,41 @@ def mixed(_: Path | None) -> Json:
             chunks.append(Chunk(i, context - 1, tokens[:1], pages, [SampleRow(0)]))
         else:
             chunks.append(Chunk(i, 0, tokens, pages, [SampleRow(rows - 1)]))
-    table = build_step(program.dims, chunks)
+    return llm, program, build_step(program.dims, chunks)
+
+
+def mixed(report: Report, _: Path | None) -> None:
+    from dataclasses import asdict
+
+    from megakernel.roofline import step_work
+
+    prompts, rows, decodes, context = MIXED
+    llm, program, table = mixed_step()
+    backend: Any = llm.engine.backend
+    backend.time_launches()
     sizes = program.forward, program.dims
     mixed_rows, contexts = [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts
     work = step_work(*sizes, mixed_rows, contexts, decodes + prompts)
     dense = step_work(*sizes, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)
-    out: Json = {"work": asdict(work), "matmul_flops": dense.flops}
+    report.keep(phases_ratio=None, work=asdict(work), matmul_flops=dense.flops)
     expected = _bits(backend.launch(program, table))
 
-    def measure(name: str) -> None:
-        seconds = []
-        for _ in range(8):
-            launched = backend.launch(program, table)
-            if _bits(launched) != expected:
-                raise RuntimeError(f"{name} gave other bits than the first run")
-            seconds.append(launched.seconds)
-        step = statistics.median(seconds)
-        out[name] = {"step_s": step, "runs_s": seconds, "matmul_flops_per_s": dense.flops / step}
+    def run() -> tuple[Json, bytes]:
+        launched = backend.launch(program, table)
+        kernel_s = backend.kernel_s
+        row = {"kernel_s": kernel_s, "step_s": launched.seconds, "matmul_flops_per_s": dense.flops / kernel_s}
+        return row, _bits(launched)
 
-    each_way(backend, measure)
+    each_way(report, backend, lambda name: measured(report, name, LAUNCHES, run, expected))
     trace = backend.launch(program, table, trace=True).trace
-    out["timeline"] = timeline(program, trace)
+    report.keep(own_clock_s=own_clock(trace), timeline=timeline(program, trace))
     llm.close()
-    return out
 
 
-def partitions(_: Path | None) -> Json:
+def partitions(report: Report, _: Path | None) -> None:
     """Ranks on parts of one GPU: what they wait for each other. There is no link, so this is synchronisation alone."""
     from megakernel import LLM
 
-    out: Json = {}
     for tp in (2, 4):
         for rows in PARTITION_ROWS:
             llm = LLM(
@@ -348,30 +432,29 @@ def partitions(_: Path | None) -> Json:
             table = build_step(program.dims, chunks)
             seconds = [backend.launch(program, table).seconds for _ in range(PARTITION_RUNS)]
             trace = backend.launch(program, table, trace=True).trace
-            out[f"tp{tp}_rows{rows}"] = {"step_s": statistics.median(seconds)} | timeline(program, trace)
+            report.keep(**{f"tp{tp}_rows{rows}": {"step_s": statistics.median(seconds)} | timeline(program, trace)})
             llm.close()
-    return out
 
 
 # -- right?
 
 
-def check(_: Path | None, name: str | None = None) -> Json:
+def check(report: Report, _: Path | None, name: str | None = None) -> None:
     """All of doctor's cases, or one."""
+    cases, differences = [], []
+    for case in doctor_gpu.cases():
+        if name in (None, case.name):
+            differences += doctor_gpu.check(case, seeds=1, repeats=20)
+            cases.append(case.name)
+            report.keep(cases=cases, differences=differences)
+    if differences:
+        report.keep(error=f"{len(differences)} differ: {differences[0]}")
 
-    found = {
-        case.name: doctor_gpu.check(case, seeds=1, repeats=20)
-        for case in doctor_gpu.cases()
-        if name in (None, case.name)
-    }
-    differences = [line for lines in found.values() for line in lines]
-    wrong = {"error": f"{len(differences)} differ: {differences[0]}"} if differences else {}
-    return {"cases": list(found), "differences": differences} | wrong
 
-
-def numerics(_: Path | None) -> Json:
+def numerics(report: Report, _: Path | None) -> None:
     """Log-probabilities of the last positions of a sequence of the 1B shape: a step of all tokens, and steps of few."""
-    return {name: _scores(step) for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL))}
+    for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL)):
+        report.keep(**{name: _scores(step)})
 
 
 def _scores(step: int) -> Json:
@@ -421,7 +504,7 @@ def _scores(step: int) -> Json:
     return out
 
 
-def delay(_: Path | None) -> Json:
+def delay(report: Report, _: Path | None) -> None:
     """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
     it = Decode("1b")
     table = next(it.tables())
@@ -432,28 +515,30 @@ def delay(_: Path | None) -> Json:
     stalled = it.backend.launch(it.program, table, trace=True)
     span = [float(o.trace.intervals["end"].max()) * 1e-9 for o in (plain, stalled)]
     it.llm.close()
-    return {"step_s": span[0], "stalled_s": span[1], "longer_s": span[1] - span[0]}
+    report.keep(step_s=span[0], stalled_s=span[1], longer_s=span[1] - span[0])
 
 
-def probe(_: Path | None) -> Json:
+def probe(report: Report, _: Path | None) -> None:
     import probe_gpu
 
     p = probe_gpu.Probe()
-    return {f.__name__: f(p) for f in (probe_gpu.device, probe_gpu.read, probe_gpu.timer, probe_gpu.hand_off)} | {
-        "matmul": probe_gpu.matmul(p)
-    }
+    for measure in (probe_gpu.device, probe_gpu.hand_off, probe_gpu.read, probe_gpu.timer, probe_gpu.matmul):
+        report.keep(**{measure.__name__: measure(p)})
 
 
-PARTS: dict[str, Callable[[Path | None], Json]] = {
+Part = Callable[[Report, Path | None], None]
+PARTS: dict[str, Part] = {
     "probe": probe,
     "check": check,
     **{f"check-{name.replace(' ', '-')}": partial(check, name=name) for name in CASES},
-    "decode-1b": lambda t: decode("1b", t),
-    "torch-1b": lambda _: torch_decode("1b"),
-    "numerics": numerics,
-    "decode-8b": lambda _: decode("8b", None),
-    "torch-8b": lambda _: torch_decode("8b"),
+    "decode-1b": partial(decode, "1b"),
     "mixed-8b": mixed,
+    "numerics": numerics,
+    "torch-1b": partial(torch_decode, "1b"),
+    "ablate-decode-1b": ablate_decode,
+    "ablate-mixed-8b": ablate_mixed,
+    "decode-8b": partial(decode, "8b"),
+    "torch-8b": partial(torch_decode, "8b"),
     "partitions": partitions,
     "delay": delay,
 }
@@ -461,8 +546,8 @@ PARTS: dict[str, Callable[[Path | None], Json]] = {
 PLAN = (
     "probe",
     *(part for part in PARTS if part.startswith("check-")),
-    *("numerics", "decode-1b", "torch-1b", "torch-1b", "decode-1b", "decode-8b", "mixed-8b"),
-    *("torch-8b", "partitions", "delay", "torch-8b", "decode-8b"),
+    *("decode-1b", "mixed-8b", "numerics", "torch-1b", "torch-1b", "decode-1b", "ablate-decode-1b"),
+    *("ablate-mixed-8b", "decode-8b", "torch-8b", "partitions", "delay"),
 )
 
 
@@ -479,19 +564,30 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
                 command += ["-t", str(trace)]
             started = time.perf_counter()
             if left <= 5:
-                result: Json = {"error": "no time left"}
+                wrong: Json = {"error": "no time left"}
             else:
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=left)
                     lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no word"]
-                    ended = done.returncode == 0 and target.exists()
-                    result = json.loads(target.read_text()) if ended else {"error": lines[-1], "stderr": lines}
+                    wrong = {"error": lines[-1], "stderr": lines} if done.returncode else {}
                 except subprocess.TimeoutExpired:
-                    result = {"error": f"not done after {left:.0f} s"}
+                    wrong = {"error": f"not done after {left:.0f} s"}
+            result: Json = (json.loads(target.read_text()) if target.exists() else {}) | wrong
             seconds = time.perf_counter() - started
-            print(f"gpu: {name} {seconds:.1f} s {result.get('error', '')}", file=sys.stderr, flush=True)
+            print(f"gpu: {name} {seconds:.1f} s{headline(result)}", file=sys.stderr, flush=True)
             out.setdefault(name, []).append(result | {"took_s": seconds})
             save(out)
+
+
+def headline(result: Json) -> str:
+    """Of a part: the ratio that a megakernel must win, kernels' times, and what went wrong."""
+    said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
+    for name, found in result.items():
+        if isinstance(found, dict) and "kernel_s" in found:
+            said += (
+                f", {name} {found['kernel_s'] * 1e6:.1f} µs{' (' + found['error'] + ')' if 'error' in found else ''}"
+            )
+    return said + (f": {result['error']}" if "error" in result else "")
 
 
 def main() -> int:
@@ -507,27 +603,22 @@ def main() -> int:
         print(f"gpu: {lack}", file=sys.stderr)
         return 1
     if arguments.part:
-        give(PARTS[arguments.part](arguments.trace), arguments.output)
+        report = Report(arguments.output)
+        PARTS[arguments.part](report, arguments.trace)
+        if not arguments.output:
+            print(text(report.values))
         return 0
     last: Json = {}
 
     def save(parts: Json) -> None:
         last.update(made(), parts=parts)
         if arguments.output:
-            give(last, arguments.output)
+            put(arguments.output, last)
 
     run_all(arguments.only or PLAN, arguments.trace, save)
     if not arguments.output:
-        give(last, None)
+        print(text(last))
     return 0
-
-
-def give(result: Json, output: Path | None) -> None:
-    """As JSON, to a file or printed."""
-    if output:
-        output.write_text(text(result) + "\n")
-    else:
-        print(text(result))
 
 
 if __name__ == "__main__":

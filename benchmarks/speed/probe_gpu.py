@@ -234,6 +234,10 @@ extern "C" __global__ void empty() {}
 """
 
 Json = dict[str, Any]
+DEVICE = "cuda"  # torch's
+MATMULS = [(8192, 8192, 8192), (2048, 57344, 8192), (2048, 8192, 28672), (2048, 4096, 4096), (512, 28672, 4096)]
+MATMULS += [(m, 8192, 8192) for m in (1, 16, 128)]
+LEAST_BYTES = 2 << 30  # of the buffer that is streamed
 _ONE_PER_SM = 120 * 1024  # bytes of shared memory that keep a second block off an SM
 
 
@@ -250,7 +254,7 @@ class Probe:
         self.l2_bytes: int = self.properties.L2_cache_size
         self.module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
         self.sink = cupy.zeros(1, dtype=cupy.uint32)
-        self.bytes = max(2 << 30, 8 * self.l2_bytes) // 4096 * 4096
+        self.bytes = max(LEAST_BYTES, 8 * self.l2_bytes) // 4096 * 4096
         self.buffer = self.random(self.bytes)
 
     def kernel(self, name: str) -> Any:
@@ -358,14 +362,12 @@ def l2(p: Probe) -> Json:
 def matmul(p: Probe) -> list[Json]:
     """x [m, k] times w [n, k] transposed, as a Llama's projections; several w, so that none is found in the L2."""
     torch, out = p.torch, []
-    shapes = [(8192, 8192, 8192), (2048, 57344, 8192), (2048, 8192, 28672), (2048, 4096, 4096), (512, 28672, 4096)]
-    shapes += [(m, 8192, 8192) for m in (1, 16, 128)]
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    for m, n, k in shapes:
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, generator=generator)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    for m, n, k in MATMULS:
+        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16, generator=generator)
         copies = max(1, -(-4 * p.l2_bytes // (2 * n * k)))
-        w = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(copies)]
-        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        w = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16, generator=generator) for _ in range(copies)]
+        y = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
         turn = 0
 
         def work(x: Any = x, w: Any = w, y: Any = y) -> None:

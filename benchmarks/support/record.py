@@ -30,7 +30,14 @@ def made() -> dict[str, str]:
 def write(path: Path | None, figures: dict[str, Any]) -> None:
     """`figures` as JSON, after what made them, to a file where one is named."""
     if path:
-        path.write_text(text(made() | figures) + "\n")
+        put(path, made() | figures)
+
+
+def put(path: Path, figures: dict[str, Any]) -> None:
+    """A file that holds all of `figures` or, where this process ends meanwhile, what it held before."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text(figures) + "\n")
+    part.replace(path)
 
 
 def text(value: Any, margin: str = "") -> str:

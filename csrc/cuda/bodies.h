@@ -1,5 +1,6 @@
 // The work of each operation.
 #pragma once
+#include "ablation.h"
 #include "matmul.h"
 #include "ops/attention.h"
 #include "ops/gather.h"
@@ -13,6 +14,16 @@ namespace mk {
 struct Bodies {
   template <class P, class Pages>
   MK_FN static void run(P& p, const Call& c, Pages& pages) {
+    if constexpr (kAblation == Ablation::kCompute) {
+      pass_pages(c, pages);
+    } else {
+      work(p, c, pages);
+    }
+  }
+
+ private:
+  template <class P, class Pages>
+  MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
     // A matmul by dots may normalise its rows itself. Here, so that the code is there but once.
     if (c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone)) norm(p, c);

@@ -6,7 +6,11 @@
 
 namespace mk {
 
-MK_FN Scope scope_of(const Sizes& d, int32_t rank) { return rank == d.rank ? Scope::kGpu : Scope::kSystem; }
+// The same for everybody who adds to a counter or waits for it: the memory model counts accesses by different
+// scopes as a race. A grid has all ranks, unless others run on other GPUs.
+MK_FN Scope scope_of(const Params& params, const Sizes& d) {
+  return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
+}
 
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
@@ -14,15 +18,12 @@ MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int
           params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
-// Who signals may sit on another device.
-MK_FN Scope wait_scope(const Sizes& d) { return d.tp > 1 ? Scope::kSystem : Scope::kGpu; }
-
 // The words that name one counter each; true once they hold, false where the launch was aborted. So are the
 // next two.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
-  return p.wait_counters(kWaits, wait_scope(d), task.where, [&](int32_t i) {
+  return p.wait_counters(kWaits, scope_of(params, d), task.where, [&](int32_t i) {
     const int32_t word = task.record[kWaitWord + i];
     return word == 0 || (word & kIndexed) ? Need{} : need_of(params, d, task.where, word_counter(word));
   });
@@ -39,7 +40,7 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   const int32_t group = s.item_kv_head[item] / op.group_heads;
   const int32_t groups = (s.item_kv_head[item] + s.item_kv_heads[item] - 1) / op.group_heads - group + 1;
   const int32_t corner = word_counter(word) + s.item_wait_block[item] * op.groups + group;
-  return p.wait_counters(s.item_wait_blocks[item] * groups, wait_scope(d), task.where, [&](int32_t i) {
+  return p.wait_counters(s.item_wait_blocks[item] * groups, scope_of(params, d), task.where, [&](int32_t i) {
     return need_of(params, d, task.where, corner + i / groups * op.groups + i % groups);
   });
 }
@@ -50,7 +51,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   const int32_t word = task.record[kWaitWord];
   if (!params.synchronise || !(word & kIndexed)) return true;
   const Run& op = operands<Run>(task.record);
-  return p.wait_counters(op.rows, wait_scope(d), task.where, [&](int32_t i) {
+  return p.wait_counters(op.rows, scope_of(params, d), task.where, [&](int32_t i) {
     const int32_t row = s.logit_rows[op.row + i];
     if (row < 0 || !norms_logit_row(d, s, op.row + i)) return Need{};
     return need_of(params, d, task.where, word_counter(word) + row / d.row_block);
@@ -64,7 +65,7 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
   if (!params.synchronise) return;
   MK_LOOP for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
       p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
-               scope_of(d, rank));
+               scope_of(params, d));
 }
 
 // The words that name one counter each.

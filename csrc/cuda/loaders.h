@@ -1,8 +1,8 @@
 // The two loaders. The weight loader never waits for data of this launch, so it is ahead by as many pages as
 // are free, across the borders of instructions; the input loader waits for the counters.
 #pragma once
+#include "ablation.h"
 #include "counters.h"
-#include "plan.h"
 
 namespace mk {
 
@@ -87,7 +87,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
                wait();
                if (!live) return false;
              }
-             if (use.fill == (inputs ? Fill::kInputs : Fill::kWeights)) {
+             const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
+             if (kAblation != Ablation::kCopies && use.fill == own) {
                if (begin == 0) begin = p.now();
                fill(p, block, params, use, at.slot, rows);
              } else {

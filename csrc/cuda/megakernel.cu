@@ -1,6 +1,6 @@
 // The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
 // The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_UNITS
-// is Dims.units of the programs that it is for.
+// is Dims.units of the programs that it is for; -DMK_ABLATION: ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif

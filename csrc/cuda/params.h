@@ -30,6 +30,9 @@ constexpr int32_t kQueues = 3;
 // Warps of a block; the others are consumers.
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
+// What a build leaves out.
+enum class Ablation : int32_t { kNone, kCopies, kCompute };
+
 // What a warp waits for: a counter or a barrier.
 enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kLoaded, kOutputs, kRetired, kParted };
 
@@ -69,6 +72,8 @@ struct Params {
   void* const* buffers;  // [tp][kBuffers]
   const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
   const TensorMap* maps;  // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
+  uint64_t mapped;  // bit b: a rank's blocks copy by its map of buffer b
+  uint64_t mapped_everywhere;  // bit b: and by those of all ranks
   const int32_t* step_words;  // the step table
   int32_t* abort;  // not 0: leave
   Diagnosis* diagnoses;  // [blocks][warps] what each waits for too long
@@ -97,6 +102,6 @@ struct Params {
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
   }
 };
-static_assert(sizeof(Params) == 272, "as the launcher fills it");
+static_assert(sizeof(Params) == 288, "as the launcher fills it");
 
 }  // namespace mk

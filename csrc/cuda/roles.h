@@ -32,7 +32,11 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
       p.init(slot.retired, kRetiring);
     }
   }
-  for (int i = p.warp(); i < params.dims->tp * kBuffers; i += kWarps) p.acquire_map(params.maps[i]);
+  const int32_t rank = params.first_rank + index / params.workers;
+  MK_LOOP for (int i = p.warp(); i < params.dims->tp * kBuffers; i += kWarps) {
+    const uint64_t used = i / kBuffers == rank ? params.mapped : params.mapped_everywhere;
+    if (used >> i % kBuffers & 1) p.acquire_map(params.maps[i]);
+  }
   p.sync_block();
 }
 

@@ -15,6 +15,7 @@ enum class Bug : int32_t {
   kWrongPhase,      // a consumer warp waits for the phase of a page before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
   kOldMap,          // a block uses a tensor map as the launch before it knew it
+  kOtherScope,      // the storer signals at another scope than the waits have
   kNeverRetired,    // a consumer warp forgets to say that it has done with an instruction
   kLostLoad,        // a load of weights never comes
   kLostInput,       // a load of activations never comes
@@ -64,7 +65,9 @@ class Planted : public Base {
     Base::reads(page, generic);
   }
   void signal(int32_t* counter, int count, Scope scope) {
-    Base::signal(counter, count, scope, bug_ == Bug::kRelaxedSignal ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+    const Scope other = scope == Scope::kGpu ? Scope::kSystem : Scope::kGpu;
+    Base::signal(counter, count, bug_ == Bug::kOtherScope ? other : scope,
+                 bug_ == Bug::kRelaxedSignal ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
   }
 
  private:

@@ -165,7 +165,8 @@ class FibreWarp {
   }
 
   template <class F>
-  bool wait_counters(int n, Scope, const Where& where, F need) {
+  bool wait_counters(int n, Scope scope, const Where& where, F need) {
+    check_scope(scope);
     scheduler().pause();
     for (int i = 0; i < n; ++i) {
       const Need wanted = need(i);
@@ -181,7 +182,8 @@ class FibreWarp {
     }
     return true;
   }
-  void signal(int32_t* counter, int count, Scope, int = 0) {
+  void signal(int32_t* counter, int count, Scope scope, int = 0) {
+    check_scope(scope);
     if (storing_ > 0) fail("signals before what it stored is there");
     *counter = static_cast<int32_t>(static_cast<uint32_t>(*counter) + static_cast<uint32_t>(count));
     if (const auto found = world_.counters.find(counter); found != world_.counters.end())
@@ -254,6 +256,11 @@ class FibreWarp {
       scheduler().pause();
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
+  }
+  // Where another grid has some of the ranks, it is on another GPU.
+  void check_scope(Scope scope) {
+    const bool alone = world_.params.ranks == world_.params.dims->tp;
+    if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than others do");
   }
   void check_map(const TensorMap& map) {
     if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 THREADS = 384  # of a block; one block per SM
@@ -38,6 +39,15 @@ AWAITED = {
     "retired": "the instruction in slot {} to end",
     "parted": "the other loader to end",
 }
+
+
+class Ablation(IntEnum):
+    """What a build of the interpreter leaves out, so that a benchmark sees how fast the rest is."""
+
+    NONE = 0
+    COPIES = 1  # loaders fill no page
+    COMPUTE = 2  # consumers compute nothing
+
 
 _SCALARS: dict[str, tuple[str, Any]] = {
     "i4": ("int32_t", ctypes.c_int32),
@@ -108,6 +118,8 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field(
                 "maps", "const TensorMap*", "[tp][kBuffers]; of those buffers that tiles are loaded from or stored to"
             ),
+            Field("mapped", "u8", "bit b: a rank's blocks copy by its map of buffer b"),
+            Field("mapped_everywhere", "u8", "bit b: and by those of all ranks"),
             Field("step_words", "const int32_t*", "the step table"),
             Field("abort", "int32_t*", "not 0: leave"),
             Field("diagnoses", "Diagnosis*", "[blocks][warps] what each waits for too long"),

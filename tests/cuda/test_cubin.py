@@ -11,6 +11,7 @@ import sass
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
+from megakernel.isa.launch import Ablation
 from megakernel.runtime.cuda import compile as cuda
 
 # By source file, whose lines or what is inlined at them must have become such instructions.
@@ -103,6 +104,12 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A numerics class, traced or not. Compiling fails on what ptxas calls slow: wgmma
     serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
+    return build(tmp_path_factory, numerics, bool(traced))
+
+
+def build(
+    factory: pytest.TempPathFactory, numerics: str, traced: bool = False, ablation: Ablation = Ablation.NONE
+) -> Built:
     if (tool := sass.disassembler()) is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     nvcc = cuda.nvcc_path()
@@ -110,10 +117,10 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    cubin = compiler.compile(trace=bool(traced), units=Units[numerics.upper()])
-    file = Path(tmp_path_factory.mktemp("cubin")) / "megakernel.cubin"
+    cubin = compiler.compile(trace=traced, units=Units[numerics.upper()], ablation=ablation)
+    file = Path(factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
-    return Built(numerics, bool(traced), cubin.log, sass.disassemble(tool, file))
+    return Built(numerics, traced, cubin.log, sass.disassemble(tool, file))
 
 
 def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
@@ -161,3 +168,19 @@ def test_nothing_is_spilled(built: Built) -> None:
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
     assert len(code.reachable([0])) <= INSTRUCTIONS[built.traced]
+
+
+# What a build has no more, and what it still has.
+COPIES, MULTIPLIES = ("UTMALDG", "UBLKCP"), ("HGMMA", "HMMA", "FFMA")
+ABLATIONS = {Ablation.COPIES: (COPIES, MULTIPLIES), Ablation.COMPUTE: (MULTIPLIES, COPIES)}
+
+
+@pytest.mark.parametrize("numerics", ["tensor", "dots"])
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_builds_for_benchmarks_leave_out_what_they_say(
+    tmp_path_factory: pytest.TempPathFactory, numerics: str, ablation: Ablation
+) -> None:
+    code = build(tmp_path_factory, numerics, ablation=ablation).code
+    gone, left = ABLATIONS[ablation]
+    assert [opcode for opcode in gone if code.find(opcode)] == []
+    assert any(code.find(opcode) for opcode in left) and code.find("SYNCS") and not code.find("STL")

@@ -36,8 +36,9 @@ class Counting:
         monkeypatch.setattr(compile, "compiler", lambda: compile.Compiler(self.version))
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
-    def _compile(self, trace: bool, units: Units) -> compile.Cubin:
-        self.asked.append((trace, units))
+    def _compile(self, defines: list[str]) -> compile.Cubin:
+        trace, units, _ = (int(define.split("=")[1]) for define in defines)
+        self.asked.append((bool(trace), Units(units)))
         return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}".encode(), self.log)
 
 

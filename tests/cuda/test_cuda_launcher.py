@@ -43,12 +43,14 @@ from megakernel.model.config import ModelConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime.cuda.heap import map_bits
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
 
 WORKERS, PAGES = 3, 5
 CONFIG = ModelConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True)
+TILED = "W_QKV W_O W_GATE_UP W_DOWN LM_HEAD H ATTN ACT Y K_CACHE V_CACHE"
 
 
 def _machine() -> Machine:
@@ -183,6 +185,44 @@ def test_arguments_point_to_what_they_say() -> None:
             assert expected[2] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
     assert not maps[1, Buffer.EMBED].any()
     backend.close()
+
+
+@pretended()
+def test_memory_of_maps_is_not_written_again() -> None:
+    """Programs that need more room move the buffers: the maps then lie elsewhere, and the ones before are as they were.
+    Programs with the same maps share them."""
+    small, large = _program(4, tp=2), _program(40, tp=2)
+    with _launching(small) as (backend, kernel):
+        seen: list[tuple[int, bytes]] = []
+
+        def before(params: Any) -> bool:
+            size = 2 * len(Buffer) * MAP_BYTES
+            seen.append((params.maps, view(params.maps, (size,), np.uint8).tobytes()))
+            return True
+
+        kernel.before = before
+        for program in (small, large, small, replace(large)):
+            backend.launch(program, _table(program.dims))
+        addresses = [address for address, _ in seen]
+        assert len(set(addresses)) == 3 and addresses[3] == addresses[1]
+        for address, contents in seen:
+            assert view(address, (len(contents),), np.uint8).tobytes() == contents
+
+
+@pytest.mark.parametrize(
+    ("tp", "options", "own", "everywhere"),
+    [
+        (1, Options(matmul="dots"), "K_CACHE V_CACHE", ""),
+        (2, Options(matmul="dots", o="sharded"), "K_CACHE V_CACHE", ""),
+        (1, Options(matmul="tensor"), f"{TILED} X", ""),
+        (2, Options(matmul="tensor", o="sharded", residual="dealt"), f"{TILED} REDUCE", "REDUCE"),
+    ],
+)
+def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
+    """That no map is missing is checked wherever a program runs on fibres."""
+    program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
+    names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
+    assert names == [set(own.split()), set(everywhere.split())]
 
 
 # -- launches that fail

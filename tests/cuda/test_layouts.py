@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from native_harness import build
 from numpy.typing import NDArray
+from tiles import copied_tile
 
 Array = NDArray[Any]
 
@@ -19,17 +20,6 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = build("layouts_harness.cpp", Path(tmp_path_factory.mktemp("layouts")))
     library.k_major_descriptor.restype = library.descriptor_step.restype = ctypes.c_uint64
     return library
-
-
-def copied_tile(tile: Array) -> Array:
-    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle:
-    in each 8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
-    rows = tile.view(np.uint8).reshape(-1, 128)
-    out = np.empty_like(rows)
-    for r, row in enumerate(rows):
-        chunks = row.reshape(8, 16)
-        out[r] = chunks[np.arange(8) ^ (r % 8)].reshape(128)
-    return out.reshape(-1)
 
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:

@@ -18,6 +18,7 @@ from protocol import LaunchImage
 from race_detector import need_race_detector
 
 from megakernel.isa import Buffer, Operation, Result, StepTable
+from megakernel.isa.launch import Ablation
 from megakernel.isa.record import (
     INDEXED,
     OPERAND_WORD,
@@ -91,6 +92,21 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
         assert same(results(images[1]), expected) == [], f"seed {seed}"
 
 
+@pytest.mark.parametrize("ablation", Ablation)
+@pytest.mark.parametrize("matmul", ["tensor", "dots"])
+def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
+    """Without waits and signals, copies or computation: the pages go round by the same rules, again and again."""
+    backend, program, table = make("grouped", 2, Options(matmul=matmul, queue="body", residual="dealt"))
+    image = LaunchImage(backend, program, table)
+    image.params.synchronise = 0
+    for seed in range(4):
+        before = image.buffer(Buffer.TOKENS_OUT).copy()
+        assert image.run(seed, ablation=ablation) == ""
+        changed = image.buffer(Buffer.TOKENS_OUT).tobytes() != before.tobytes()
+        assert changed == (seed == 0 and ablation is not Ablation.COMPUTE)
+        assert not image.counters(0).any()
+
+
 def test_launches_follow_each_other() -> None:
     """Counters and claims go on counting; a replay gives the same bits, X is added to from zero each time."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", queue="body"))
@@ -137,6 +153,7 @@ def test_a_counter_that_never_comes_ends_the_launch_with_who_waits() -> None:
         ("wrong phase", "reads page slot"),
         ("early signal", "signals before what it stored is there"),
         ("old map", "a tensor map that it has not acquired"),
+        ("other scope", "uses a counter at another scope"),
     ],
 )
 def test_finds_a_planted_bug(bug: str, complaint: str) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
-from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
+from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
-from megakernel.runtime.cuda.heap import tiled
+from megakernel.runtime.cuda.heap import map_bits, tiled
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,7 @@ BUGS = (
     "wrong phase",
     "early signal",
     "old map",
+    "other scope",
     "never retired",
     "lost load",
     "lost input",
@@ -61,11 +62,12 @@ def _folder() -> Path:
 
 
 @functools.cache
-def build_fibres() -> ctypes.CDLL:
-    """The library that runs launches on fibres."""
-    out = _folder() / "protocol.so"
+def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
+    """The library that runs launches on fibres; of a build that leaves something out."""
+    out = _folder() / f"protocol{ablation:d}.so"
     source = ROOT / "csrc" / "host" / "protocol.cpp"
-    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", str(source), "-o", str(out)], check=True)
+    command = ["g++", *FLAGS, f"-DMK_ABLATION={ablation:d}", "-shared", "-fPIC", str(source), "-o", str(out)]
+    subprocess.run(command, check=True)
     library = ctypes.CDLL(str(out))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
@@ -196,12 +198,12 @@ class LaunchImage:
         start = 24 + places.nbytes
         self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
 
-    def run(self, seed: int, bug: str = "none", block: int = -1) -> str:
+    def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
         """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        build_fibres().mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
+        build_fibres(ablation).mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
@@ -273,6 +275,7 @@ class LaunchImage:
         params.ranks, params.workers = tp, program.workers
         params.counters, params.queues = program.counters, program.rank_queues
         params.synchronise = params.pipelined = 1
+        params.mapped, params.mapped_everywhere = map_bits(program.forward, self.dims)
         params.segments, params.layer_end = 7, self.dims.layers
         at = image.add(np.frombuffer(bytes(params), np.uint8))
         for name, target in pointers.items():

@@ -4,18 +4,12 @@
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
+#if defined(__CUDACC__)
+#include "mma.cuh"
+#endif
 #include "softmax.h"
 
 namespace mk {
-
-// c += a b, [16][16] x [16][8].
-__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // What a lane reads of rows and columns [0, 16) of a swizzled tile by ldmatrix: words 0 and 1 are of the
 // first eight columns, then of the others.
@@ -28,11 +22,15 @@ __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, in
 // Rows [row, row + 16) and columns [col, col + 16). Eight rows further the swizzle is the same, and 16
 // columns are two chunks of it.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
-  const uint32_t at = (own ^ col * 2) + row * kTileRowBytes;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(at)
-               : "memory");
+  load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
+}
+
+// words[k]. An index that only the run knows would put all of them into memory.
+template <int kCount>
+__device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)[kCount][4], int k) {
+  MK_UNROLL for (int i = 0; i < kCount; ++i) {
+    MK_UNROLL for (int w = 0; w < 4; ++w) out[w] = i == k ? words[i][w] : out[w];
+  }
 }
 
 // A lane holds parts of two rows: lane / 4 and 8 more. head_dim is a multiple of 8, so what is asked of an
@@ -77,13 +75,23 @@ class AttentionTile {
       MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] = 0.0f;
     }
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
-      if (16 * k >= head_dim) break;
+      if (16 * k + 16 > head_dim) break;
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         load_b(b, own, 16 * k, 8 * n);
         mma_16x8x16(score_[8 * kHalf + n], query_[k], b[0], b[1]);
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
+    }
+    // Of eight elements that are left: behind them lies what is none of this head's.
+    if (head_dim % 16 == 0) return;
+    uint32_t query[4] = {};
+    pick(query, query_, head_dim / 16);
+    MK_UNROLL for (int n = 0; n < 8; n += 2) {
+      uint32_t b[4];
+      load_b(b, own, head_dim - 8, 8 * n);
+      mma_16x8x16(score_[8 * kHalf + n], query, b[0], 0);
+      mma_16x8x16(score_[8 * kHalf + n + 1], query, b[2], 0);
     }
   }
 

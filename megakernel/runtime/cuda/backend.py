@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, Units, record
-from ...isa.launch import BODY, EPILOGUE, PROLOGUE
+from ...isa.launch import BODY, EPILOGUE, PROLOGUE, Ablation
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
-from .driver import Gpu, Kernel
+from .driver import Gpu, Kernel, Stopwatch
 from .heap import Heap
 from .launch import CudaLaunch
 from .limits import refusal
@@ -64,6 +64,9 @@ class CudaBackend:
     not stop, loses its GPUs: whatever is asked of them is an error, until the process ends. `by_phases`: a step runs as
     a graph of one launch per phase, with the same bits; `pipelined` off: a block fetches an instruction when the one
     before has ended.
+
+    Two switches for benchmarks make results meaningless: `synchronised` off, which has no instruction wait for another,
+    and `ablation`, a build that leaves something out, whose launches do not synchronise either.
     """
 
     name = "cuda"
@@ -78,13 +81,16 @@ class CudaBackend:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
+        self.synchronised, self.ablation = True, Ablation.NONE
+        self.kernel_s = 0.0  # of the last launch, once `time_launches` was called
+        self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None  # by its own word
         self._node = Node(dims.tp)
-        self._codes: dict[tuple[bool, Units], bytes] = {}
-        self._kernels: dict[tuple[bool, Units, int], Kernel] = {}
+        self._codes: dict[tuple[bool, Units, Ablation], bytes] = {}
+        self._kernels: dict[tuple[bool, Units, Ablation, int], Kernel] = {}
         self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
         self._closed = False
         for gpu in self._node.gpus:
@@ -112,8 +118,8 @@ class CudaBackend:
         self._heap.fit(program.dims)
         loaded = Loaded(self._heap, replace(one, queues=_nothing(program.ranks * program.rank_queues)))
         try:
+            loaded.synchronise(False)
             for grid in loaded.grids:
-                grid.params.synchronise = 0
                 grid.params.segments = 1 << index
                 if index == BODY:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
@@ -126,6 +132,10 @@ class CudaBackend:
         """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
+    def time_launches(self) -> None:
+        """From now on measure what the GPUs take for each launch, without copies to and from the host."""
+        self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
+
     # -- launches
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
@@ -135,6 +145,7 @@ class CudaBackend:
         check_table(program, table, self.pages)
         if self.by_phases and trace:
             raise MegakernelError("a launch by phases has no trace: turn one of the two off")
+        loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
         return CudaLaunch(self, loaded, table, trace=trace)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
@@ -167,11 +178,11 @@ class CudaBackend:
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
         """The one for programs of the numerics class of `dims`."""
-        variant = trace, Units(dims.units)
+        variant = trace, Units(dims.units), self.ablation
         key = *variant, gpu.ordinal
         if key not in self._kernels:
             if variant not in self._codes:
-                self._codes[variant] = compile.cubin(trace=trace, units=Units(dims.units))
+                self._codes[variant] = compile.cubin(trace=trace, units=Units(dims.units), ablation=self.ablation)
             self._kernels[key] = Kernel(gpu, self._codes[variant])
         return self._kernels[key]
 
@@ -179,6 +190,8 @@ class CudaBackend:
         """Give the GPUs all that `launch` is."""
         self.running = launch
         loaded.send(table.words)
+        for watch in self._watches:
+            watch.begin()
         if self.by_phases:
             self._by_phases(loaded).launch()
         else:
@@ -191,6 +204,8 @@ class CudaBackend:
                 if launch.traced:
                     self._tracing.prepare(grid, loaded.program)
                 grid.begin(self._kernel(grid.gpu, loaded.program.dims, trace=launch.traced))
+        for watch in self._watches:
+            watch.end()
         loaded.fetch()
 
     def ended(self, loaded: Loaded, *, failed: bool) -> None:
@@ -208,6 +223,7 @@ class CudaBackend:
 
     def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
         """What the launch that has just ended leaves; `traced`: its table, where it was."""
+        self.kernel_s = max((watch.seconds() for watch in self._watches), default=0.0)
         tokens, logprobs = loaded.outputs()
         trace = self._tracing.collect(loaded, traced) if traced else None
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
@@ -258,6 +274,8 @@ class CudaBackend:
         self._phases.clear()
         self._programs.clear()
         self._heap.close()
+        for watch in self._watches:
+            watch.close()
         for kernel in self._kernels.values():
             kernel.close()
         self._node.close()

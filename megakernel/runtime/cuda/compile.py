@@ -1,6 +1,6 @@
 """From csrc/cuda to a cubin: NVRTC at first use, nvcc where there is no NVRTC; cached by content.
 
-`python -m megakernel.runtime.cuda.compile` fills the cache ahead of use.
+`python -m megakernel.runtime.cuda.compile` fills the cache ahead of use, the builds for benchmarks included.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import MegakernelError
 from ...isa import Units
+from ...isa.launch import Ablation
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
@@ -45,9 +47,10 @@ class Compiler:
     version: str
     nvcc: str | None = None
 
-    def compile(self, *, trace: bool, units: Units) -> Cubin:
-        """One of the four cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
-        cubin = _with_nvcc(self.nvcc, trace, units) if self.nvcc else _with_nvrtc(trace, units)
+    def compile(self, *, trace: bool, units: Units, ablation: Ablation = Ablation.NONE) -> Cubin:
+        """One of the cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
+        defines = _defines(trace, units, ablation)
+        cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
         return cubin
@@ -95,13 +98,13 @@ def nvcc(path: str) -> Compiler:
     return Compiler(f"nvcc {release[1] if release else answer}", path)
 
 
-def cubin(*, trace: bool, units: Units) -> bytes:
+def cubin(*, trace: bool, units: Units, ablation: Ablation = Ablation.NONE) -> bytes:
     """The interpreter's code for programs whose matmuls `units` compute: from the cache, or compiled now.
 
     That takes about half a minute, which a terminal is told.
     """
     with_ = compiler()
-    path = cache_folder() / "cubin" / f"{_key(with_, trace, units)}.cubin"
+    path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, ablation))}.cubin"
     try:
         return path.read_bytes()
     except OSError:
@@ -111,14 +114,14 @@ def cubin(*, trace: bool, units: Units) -> bytes:
         few = " for few rows" if units is Units.DOTS else ""
         what = f"the CUDA interpreter{few}{' with tracing' if trace else ''}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(trace=trace, units=units).code
+    code = with_.compile(trace=trace, units=units, ablation=ablation).code
     _store(path, code)
     return code
 
 
-def _key(with_: Compiler, trace: bool, units: Units) -> str:
+def _key(with_: Compiler, defines: list[str]) -> str:
     """Names everything that the code depends on, and nothing else: no times, no paths."""
-    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *_defines(trace, units))).encode())
+    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
         digest.update(text)
@@ -141,22 +144,22 @@ def _store(path: Path, code: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def _defines(trace: bool, units: Units) -> list[str]:
-    return [f"-DMK_TRACE={int(trace)}", f"-DMK_UNITS={int(units)}"]
+def _defines(trace: bool, units: Units, ablation: Ablation) -> list[str]:
+    return [f"-DMK_TRACE={int(trace)}", f"-DMK_UNITS={int(units)}", f"-DMK_ABLATION={int(ablation)}"]
 
 
-def _with_nvcc(path: str, trace: bool, units: Units) -> Cubin:
+def _with_nvcc(path: str, defines: list[str]) -> Cubin:
     folder = source_folder() / "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "megakernel.cubin"
-        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *_defines(trace, units), "-o", str(target)]
+        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *defines, "-o", str(target)]
         done = subprocess.run([*command, "megakernel.cu"], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise _failed(done.stderr)
         return Cubin(target.read_bytes(), done.stderr)
 
 
-def _with_nvrtc(trace: bool, units: Units) -> Cubin:
+def _with_nvrtc(defines: list[str]) -> Cubin:
     from cuda.bindings import nvrtc
 
     def check(answer: tuple[Any, ...]) -> Any:
@@ -168,7 +171,7 @@ def _with_nvrtc(trace: bool, units: Units) -> Cubin:
     text = (folder / "megakernel.cu").read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(text, b"megakernel.cu", 0, None, None))
     try:
-        options = [*_NVRTC_ARCH, *_FLAGS, *_defines(trace, units), f"-I{folder}"]
+        options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         # A buffer of one byte would be CPython's own b" ", which the library then overwrites.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -190,5 +193,11 @@ def _failed(said: str) -> MegakernelError:
 
 
 if __name__ == "__main__":
-    for _trace, _units in itertools.product((False, True), (Units.TENSOR, Units.DOTS)):
-        cubin(trace=_trace, units=_units)
+    _kinds = [(False, Ablation.NONE), (True, Ablation.NONE), (False, Ablation.COPIES), (False, Ablation.COMPUTE)]
+    with ThreadPoolExecutor(os.cpu_count()) as _pool:
+        _made = [
+            _pool.submit(cubin, trace=_trace, units=_units, ablation=_ablation)
+            for (_trace, _ablation), _units in itertools.product(_kinds, (Units.TENSOR, Units.DOTS))
+        ]
+    for _one in _made:
+        _one.result()

@@ -218,6 +218,35 @@ class Gpu:
         d.cuDevicePrimaryCtxRelease(self._device)
 
 
+class Stopwatch:
+    """The time that a GPU takes for what its stream is given between `begin` and `end`."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        gpu.use()
+        self._gpu = gpu
+        flag = gpu.driver.CUevent_flags.CU_EVENT_DEFAULT
+        self._events = [check("making an event", gpu.driver.cuEventCreate(flag)) for _ in range(2)]
+
+    def begin(self) -> None:
+        self._record(0)
+
+    def end(self) -> None:
+        self._record(1)
+
+    def _record(self, event: int) -> None:
+        self._gpu.use()
+        check("recording an event", self._gpu.driver.cuEventRecord(self._events[event], self._gpu.stream))
+
+    def seconds(self) -> float:
+        """Once both have come."""
+        return float(check("reading a time", self._gpu.driver.cuEventElapsedTime(*self._events))) / 1e3
+
+    def close(self) -> None:
+        self._gpu.use()
+        for event in self._events:
+            self._gpu.driver.cuEventDestroy(event)
+
+
 class Graph:
     """Recorded launches."""
 

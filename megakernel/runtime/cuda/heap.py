@@ -56,6 +56,14 @@ def tiled(forward: Forward, dims: Dims, pages: int) -> dict[Buffer, tuple[int, i
     return found
 
 
+def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
+    """Bit b of the first: a rank's blocks copy by its tensor map of buffer b; of the second: by those of all ranks."""
+    partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
+    used = set(tiled(forward, dims, 0))
+    own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
+    return own, everywhere
+
+
 class Heap:
     """All buffers of all ranks of a model. Activations and outputs grow to the largest program seen."""
 
@@ -67,6 +75,7 @@ class Heap:
         self._address: dict[tuple[int, Buffer], int] = {}
         self._grown: list[tuple[Gpu, int]] = []  # by rank: allocations that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
+        self._maps: dict[tuple[int, bytes], int] = {}  # by GPU and contents
         # By rank, the address of STATUS_BYTES of its GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
@@ -137,8 +146,19 @@ class Heap:
         """[tp, buffers]"""
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
-    def maps(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
-        """Tensor maps for a program of `dims`, encoded: [tp, buffers, bytes]; zeros where there is none."""
+    def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
+        """Address of the tensor maps for a program of `dims`: [tp, buffers, bytes]; zeros where there is none.
+
+        The copy engine keeps maps that it has used, so the memory is not written again while the heap lives.
+        """
+        encoded = self._encoded(forward, dims)
+        key = gpu.ordinal, encoded.tobytes()
+        if key not in self._maps:
+            self._maps[key] = self.keep(gpu, encoded.nbytes)
+            gpu.upload(self._maps[key], encoded)
+        return self._maps[key]
+
+    def _encoded(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
         out = np.zeros((dims.tp, len(Buffer), MAP_BYTES), np.uint8)
         for d in self._ranks(dims):
             for buffer, sizes in tiled(forward, d, self.pages).items():

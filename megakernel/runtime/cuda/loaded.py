@@ -15,7 +15,7 @@ from ...program import SEGMENTS, Program, Segment
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
-from .heap import STATUS_BYTES, Heap
+from .heap import STATUS_BYTES, Heap, map_bits
 from .limits import phase_refusal
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
@@ -69,7 +69,6 @@ class Grid:
             **arrivals,
             "buffers": heap.addresses(),
             "layer_stride": heap.strides(),
-            "maps": heap.maps(program.forward, program.dims),
             "step_words": StepTable(program.dims).words,
             "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
         }
@@ -80,7 +79,10 @@ class Grid:
         }
         numbered = {f"{name}{i}": array for name, group in several.items() for i, array in enumerate(group)}
         self._tables = Tables(gpu, arrays | numbered)
+        mapped, mapped_everywhere = map_bits(program.forward, program.dims)
         self.params: Any = Params(
+            mapped=mapped,
+            mapped_everywhere=mapped_everywhere,
             first_rank=ranks.start,
             ranks=len(ranks),
             workers=program.workers,
@@ -106,12 +108,12 @@ class Grid:
 
     def _point(self) -> None:
         self.params.abort = self._heap.status[self.ranks.start]
+        self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
         """The heap has moved."""
         self.gpu.use()
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
-        self.gpu.upload(self._tables["maps"], self._heap.maps(self._program.forward, self._program.dims))
         self._point()
 
     def send(self, words: NDArray[np.uint8]) -> None:
@@ -146,6 +148,7 @@ class Loaded:
         _check_records(program)
         self.program = program
         self.launches = 0
+        self._synchronises = True
         self.hash: str | None = None
         self._heap = heap
         self._generation = heap.generation
@@ -177,6 +180,14 @@ class Loaded:
             grid.gpu.unpin(answer)
         self._answers = self._answer_memory()
         self._generation = self._heap.generation
+
+    def synchronise(self, wanted: bool) -> None:
+        """Whether launches wait and signal from now on. Those that do not are not counted by counters."""
+        if wanted != self._synchronises:
+            self.reset()
+            for grid in self.grids:
+                grid.params.synchronise = wanted
+            self._synchronises = wanted
 
     def send(self, words: NDArray[np.int32]) -> None:
         """Begin to give every grid a step table. The launch before must have ended."""

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -94,6 +95,8 @@ class Stream {
 struct Event {
   const int64_t context = current;
   std::shared_ptr<std::atomic<bool>> done = std::make_shared<std::atomic<bool>>(true);
+  std::shared_ptr<std::chrono::steady_clock::time_point> at =
+      std::make_shared<std::chrono::steady_clock::time_point>();
 };
 
 struct Function {
@@ -269,8 +272,15 @@ int cuEventRecord(Event* event, Stream* stream) {
   if (event->context != stream->context) return kInvalidHandle;
   if (stream->recording) return kCaptureUnsupported;
   event->done = std::make_shared<std::atomic<bool>>(false);
-  stream->push([done = event->done] { *done = true; });
+  stream->push([done = event->done, at = event->at] {
+    *at = std::chrono::steady_clock::now();
+    *done = true;
+  });
   return kOk;
+}
+int cuEventElapsedTime(float* ms, Event* begin, Event* end) {
+  if (!*begin->done || !*end->done) return kNotReady;
+  return give(ms, std::chrono::duration<float, std::milli>(*end->at - *begin->at).count());
 }
 int cuEventQuery(Event* event) { return *event->done ? kOk : kNotReady; }
 int cuModuleLoadData(char** module, const void*) {
