@@ -39,11 +39,11 @@ NOT_RUN = {
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
     r"runtime\.cuda\.compile": "compiles what tests/cuda/test_cubin.py does",
     r"benchmarks/pictures": "writes docs/*.png anew",
-    r"(compile_verify|engine_overhead|ranks|verifier)\.py": "takes from a quarter of a minute to an hour",
+    r"(compile_verify|engine_overhead|ranks|speculation|verifier|workers)\.py": "takes from a quarter of a minute to an hour",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
-    r"llama_cpp\.py|speed/cpu\.py": "needs llama.cpp's sources, and takes an hour",
+    r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
 }
 
 # The first that fits: flags that make the command short, or let it find the server that this document has started.
