@@ -37,7 +37,6 @@ NOT_RUN = {
     r"^pip": "needs the package index; it is how CI begins",
     r"^pytest$": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
-    r"runtime\.cuda\.compile": "compiles what tests/cuda/test_cubin.py does",
     r"benchmarks/pictures": "writes docs/*.png anew",
     r"(compile_verify|engine_overhead|ranks|speculation|verifier|workers)\.py": "takes from a quarter of a minute to an hour",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
