@@ -1,0 +1,55 @@
+"""`compile --search`: what is found is right, faster, and remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import run_cli
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.scheduler import Options
+from megakernel.scheduler.options import Shape
+from megakernel.scheduler.tune import Fastest, search
+from megakernel.scheduler.verify import verify
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
+
+
+def test_a_search_improves_on_bad_sizes_and_is_remembered() -> None:
+    config = replace(load_config("random:llama-3.2-1b"), layers=4)
+    begin = Options(queue="body", norm="own", shape=Shape(tile_cols=64))
+    limits = {"dtype": Dtype.BF16, "max_seqs": 4, "max_context": 256}
+    fastest = Fastest(config, machines.load("h100", 16), tp=2, options=begin, **limits)
+    found = search(fastest, 512, 60.0)
+    steps = [found.begin_s, *(gain.step_s for gain in found.gains)]
+    assert steps == sorted(steps, reverse=True)
+    assert found.step_s == steps[-1] < 0.9 * found.begin_s
+    assert found.options.shape.tile_cols > 64
+    assert found.options.queue == "body" and found.options.norm == "own"
+    assert verify(fastest.compile(found.options, 512, 4)).ok
+    assert search(fastest, 512, 60.0) == replace(found, cached=True)
+    assert not search(fastest, 512, 61.0).cached
+
+
+def test_time_bounds_a_search() -> None:
+    config = load_config("random:llama-3.2-1b")
+    fastest = Fastest(config, machines.load("h100", 16), options=Options(), dtype=Dtype.BF16, max_seqs=1, max_context=64)
+    found = search(fastest, 1, 1e-9)
+    assert found.tried == 1 and found.step_s == found.begin_s and not found.gains
+
+
+def test_the_verbs_say_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "a.mkp"
+    tiny = ["--model", "random:smollm2-135m", "--machine", "h100", "--workers", "4", "--context", "64"]
+    bad = run_cli("compile", *tiny, "--search", "-1")
+    assert bad.returncode == 2 and "'-1' is not a number of seconds above 0" in bad.stderr
+    assert run_cli("compile", *tiny, "-o", str(file)).returncode == 0
+    refused = run_cli("simulate", str(file), "--machine", "h100", "--weights", "q8_0")
+    assert refused.returncode == 1 and "compiled for its weights already" in refused.stderr
