@@ -34,7 +34,7 @@ _MOST_DOTS, _MOST_REPLICATED, _LEAST_PANELS = 32, 1024, 512
 
 def variants(tp: int, rows: int) -> list[Options]:
     """All that the options can say, what does not go together too."""
-    names = ["queue", "norm"] + ["o"] * (tp > 1) + ["residual"] * (1 < tp and rows <= _MOST_REPLICATED)
+    names = ["queue", "norm"] + ["o"] * (tp > 1) + ["residual"] * (tp > 1 and rows <= _MOST_REPLICATED)
     names += ["matmul"] * (rows <= _MOST_DOTS)
     values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
     every = [Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=MODELS)
     arguments = parser.parse_args()
     found = []
-    for machine, rows, model, tp in product(arguments.machines, arguments.rows, arguments.models, arguments.tp):
+    for rows, machine, model, tp in product(arguments.rows, arguments.machines, arguments.models, arguments.tp):
         found.append(point(model, machine, tp, rows))
         row = found[-1]
         print(

@@ -167,9 +167,9 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def _found_text(found: Found) -> str:
-    gains = "".join(f", {gain.what} {gain.value} {gain.step_s * 1e3:.3f} ms" for gain in found.gains)
+    gains = "".join(f"; with {gain.change} {gain.step_s * 1e3:.3f} ms" for gain in found.gains)
     kept = " (an earlier search)" if found.cached else ""
-    return f"{found.begin_s * 1e3:.3f} ms predicted{gains or ', nothing faster'}; {found.tried} programs tried{kept}"
+    return f"{found.begin_s * 1e3:.3f} ms predicted{gains or '; nothing faster'}; {found.tried} programs tried{kept}"
 
 
 def run_disasm(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,18 @@ from ...model.config import ModelConfig
 from ...program import Program
 from .. import compile_program, with_matmul
 from ..candidates import most_dot_rows
-from ..options import CHOICES, Options
+from ..describe import lowering
+from ..options import CHOICES, Options, Shape
 from .predict import predicted_seconds
 
 # The program is simulated with the logits of as many rows as an engine asks for: those of more are the same for all.
 _LOGIT_ROWS = 64
 # Rows for which dots are tried against matrix units, in tiles of dots: for more they are many times slower.
 _DOT_TILES = 4
+# Rows for which a residual on every rank is tried: for more, each rank would normalise and add what all others do.
+_REPLICATED_ROWS = 1024
+# Row blocks that are tried as one panel: each rank owns some of a panel then, so its exchange uses all links.
+_ONE_PANEL = 16
 
 
 class Fastest:
@@ -48,12 +52,17 @@ class Fastest:
     ) -> None:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
         self._fixed, self._chosen = fixed, dict[int, Options]()
-        if one_class and tp > 1:
-            replicated = self.compile(options, 1, 1).dims.replicated_o
-            self._options = replace(options, o="replicated" if replicated else "sharded")
+        if one_class:
+            self._options = self._settled(options)
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
         return self.compile(self.options(tokens), tokens, logit_rows)
+
+    def _settled(self, options: Options) -> Options:
+        """`options` with the lowering of O where auto has a choice: the cost model's, which no bucket changes."""
+        if self._tp == 1 or options.o != "auto":
+            return options
+        return replace(options, o=_o(self.compile(options, 1, 1)))
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
         sizes = {"tokens": tokens, "logit_rows": logit_rows, "tp": self._tp}
@@ -80,18 +89,18 @@ class Fastest:
             return self._options
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            self._chosen[tokens] = self._choose(replace(start, queue="body"), tokens)
+            self._chosen[tokens] = self._choose(self._settled(replace(start, queue="body")), tokens)
         return self._chosen[tokens]
 
     def _choose(self, best: Options, tokens: int) -> Options:
         """One choice after the other, until each has been tried since the last that was better."""
         known: dict[Options | str, float] = {}
         best_s, since = self.seconds(best, tokens, known), 0
-        choices = list(self.open(tokens))
-        for name, values in itertools.cycle(choices):
+        choices = self.open(tokens)
+        for changes in itertools.cycle(choices):
             found = best
-            for value in values:
-                tried = replace(best, **{name: value})
+            for change in changes:
+                tried = replace(best, **change)
                 seconds = self.seconds(tried, tokens, known)
                 if seconds < best_s:
                     found, best_s = tried, seconds
@@ -101,14 +110,30 @@ class Fastest:
                 return best
         return best
 
-    def open(self, tokens: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """What the options leave open, and its values."""
-        tile = most_dot_rows(self._config, self.machine, self._tp)
-        for name in ("queue", "matmul", "o", "residual", "norm"):
-            if getattr(self._options, name) != "auto" or (self._tp == 1 and name in ("o", "residual")):
-                continue
-            if name == "matmul" and ceil_div(tokens, tile) > _DOT_TILES:
-                continue
-            yield name, tuple(value for value in CHOICES[name] if value != "auto")
+    def open(self, tokens: int) -> list[list[dict[str, Any]]]:
+        """The choices that the options leave open, each with its changes. Queue and O depend on each other."""
+        open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
+        if self._tp == 1:
+            open_ -= {"o", "residual"}
+        if tokens > _REPLICATED_ROWS:
+            open_ -= {"residual"}
+        if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp)) > _DOT_TILES:
+            open_ -= {"matmul"}
+        together = (["queue", "o"], ["matmul"], ["residual"], ["norm"])
+        choices = [_products([name for name in names if name in open_]) for names in together]
         if self._options.interleave:
-            yield "interleave", (True, False)
+            choices.append([{"interleave": on} for on in (True, False)])
+        blocks = ceil_div(tokens, self.machine.tile_rows)
+        if self._options.shape == Shape() and 1 < blocks <= _ONE_PANEL:
+            choices.append([{"shape": Shape()}, {"shape": Shape(panel=blocks)}])
+        return [changes for changes in choices if len(changes) > 1]
+
+
+def _o(program: Program) -> str:
+    return lowering(program.dims, program.forward)["o"]
+
+
+def _products(names: list[str]) -> list[dict[str, Any]]:
+    """All ways to set some options."""
+    values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
+    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...isa import target_of
 from ...isa.dims import Units
+from ...library import load
 from ...machine import Machine
 from ...model.cache import cache_folder
 from ...program import Program
@@ -26,10 +28,9 @@ _LAGS, _CLAIMS = (1, 2, 3, 4, 6), (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Gain:
-    """One change that made a step shorter: `what` was set to `value`."""
+    """One change that made a step shorter."""
 
-    what: str
-    value: str
+    change: str
     step_s: float
 
 
@@ -66,7 +67,7 @@ def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
         step_s = fastest.seconds(options, tokens, known)
         if step_s < best_s:
             best, best_s = options, step_s
-            gains.append(Gain(what, str(getattr(options.shape, what, None) or getattr(options, what)), step_s))
+            gains.append(Gain(what, step_s))
             moves = _moves(best, program, fastest, tokens)
     found = Found(best, begin_s, best_s, tuple(gains), sum(isinstance(k, str) for k in known))
     _save(file, found, seconds)
@@ -79,7 +80,7 @@ def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> It
     row_unit = target_of(dims).row_unit[Units(dims.units)]
     rows, cols = machine.tile_rows, machine.tile_cols
     sizes: dict[str, list[int]] = {
-        "panel": list(range(1, dims.row_blocks + 1))[:8],
+        "panel": sorted({n for n in (1, 2, 3, 4, 5, 6, 8, dims.row_blocks) if n <= dims.row_blocks}),
         "claims": list(_CLAIMS) if best.queue != "none" else [],
         "tile_cols": [cols * n // 4 for n in (4, 3, 2, 1)],
         "tile_rows": [n for n in (rows, rows * 3 // 4, rows // 2, rows // 4) if n % row_unit == 0 and n],
@@ -89,16 +90,21 @@ def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> It
     for name, values in sizes.items():
         for value in values:
             if value != getattr(shape, name):
-                yield name, replace(best, shape=replace(shape, **{name: value}))
-    for name, values in fastest.open(tokens):
-        yield from ((name, replace(best, **{name: value})) for value in values if value != getattr(best, name))
+                yield f"{name} {value}", replace(best, shape=replace(shape, **{name: value}))
+    for changes in fastest.open(tokens):
+        yield from ((_text(change), replace(best, **change)) for change in changes if "shape" not in change)
+
+
+def _text(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in change.items())
 
 
 def _key(program: Program, machine: Machine) -> str:
-    """Of all that a search depends on: the program, the machine, and this scheduler and simulator."""
+    """Of all that a search depends on: the program, the machine, and the scheduler and simulator that made it."""
     digest = hashlib.sha256(f"{program.hash} {machine}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
+    digest.update(Path(load()._name).read_bytes())
     return digest.hexdigest()[:32]
 
 

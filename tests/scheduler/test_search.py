@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import run_cli
+from commands import fails, run
 
 from megakernel import machine as machines
 from megakernel.isa import Dtype
@@ -40,16 +40,17 @@ def test_a_search_improves_on_bad_sizes_and_is_remembered() -> None:
 
 def test_time_bounds_a_search() -> None:
     config = load_config("random:llama-3.2-1b")
-    fastest = Fastest(config, machines.load("h100", 16), options=Options(), dtype=Dtype.BF16, max_seqs=1, max_context=64)
+    fastest = Fastest(
+        config, machines.load("h100", 16), options=Options(), dtype=Dtype.BF16, max_seqs=1, max_context=64
+    )
     found = search(fastest, 1, 1e-9)
     assert found.tried == 1 and found.step_s == found.begin_s and not found.gains
 
 
-def test_the_verbs_say_what_is_wrong(tmp_path: Path) -> None:
-    file = tmp_path / "a.mkp"
+def test_the_verbs_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "a.mkp")
     tiny = ["--model", "random:smollm2-135m", "--machine", "h100", "--workers", "4", "--context", "64"]
-    bad = run_cli("compile", *tiny, "--search", "-1")
-    assert bad.returncode == 2 and "'-1' is not a number of seconds above 0" in bad.stderr
-    assert run_cli("compile", *tiny, "-o", str(file)).returncode == 0
-    refused = run_cli("simulate", str(file), "--machine", "h100", "--weights", "q8_0")
-    assert refused.returncode == 1 and "compiled for its weights already" in refused.stderr
+    status, _, err = run(capsys, "compile", *tiny, "--search", "-1")
+    assert status == 2 and "'-1' is not a number of seconds above 0" in err
+    assert run(capsys, "compile", *tiny, "-o", file)[0] == 0
+    assert "compiled for its weights" in fails(capsys, "simulate", file, "--machine", "h100", "--weights", "q8_0")
