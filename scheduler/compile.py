@@ -54,8 +54,6 @@ def compile_program(
     rows, cols = (getattr(shape, name) or getattr(machine, name) for name in ("tile_rows", "tile_cols"))
     units = TARGETS[machine.target].chosen(options.matmul)
     machine = with_tiles(replace(machine, tile_rows=rows, tile_cols=cols), config, tp=tp, units=units)
-    if options.queue == "auto":
-        options = replace(options, queue="none")
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
@@ -67,7 +65,7 @@ def compile_program(
         **sizes,
         tp=tp,
         units=units,
-        claims=1 if options.queue == "none" else shape.claims,
+        claims=shape.claims if options.claimed else 1,
         quantised_kv=quantised_kv,
     )
     candidate = Candidates(config, machine, options, weight_bits).fastest(dims)
@@ -78,7 +76,7 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
     """Synchronise and place tasks, and encode them."""
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
     placed = [place(segment, tasks.dims, machine, options) for segment in tasks.segments]
-    return encode(tasks, sync, placed, machine.name, machine.workers, options.queue)
+    return encode(tasks, sync, placed, machine.name, machine.workers, options.claimed)
 
 
 def _check(config: ModelConfig, machine: Machine, *, tp: int, **sizes: int) -> None:

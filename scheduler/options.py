@@ -60,6 +60,11 @@ class Options:
     overlap_ranks: bool = True
     shape: Shape = Shape()
 
+    @property
+    def claimed(self) -> str:
+        """What workers claim at run time, or nothing."""
+        return "" if self.queue in ("auto", "none") else self.queue
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

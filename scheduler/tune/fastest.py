@@ -65,8 +65,15 @@ class Fastest:
         return replace(options, o=_o(self.compile(options, 1, 1)))
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
-        sizes = {"tokens": tokens, "logit_rows": logit_rows, "tp": self._tp}
-        return compile_program(self._config, self.machine, options=options, **sizes, **self._fixed)
+        return compile_program(
+            self._config,
+            self.machine,
+            tokens=tokens,
+            logit_rows=logit_rows,
+            tp=self._tp,
+            options=options,
+            **self._fixed,
+        )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
         """Predicted seconds of a step, or infinity where these options do not go together. `known` has those that were

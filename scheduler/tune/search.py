@@ -81,7 +81,7 @@ def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> It
     rows, cols = machine.tile_rows, machine.tile_cols
     sizes: dict[str, list[int]] = {
         "panel": sorted({n for n in (1, 2, 3, 4, 5, 6, 8, dims.row_blocks) if n <= dims.row_blocks}),
-        "claims": list(_CLAIMS) if best.queue != "none" else [],
+        "claims": list(_CLAIMS) if best.claimed else [],
         "tile_cols": [cols * n // 4 for n in (4, 3, 2, 1)],
         "tile_rows": [n for n in (rows, rows * 3 // 4, rows // 2, rows // 4) if n % row_unit == 0 and n],
         "reduce_lag": list(_LAGS),
