@@ -75,7 +75,13 @@ SETTINGS: dict[str, Setting] = {
             "auto",
             "--norm",
         ),
-        Setting("queue", "what workers claim at run time: none, attention or body", "none", "--queue"),
+        Setting(
+            "queue",
+            "what workers claim at run time: none, attention, body, or auto: what the simulator finds fastest, and "
+            "so all else that is left open",
+            "auto",
+            "--queue",
+        ),
         Setting(
             "matmul",
             "on GPUs: dots (for few rows), tensor (matrix units), or auto: by a step's tokens",

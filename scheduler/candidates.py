@@ -12,7 +12,7 @@ from ..machine import Machine
 from ..model.checkpoint import weight_dims
 from ..model.config import ModelConfig
 from ..model.families import Norm, forward
-from .cost import NORM_LAG, REDUCE_LAG, balanced_rows, panel_blocks, phase_seconds
+from .cost import balanced_rows, panel_blocks, phase_seconds
 from .lower import lower_segment
 from .options import Options
 from .tasks import Candidate
@@ -25,8 +25,6 @@ _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
 _MAX_SLOT_PARTIALS = 65536
 # Logit-bias pairs: the OpenAI API allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
-# Attention slots for each worker where it claims them: the work of a slot is then an even share of a step's at best.
-_CLAIMS_PER_WORKER = 4
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
@@ -59,6 +57,11 @@ def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> 
     return TARGETS[machine.target].tile_rows(units, max(dims.hidden, dims.o_cols, dims.rank_ffn))
 
 
+def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
+    """Most rows of a tile in the units that are for few rows."""
+    return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
+
+
 def program_dims(
     config: ModelConfig,
     machine: Machine,
@@ -69,16 +72,16 @@ def program_dims(
     max_seqs: int,
     max_context: int,
     tp: int = 1,
-    queue: bool = False,
+    claims: int = 1,
     units: Units = Units.CORE,
     quantised_kv: bool = False,
 ) -> Dims:
     """Sizes of a bucket, with room in its step table that depends on the bucket and the workers only.
 
-    `queue`: attention is claimed at run time. Row blocks and how the ranks share the work are those of one rank.
+    `claims`: attention slots of each worker. Row blocks and how the ranks share the work are those of one rank.
     """
     kv_blocks = ceil_div(max_context, KV_BLOCK)
-    slots = machine.workers * (_CLAIMS_PER_WORKER if queue else 1)
+    slots = machine.workers * claims
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
     return replace(
@@ -154,7 +157,9 @@ class Candidates:
         for it to follow. Where every rank has the rows, a matmul of few rows may normalise them itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
-        ahead = sends and dims.row_blocks >= (REDUCE_LAG + NORM_LAG) * panel_blocks(dims, self._machine)
+        shape = self._options.shape
+        panels = shape.reduce_lag + shape.norm_lag
+        ahead = sends and dims.row_blocks >= panels * panel_blocks(dims, self._machine, shape)
         inside = not sends and pages.norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
         wanted = self._options.norm
         if wanted == "inside" and not inside:
@@ -175,8 +180,8 @@ class Candidates:
         rank owns rows, rank 1 is one that sends to it.
         """
         slowest: dict[int, float] = {}
-        dims = candidate.dims
-        for tasks in lower_segment(candidate.forward.body, range(min(dims.tp, 2)), dims, self._machine):
+        dims, shape = candidate.dims, self._options.shape
+        for tasks in lower_segment(candidate.forward.body, range(min(dims.tp, 2)), dims, self._machine, shape):
             number, d = tasks.phase.number, replace(dims, rank=tasks.rank)
             predicted = phase_seconds(tasks.phase, tasks.columns, d, self._machine)
             slowest[number] = max(slowest.get(number, 0.0), predicted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import MegakernelError
 from ..isa import TARGETS, Buffer, Dtype
@@ -49,8 +50,10 @@ def compile_program(
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
     options = with_matmul(options, config, machine, tp=tp, tokens=tokens)
+    shape = options.shape
+    rows, cols = (getattr(shape, name) or getattr(machine, name) for name in ("tile_rows", "tile_cols"))
     units = TARGETS[machine.target].chosen(options.matmul)
-    machine = with_tiles(machine, config, tp=tp, units=units)
+    machine = with_tiles(replace(machine, tile_rows=rows, tile_cols=cols), config, tp=tp, units=units)
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
@@ -62,20 +65,18 @@ def compile_program(
         **sizes,
         tp=tp,
         units=units,
-        queue=options.queue != "none",
+        claims=shape.claims if options.claimed else 1,
         quantised_kv=quantised_kv,
     )
     candidate = Candidates(config, machine, options, weight_bits).fastest(dims)
-    return build_program(lower(candidate, machine), machine, options)
+    return build_program(lower(candidate, machine, shape), machine, options)
 
 
 def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -> Program:
     """Synchronise and place tasks, and encode them."""
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
-    # What waits for whole phases must come after them in every stream.
-    interleave = options.interleave and options.overlap_ranks
-    placed = [place(segment, tasks.dims, machine, interleave=interleave) for segment in tasks.segments]
-    return encode(tasks, sync, placed, machine.name, machine.workers, options.queue)
+    placed = [place(segment, tasks.dims, machine, options) for segment in tasks.segments]
+    return encode(tasks, sync, placed, machine.name, machine.workers, options.claimed)
 
 
 def _check(config: ModelConfig, machine: Machine, *, tp: int, **sizes: int) -> None:

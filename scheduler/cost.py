@@ -11,6 +11,7 @@ from ..isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_w
 from ..isa.record import phase_number
 from ..machine import Machine
 from ..program import Program
+from .options import Shape
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
@@ -85,11 +86,6 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
     return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
-# Where a layer ends with the next one's norm: panels by which its reduction follows the last stage, so that partials of
-# all ranks have come, and by which the norm follows the reduction.
-REDUCE_LAG, NORM_LAG = 3, 2
-
-
-def panel_blocks(dims: Dims, machine: Machine) -> int:
+def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
     """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory."""
-    return math.ceil(balanced_rows(dims, machine) / dims.row_block)
+    return shape.panel or math.ceil(balanced_rows(dims, machine) / dims.row_block)

@@ -17,15 +17,15 @@ from .sync import Join, Sync, Words
 from .tasks import PhaseTasks, Tasks
 
 
-def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, queue: str) -> Program:
-    """The program of `tasks`; `queue` says what workers claim at run time (see Options)."""
+def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, claimed: str) -> Program:
+    """The program of `tasks`; `claimed` says what workers claim at run time (see Options)."""
     ranks = tasks.dims.tp
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
         joins = [join for join in sync.joins if join.segment == number]
         records = _encode(parts, where, sync.waits[number], sync.signals[number], joins, workers)
-        if number == BODY and queue != "none":
-            attention = tasks.candidate.forward.numbers(Operation.ATTENTION) if queue == "attention" else None
+        if number == BODY and claimed:
+            attention = tasks.candidate.forward.numbers(Operation.ATTENTION) if claimed == "attention" else None
             records, queues = _with_queue(records, ranks, workers, attention)
         segments.append(_streams(records, ranks * workers))
     if sync.barrier:

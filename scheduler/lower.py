@@ -13,8 +13,11 @@ from ..isa.pages import output_columns
 from ..isa.record import SIGNALS
 from ..machine import Machine
 from .cost import panel_blocks, seconds
+from .options import Shape
 from .regions import head_groups
 from .tasks import Candidate, PhaseTasks, Tasks
+
+_SHAPE = Shape()
 
 
 @dataclass(frozen=True)
@@ -29,31 +32,33 @@ class _Blocks:
         return int(np.minimum(self.length, self.total - self.numbers * self.length).sum())
 
 
-def lower(candidate: Candidate, machine: Machine) -> Tasks:
+def lower(candidate: Candidate, machine: Machine, shape: Shape = _SHAPE) -> Tasks:
     """The tasks of all ranks."""
     ranks = range(candidate.dims.tp)
-    segments = (lower_segment(segment, ranks, candidate.dims, machine) for segment in candidate.forward.segments)
+    segments = (lower_segment(segment, ranks, candidate.dims, machine, shape) for segment in candidate.forward.segments)
     return Tasks(candidate, *segments)
 
 
-def lower_segment(phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine) -> list[PhaseTasks]:
+def lower_segment(
+    phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine, shape: Shape
+) -> list[PhaseTasks]:
     """The tasks of some ranks, phase by phase, rank by rank; without those that have nothing to do."""
     out: list[PhaseTasks] = []
     for phase in phases:
         for rank in ranks:
-            tasks = _tasks(phase, replace(dims, rank=rank), machine, out)
+            tasks = _tasks(phase, replace(dims, rank=rank), machine, shape, out)
             if len(tasks):
                 out.append(tasks)
     return out
 
 
-def _tasks(phase: Phase, d: Dims, machine: Machine, before: list[PhaseTasks]) -> PhaseTasks:
+def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[PhaseTasks]) -> PhaseTasks:
     """The tasks of rank `d.rank`."""
     match phase.operation:
         case Operation.GATHER | Operation.ROPE | Operation.NORM:
             return _runs(phase, d, machine)
         case Operation.MATMUL:
-            return _tiles(phase, d, machine)
+            return _tiles(phase, d, machine, shape)
         case Operation.REDUCE:
             # Whole rows: the norm that follows needs them whole.
             tasks = _runs(phase, d, machine)
@@ -97,13 +102,13 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     return PhaseTasks(phase, {"row": start, "rows": count}, start // rows.length, d.rank)
 
 
-def _tiles(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
+def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
     """Row blocks x near-equal column tiles that start on multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
     blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
     units = ceil_div(cols, unit)
-    count = _column_tiles(phase, rows, cols, unit, d, machine) if blocks and cols else 0
+    count = _column_tiles(phase, rows, cols, unit, d, machine, shape) if blocks and cols else 0
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     at = np.repeat(rows.numbers, count)
     columns = {
@@ -115,7 +120,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     return PhaseTasks(phase, columns, at, d.rank)
 
 
-def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine) -> int:
+def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, shape: Shape) -> int:
     """How many column tiles make the phase shortest: waves of tiles over the workers x seconds of the widest tile.
 
     A tile holds at most tile_rows x tile_cols outputs, so short row blocks may have wide tiles: then a phase is
@@ -132,7 +137,7 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
     first = {"row": zero + rows.numbers[0] * rows.length, "rows": zero + rows.length, "col": zero, "cols": width}
     tile = seconds(phase, first, d, machine)
     waves = np.maximum(1.0, counts * blocks / machine.workers)
-    if blocks <= panel_blocks(d, machine):
+    if blocks <= panel_blocks(d, machine, shape):
         waves = np.ceil(waves)
     return int(counts[np.argmin(waves * tile)])
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..isa import Dims, OperationFamily
 from ..machine import Machine
-from .cost import NORM_LAG, REDUCE_LAG, panel_blocks, seconds, unit_seconds
+from .cost import panel_blocks, seconds, unit_seconds
+from .options import Options, Shape
 from .tasks import PhaseTasks, ordinals
 
 
@@ -25,20 +26,24 @@ class Placed:
     order: NDArray[np.int64]
 
 
-def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, *, interleave: bool = True) -> list[Placed]:
+def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
     """Place one segment.
 
     Stages (matmuls and attention) run one after the other; inside a stage, panels of row blocks in order, and inside
     a panel column by column, so that a weight tile read from memory serves the whole panel. Two neighbouring stages
     of which one is bound by arithmetic and one by the link or memory take turns, panel by panel. What lies between
     two stages, a norm, a reduction or sampling, is ordered so that its inputs are then long complete and its
-    consumers far away, so neither side waits. Without `interleave` phases run one after the other.
+    consumers far away, so neither side waits. Without interleaving phases run one after the other, and so they do where
+    what waits for another rank waits for whole phases: it must come after them in every stream.
     """
     kind = ordinals(segment)
-    blocks = panel_blocks(dims, machine)
+    blocks = panel_blocks(dims, machine, options.shape)
     panels = [tasks.block // blocks for tasks in segment]
     count = max(int(panel.max()) + 1 for panel in panels)
-    starts = _turns(segment, kind, count, dims, machine) if interleave else [(k, 1 / count) for k in kind]
+    if options.interleave and options.overlap_ranks:
+        starts = _turns(segment, kind, count, dims, machine, options.shape)
+    else:
+        starts = [(k, 1 / count) for k in kind]
     keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
     workers: dict[int, NDArray[np.int64]] = {}
     for rank in range(dims.tp):
@@ -56,7 +61,7 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, *, interleave
 
 
 def _turns(
-    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
+    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine, shape: Shape
 ) -> list[tuple[float, float]]:
     """The sort key of the first panel of each phase, and the step from one panel to the next.
 
@@ -83,8 +88,8 @@ def _turns(
             turns[following] = number + lag * step, step
     if stages and kind[-1] == stages[-1] + 2:
         start, step = turns[stages[-1]]
-        turns[kind[-1] - 1] = start + REDUCE_LAG * step, step
-        turns[kind[-1]] = start + (REDUCE_LAG + NORM_LAG) * step, step
+        turns[kind[-1] - 1] = start + shape.reduce_lag * step, step
+        turns[kind[-1]] = start + (shape.reduce_lag + shape.norm_lag) * step, step
     for k in kind:
         number = 1 + sum(stage < k for stage in stages)
         turns.setdefault(k, (number - _LEFT * (1 - 1 / panels), 1 / panels))

@@ -13,7 +13,8 @@ from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
 from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
-from ..scheduler import Options, compile_program, step_seconds, with_matmul
+from ..scheduler import Options, step_seconds, with_matmul
+from ..scheduler.tune import Fastest
 from .batch import SCORED_ROWS
 from .engine import Engine, Step, Token
 from .memory import kv_capacity
@@ -118,8 +119,7 @@ class LLM:
         kept = checkpoint.storage if registered(backend).stores else {}
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
         programs = Programs(
-            partial(
-                compile_program,
+            Fastest(
                 self.config,
                 self.machine,
                 dtype=self.dtype,
@@ -127,6 +127,7 @@ class LLM:
                 max_context=context,
                 tp=tp,
                 options=options,
+                one_class=True,
                 weight_bits=bits_of(self.config, kept),
                 quantised_kv=quantised,
             ),

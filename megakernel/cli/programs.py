@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
+from .options import AddVerb, above_zero, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
 
 if TYPE_CHECKING:
     from ..machine import Machine
     from ..model import ModelConfig
     from ..program import Program
+    from ..scheduler.tune import Found
 
 # What an engine also runs with; more logit rows than this in one program are rarely meant.
 _SEQUENCES = 64
+
+
+class Compiled(NamedTuple):
+    """A program, what it is of, and what a search for it found."""
+
+    program: Program
+    config: ModelConfig
+    machine: Machine
+    found: Found | None
 
 
 def register(add: AddVerb) -> None:
@@ -29,6 +40,12 @@ def register(add: AddVerb) -> None:
     )
     add_setting(compile, "model")
     _add_bucket(compile)
+    compile.add_argument(
+        "--search",
+        type=above_zero("a number of seconds above 0"),
+        metavar="SECONDS",
+        help="look for faster tiles, panels, lags, slots and queues with the simulator, for so long",
+    )
     compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)
 
@@ -69,19 +86,24 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add_setting(source, "model", optional=True)
 
 
-def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
+def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) where given, else
     with those that the flags of `_add_bucket` say.
     """
     from .. import machine as machines
-    from ..scheduler import compile_program
+    from ..scheduler.tune import Fastest, search
 
     machine = machines.load(args.machine, args.workers)
     config, dtype, bits = paper_model(args, machine, args.context or 0)
     sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
+    bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
     how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
-    program = compile_program(config, machine, **how, **sizes)
-    return program, config, machine
+    fastest = Fastest(config, machine, **how, **sizes)
+    found = None
+    if limit := getattr(args, "search", None):
+        found = search(fastest, bucket["tokens"], limit)
+    program = fastest.compile(found.options, **bucket) if found else fastest(**bucket)
+    return Compiled(program, config, machine, found)
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
@@ -95,7 +117,7 @@ def load(args: argparse.Namespace) -> Program:
     """The program of `FILE`, or of `--model`."""
     from ..program import Program
 
-    return Program.load(args.file) if args.file else compile_for(args)[0]
+    return Program.load(args.file) if args.file else compile_for(args).program
 
 
 def run_compile(args: argparse.Namespace) -> int:
@@ -104,7 +126,7 @@ def run_compile(args: argparse.Namespace) -> int:
 
     begin = perf_counter()
     with output.busy("compiling"):
-        program, config, machine = compile_for(args)
+        program, config, machine, found = compile_for(args)
     seconds = perf_counter() - begin
     needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
     if needed > machine.memory_bytes:
@@ -120,6 +142,8 @@ def run_compile(args: argparse.Namespace) -> int:
         "hash": program.hash,
         "path": str(args.output) if args.output else None,
     }
+    if found:
+        facts["search"] = asdict(found)
     if args.output:
         program.save(args.output)
     if args.json:
@@ -137,8 +161,15 @@ def run_compile(args: argparse.Namespace) -> int:
             ("between ranks", output.bytes_text(facts["link_bytes"]) + " per launch"),
             ("weights", output.bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
             ("compiled in", f"{seconds:.2f} s"),
+            *([("search", _found_text(found))] if found else []),
         )
     return 0
+
+
+def _found_text(found: Found) -> str:
+    gains = "".join(f"; with {gain.change} {gain.step_s * 1e3:.3f} ms" for gain in found.gains)
+    kept = " (an earlier search)" if found.cached else ""
+    return f"{found.begin_s * 1e3:.3f} ms predicted{gains or '; nothing faster'}; {found.tried} programs tried{kept}"
 
 
 def run_disasm(args: argparse.Namespace) -> int:

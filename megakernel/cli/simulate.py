@@ -8,6 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ..errors import MegakernelError
+from ..settings import SETTINGS
 from . import output
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
@@ -109,8 +111,13 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
     from ..program import Program
 
     if args.file:
+        if args.weights != SETTINGS["weights"].default:
+            raise MegakernelError(
+                f"{args.file} is compiled for its weights already: give --weights with --model, or leave it out"
+            )
         program = Program.load(args.file)
         return program, machines.load(args.machine, args.workers or program.workers)
     tokens = args.tokens or 1
-    program, _, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
+    compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
+    program, machine = compiled.program, compiled.machine
     return program, replace(machine, workers=program.workers)

@@ -14,7 +14,7 @@ from commands import command, fails, run, run_json
 from mutate import edit
 from rich.console import Console
 
-from megakernel import LLM, SamplingParams, scheduler
+from megakernel import LLM, SamplingParams
 from megakernel.cli import output, parser
 from megakernel.cli.generate import sampling_params
 from megakernel.cli.options import prompt_ids
@@ -25,6 +25,7 @@ from megakernel.program import Program
 from megakernel.roofline import Ceilings
 from megakernel.runtime import BACKENDS
 from megakernel.scheduler.options import CHOICES
+from megakernel.scheduler.tune import fastest
 from megakernel.serving import ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
@@ -362,7 +363,7 @@ def test_memory_and_disk_errors_are_one_line(
         (MemoryError(), "out of memory"),
         (OSError(28, "No space left on device", "/some/file"), "/some/file: No space left on device: free some"),
     ):
-        monkeypatch.setattr(scheduler, "compile_program", Mock(side_effect=error))
+        monkeypatch.setattr(fastest, "compile_program", Mock(side_effect=error))
         assert message in fails(capsys, "compile", "--model", tiny_shape)
 
 

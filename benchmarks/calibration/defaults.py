@@ -1,0 +1,90 @@
+"""What the compiler's default loses against the fastest of all variants, according to its simulator.
+
+    python benchmarks/calibration/defaults.py -o benchmarks/results/defaults.json
+
+For each model, machine, number of ranks and rows: the predicted step of `Fastest`, of static streams with what the cost
+model says, and of the fastest of all options. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, write
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.scheduler import Options
+from megakernel.scheduler.options import CHOICES
+from megakernel.scheduler.tune import Fastest
+
+MODELS = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
+_CONTEXT = 128
+# Beyond these rows a choice is left out: dots are many times slower, and so are residuals on every rank.
+_MOST_DOTS, _MOST_REPLICATED, _LEAST_PANELS = 32, 1024, 512
+
+
+def variants(tp: int, rows: int) -> list[Options]:
+    """All that the options can say, what does not go together too."""
+    names = ["queue", "norm"] + ["o"] * (tp > 1) + ["residual"] * (tp > 1 and rows <= _MOST_REPLICATED)
+    names += ["matmul"] * (rows <= _MOST_DOTS)
+    values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
+    every = [Options(**dict(zip(names, chosen, strict=True))) for chosen in product(*values)]
+    return every + [replace(o, interleave=False) for o in every if rows >= _LEAST_PANELS]
+
+
+def point(model: str, machine: str, tp: int, rows: int) -> dict[str, Any]:
+    sizes = {"max_seqs": rows, "max_context": _CONTEXT}
+    config = load_config(f"random:{model}")
+    fastest = Fastest(config, machines.load(machine), tp=tp, options=Options(), dtype=Dtype.BF16, **sizes)
+    begin = process_time()
+    chosen = fastest.options(rows)
+    spent, known = process_time() - begin, dict[Options | str, float]()
+    default = fastest.seconds(chosen, rows, known)
+    static = fastest.seconds(replace(Options(), queue="none"), rows, known)
+    best, best_s = min(((o, fastest.seconds(o, rows, known)) for o in variants(tp, rows)), key=lambda pair: pair[1])
+    return {
+        "model": model,
+        "machine": machine,
+        "tp": tp,
+        "rows": rows,
+        "default_s": default,
+        "static_s": static,
+        "best_s": best_s,
+        "loss": default / best_s - 1,
+        "static_loss": static / best_s - 1,
+        "chosen": vars(chosen) | {"shape": vars(chosen.shape)},
+        "best": vars(best) | {"shape": vars(best.shape)},
+        "choosing_s": spent,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--tp", type=int, nargs="*", default=[1, 2, 8])
+    parser.add_argument("--machines", nargs="*", default=["h100", "h200"])
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    arguments = parser.parse_args()
+    found = []
+    for rows, machine, model, tp in product(arguments.rows, arguments.machines, arguments.models, arguments.tp):
+        found.append(point(model, machine, tp, rows))
+        row = found[-1]
+        print(
+            f"{machine} {model} tp {tp} {rows:>5} rows: default {row['default_s'] * 1e3:9.3f} ms, loses"
+            f" {row['loss']:.1%}; static {row['static_loss']:.1%} [chosen in {row['choosing_s']:.1f} s]",
+            flush=True,
+        )
+        write(arguments.output, {"points": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What the simulator expects of a step of a program: of a few layers, as layers are alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...isa import Dims, StepTable
+from ...machine import Machine
+from ...program import Program
+from ...runtime import Chunk, SampleRow, build_step
+from ..simulate import simulate
+
+_FEW, _MORE = 1, 3  # layers
+_CONTEXT = 128  # KV tokens of a sequence after the step
+
+
+def predicted_seconds(program: Program, machine: Machine) -> float:
+    """Seconds of a usual step, from those of one layer and of three."""
+    layers, table = program.dims.layers, usual_step(program.dims)
+
+    def step_s(layers: int) -> float:
+        return simulate(replace(program, dims=replace(program.dims, layers=layers)), machine, table).step_s
+
+    if layers <= _MORE:
+        return step_s(layers)
+    few, more = step_s(_FEW), step_s(_MORE)
+    return few + (layers - _FEW) * (more - few) / (_MORE - _FEW)
+
+
+def usual_step(dims: Dims) -> StepTable:
+    """All rows of a program, dealt evenly to as many sequences as it has room for, each of which gets logits."""
+    count = min(dims.tokens, dims.max_seqs)
+    pages = range(dims.pages_per_seq)
+    chunks = []
+    for n in range(count):
+        rows = min(dims.tokens // count + (n < dims.tokens % count), dims.max_context)
+        start = max(min(_CONTEXT, dims.max_context) - rows, 0)
+        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.logit_rows else []
+        chunks.append(Chunk(n, start, [0] * rows, pages, sampled))
+    return build_step(dims, chunks)

@@ -1,0 +1,128 @@
+"""`compile --search`: sizes of tiles, panels and lags beside what `Fastest` chooses among, until the time is up.
+
+One size after another is changed to a neighbouring value, and what is faster in the simulator stays. What was found is
+kept in the cache folder, under the program that the search began with and all that its times depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...isa import target_of
+from ...isa.dims import Units
+from ...library import load
+from ...machine import Machine
+from ...model.cache import cache_folder
+from ...program import Program
+from ..options import Options, Shape
+from .fastest import Fastest
+
+_LAGS, _CLAIMS = (1, 2, 3, 4, 6), (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One change that made a step shorter."""
+
+    change: str
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to. `tried` counts programs; `cached`: an earlier search said so."""
+
+    options: Options
+    begin_s: float
+    step_s: float
+    gains: tuple[Gain, ...]
+    tried: int
+    cached: bool = False
+
+
+def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
+    """The best options for a bucket of `tokens` rows that were found within `seconds`, but no worse than the default.
+
+    The default is found first, however long that takes. A search that was as long or longer is not repeated.
+    """
+    stop = time.monotonic() + seconds
+    best, known = fastest.options(tokens), dict[Options | str, float]()
+    program = fastest.compile(best, tokens, 1)
+    file = cache_folder() / "search" / f"{_key(program, fastest.machine)}.json"
+    if earlier := _load(file, seconds):
+        return earlier
+    begin_s = best_s = fastest.seconds(best, tokens, known)
+    gains: list[Gain] = []
+    moves = _moves(best, program, fastest, tokens)
+    while tried := next(moves, None):
+        if time.monotonic() > stop:
+            break
+        what, options = tried
+        step_s = fastest.seconds(options, tokens, known)
+        if step_s < best_s:
+            best, best_s = options, step_s
+            gains.append(Gain(what, step_s))
+            moves = _moves(best, program, fastest, tokens)
+    found = Found(best, begin_s, best_s, tuple(gains), sum(isinstance(k, str) for k in known))
+    _save(file, found, seconds)
+    return found
+
+
+def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> Iterator[tuple[str, Options]]:
+    """All options that differ from `best` in one thing, and what it is."""
+    dims, shape, machine = program.dims, best.shape, fastest.machine
+    row_unit = target_of(dims).row_unit[Units(dims.units)]
+    rows, cols = machine.tile_rows, machine.tile_cols
+    sizes: dict[str, list[int]] = {
+        "panel": sorted({n for n in (1, 2, 3, 4, 5, 6, 8, dims.row_blocks) if n <= dims.row_blocks}),
+        "claims": list(_CLAIMS) if best.claimed else [],
+        "tile_cols": [cols * n // 4 for n in (4, 3, 2, 1)],
+        "tile_rows": [n for n in (rows, rows * 3 // 4, rows // 2, rows // 4) if n % row_unit == 0 and n],
+        "reduce_lag": list(_LAGS),
+        "norm_lag": list(_LAGS),
+    }
+    for name, values in sizes.items():
+        for value in values:
+            if value != getattr(shape, name):
+                yield f"{name} {value}", replace(best, shape=replace(shape, **{name: value}))
+    for changes in fastest.open(tokens):
+        yield from ((_text(change), replace(best, **change)) for change in changes if "shape" not in change)
+
+
+def _text(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in change.items())
+
+
+def _key(program: Program, machine: Machine) -> str:
+    """Of all that a search depends on: the program, the machine, and the scheduler and simulator that made it."""
+    digest = hashlib.sha256(f"{program.hash} {machine}".encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    digest.update(Path(load()._name).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _load(file: Path, seconds: float) -> Found | None:
+    try:
+        kept = json.loads(file.read_text())
+        if kept.pop("seconds") < seconds:
+            return None
+        options = kept.pop("options")
+        options = Options(**options | {"shape": Shape(**options["shape"])})
+        gains = tuple(Gain(**gain) for gain in kept.pop("gains"))
+        return Found(options, gains=gains, **kept | {"cached": True})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or half of one
+
+
+def _save(file: Path, found: Found, seconds: float) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(asdict(found) | {"seconds": seconds}, indent=1))
+    part.replace(file)

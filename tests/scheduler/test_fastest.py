@@ -1,0 +1,67 @@
+"""The compiler's default is no slower than any variant by more than 2 %, according to its simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+
+from megakernel import machine as machines
+from megakernel.isa import Dtype
+from megakernel.machine import Machine
+from megakernel.model import load_config
+from megakernel.scheduler import Options
+from megakernel.scheduler.options import CHOICES
+from megakernel.scheduler.tune import Fastest
+
+_CLOSE = 1.02
+
+
+def fastest(model: str, machine: Machine, tp: int, rows: int, **more: bool) -> Fastest:
+    config = load_config(f"random:{model}")
+    sizes = {"max_seqs": rows, "max_context": 128}
+    return Fastest(config, machine, tp=tp, options=Options(), dtype=Dtype.BF16, **sizes, **more)
+
+
+def variants(tp: int, rows: int) -> list[Options]:
+    """All that may be chosen; dots for few rows only, and what does not go together too."""
+    names = ["queue", "norm", *(["o", "residual"] if tp > 1 else []), *(["matmul"] if rows <= 16 else [])]
+    values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
+    base = [Options(interleave=on) for on in ((True, False) if rows > 128 else (True,))]
+    return [replace(b, **dict(zip(names, chosen, strict=True))) for b in base for chosen in product(*values)]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "tp", "rows"),
+    [
+        ("llama-3.2-1b", "h100", 1, 1),
+        ("llama-3.2-1b", "h200", 2, 1),
+        ("llama-3.1-8b", "h100", 2, 16),
+        ("llama-3.1-8b", "h200", 1, 256),
+        ("llama-3.2-1b", "h100", 2, 1024),
+        ("llama-3.1-8b", "h100", 1, 4096),
+    ],
+)
+def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, tp: int, rows: int) -> None:
+    choose, known = fastest(model, machines.load(machine), tp, rows), dict[Options | str, float]()
+    chosen = choose.seconds(choose.options(rows), rows, known)
+    best = min(choose.seconds(options, rows, known) for options in variants(tp, rows))
+    assert chosen < inf
+    assert chosen <= _CLOSE * best
+
+
+def test_all_buckets_of_an_engine_share_the_lowering_of_o() -> None:
+    machine = machines.load("h100")
+    choose = fastest("llama-3.2-1b", machine, 4, 64, one_class=True)
+    assert len({choose(tokens=rows, logit_rows=1).dims.replicated_o for rows in (1, 16, 64)}) == 1
+    alone = [fastest("llama-3.2-1b", machine, 4, rows)(tokens=rows, logit_rows=1) for rows in (16, 64)]
+    assert len({program.dims.replicated_o for program in alone}) == 2
+
+
+def test_what_is_said_is_done_and_a_cpu_claims_nothing() -> None:
+    machine = machines.load("h100", 16)
+    said = Options(queue="attention", norm="own")
+    assert Fastest(load_config("random:llama-3.2-1b"), machine, options=said).options(1) == said
+    assert fastest("llama-3.2-1b", machines.host(2), 1, 4)(tokens=4, logit_rows=1).rank_queues == 0
