@@ -28,7 +28,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
 from megakernel.isa.costs import weight_bytes
 from megakernel.isa.launch import SERVICE_WARPS, THREADS, WARPS
-from megakernel.isa.pages import BOX_ROWS, DOT_PIECE, PAGE_ROWS, PIECES
+from megakernel.isa.pages import DOT_PIECE, PIECES
 from megakernel.machine import Issue, Machine
 from megakernel.model import load_config
 from megakernel.program import Program
@@ -42,7 +42,6 @@ SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a 
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
 VECTORS = DOT_PIECE // 8 // LANES  # of a piece, that each lane multiplies
-BOXES = PAGE_ROWS // BOX_ROWS
 _WAIT = "SYNCS.PHASECHK"
 
 
@@ -73,8 +72,8 @@ class Paths:
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
         return found | {
-            "weight_page": self.pieces("member ^= 1"),
-            "input_page": self.pieces("piece += kPieces"),
+            "weight_page": self._filled("p.load_columns(", "member ^= 1"),
+            "input_page": self._filled("p.load_bytes(", "piece += kPieces", PIECES),
             "dot_pair": self.pair(1),
             "dot_pairs": self.pair(2),
             "dot_row": self.pair(3) - self.pair(2),
@@ -89,24 +88,21 @@ class Paths:
         return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
 
     def tiles(self) -> Floor:
-        """A page of four tiles, of a matmul."""
-        return self._filled(BOXES, "x += kTileInner")
-
-    def pieces(self, text: str) -> Floor:
-        """A page of dots; `text`: in the line that goes on to the next page of its kind."""
-        return self._filled(PIECES, text)
+        """A page of a tile of a matmul."""
+        return self._filled("p.load_tile(page, map", "x += kTileInner")
 
     def _walk(self) -> tuple[set[int], set[int]]:
         """Waits for a page to be free, on the walk over a matmul's pages; all of the walk."""
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
-    def _filled(self, copies: int, text: str) -> Floor:
+    def _filled(self, copy: str, text: str, copies: int = 1) -> Floor:
+        """A page that so many copies fill; `text`: in the line that goes on to the next page of its kind."""
         waits, here = self._walk()
-        copy = here & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
-        page = self._floor("filling a page", waits, copy, here & self._at("plan.h", text))
+        copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
+        page = self._floor("filling a page", waits, here & copying, here & self._at("plan.h", text))
         # Lanes take turns: the way back to the copy is to the next lane's.
-        return page + self._floor("a copy", copy) * (copies - 1)
+        return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
     # -- consumer warps
 

@@ -120,6 +120,14 @@ class Device {
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b))
         : "memory");
   }
+  MK_DEVICE void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z,
+                              Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z), "r"(at(barrier))
+        : "memory");
+  }
   MK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

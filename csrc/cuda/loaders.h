@@ -6,20 +6,31 @@
 
 namespace mk {
 
-// Starts the loads of a page, which the lanes share. `rows`: where the buffer begins that its pieces come
-// from.
+// Starts the loads of a page: by one copy, or by some which the lanes share. `rows`: where the buffer begins
+// that its pieces come from.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use, int slot, const char* rows) {
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
   p.expect(full, use.bytes());
-  if (use.pieces) {
+  const TensorMap& map = map_of(params, block.rank, use.buffer, use.whole);
+  if (use.whole) {
+    if (p.lane() == 0) {
+      if (uses_dots(block.dims) && use.pieces) {
+        // Every other column of a matrix, or those of one of two.
+        const bool two = use.step == 1;
+        p.load_columns(page, map, use.x / kPieceInner, two ? use.y : use.member, two ? use.member : use.y / 2,
+                       use.z, full);
+      } else {
+        p.load_tile(page, map, use.x, use.y, use.z, full);
+      }
+    }
+  } else if (use.pieces) {
     use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
       const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
-    const TensorMap& map = params.maps[block.rank * kBuffers + static_cast<int32_t>(use.buffer)];
     use.for_boxes(p.lane(), P::kLanes,
                   [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
   }

@@ -15,8 +15,10 @@ constexpr int32_t kBoxRows = 32;
 constexpr int32_t kChunk = 256;
 constexpr int32_t kPiece = 1024;
 constexpr int32_t kPieces = 8;
+constexpr int32_t kPieceInner = 256;
 constexpr int32_t kDotInputPages = 4;
 constexpr int32_t kNormBytes = 16384;
+constexpr int32_t kMaps = 2;
 constexpr int32_t kConsumerWarps = 8;
 constexpr int32_t kQueryTile = 16;
 constexpr int32_t kSharedBytes = 232448;
@@ -71,7 +73,7 @@ struct Params {
   int32_t* const* claims;  // [tp] of [layers][queues]
   void* const* buffers;  // [tp][kBuffers]
   const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
-  const TensorMap* maps;  // [tp][kBuffers]; of those buffers that tiles are loaded from or stored to
+  const TensorMap* maps;  // [tp][kBuffers][kMaps]; of those buffers that tiles or pages are loaded from or stored to
   uint64_t mapped;  // bit b: a rank's blocks copy by its map of buffer b
   uint64_t mapped_everywhere;  // bit b: and by those of all ranks
   const int32_t* step_words;  // the step table

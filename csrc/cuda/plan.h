@@ -3,7 +3,7 @@
 // of its pages at one place, so that the code of those who walk is there but once.
 //
 // A page of tiles is made of boxes of [kBoxRows rows][128 bytes], a page of pieces of kPieces rows of up to
-// kPiece elements.
+// kPiece elements. One copy brings all of a page that is whole.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -11,6 +11,7 @@
 namespace mk {
 
 constexpr int kBoxBytes = kBoxRows * 128, kHalfPage = kPageBytes / 2, kPieceBytes = kPiece * 2;
+constexpr int kPageBoxes = kTileRows / kBoxRows;
 
 enum class Fill : int32_t { kWeights, kInputs, kOutput };
 
@@ -25,13 +26,16 @@ struct Box {
 struct PageUse {
   Fill fill;
   bool pieces = false;  // not tiles
+  bool whole = false;   // one copy brings all of the page
   Buffer buffer;
   int32_t x, y, z = 0;  // of the first column: elements, its row 0, and matrices of the buffer
   int32_t row = 0;      // of that column, where the page begins
-  int32_t boxes, per = kTileRows / kBoxRows;
-  int32_t step = 0;   // pieces: rows between rows
-  int32_t inner = 0;  // pieces: elements of a whole row
-  int32_t item = -1;  // attention: whose counters must hold; -1 elsewhere
+  int32_t boxes, per = kPageBoxes;
+  int32_t step = 1;    // pieces: rows between rows
+  int32_t member = 0;  // weights of dots: of the pair of pages
+  int32_t other = 0;   // pieces: rows from those of member 0 to those of member 1
+  int32_t inner = 0;   // pieces: elements of a whole row
+  int32_t item = -1;   // attention: whose counters must hold; -1 elsewhere
 
   // Calls each(Box) for every stride-th box from number `first` on.
   template <class Each>
@@ -41,10 +45,12 @@ struct PageUse {
       MK_LOOP for (; r >= per; r -= per) c += 1;  // at most seven times
       const int32_t column = x + c * (pieces ? kPiece : kTileInner);
       const int32_t at = pieces ? i * kPieceBytes : c * kHalfPage + r * kBoxBytes;
-      each(Box{column, y + r * (pieces ? step : kBoxRows), at, column_bytes(column)});
+      const int32_t row = y + (pieces ? member * other + r * step : r * kBoxRows);
+      each(Box{column, row, at, column_bytes(column)});
     }
   }
   MK_FN uint32_t bytes() const {
+    if (whole) return kPageBytes;
     if (!pieces || row + boxes <= per) return static_cast<uint32_t>(boxes) * column_bytes(x);
     uint32_t n = 0;
     for_boxes(0, 1, [&](const Box& box) { n += box.bytes; });
@@ -57,6 +63,11 @@ struct PageUse {
     return pieces ? static_cast<uint32_t>(lower_of(kPiece, inner - column)) * 2 : kBoxBytes;
   }
 };
+
+// The tensor map of a buffer by which whole pages are loaded, or boxes are loaded and stored.
+MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
+  return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
+}
 
 // Bit b: buffer b has a copy for each layer.
 MK_DIMS_FN constexpr uint64_t layered_buffers() {
@@ -128,8 +139,12 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
-      PageUse use{
-          .fill = Fill::kInputs, .buffer = m.phase.inputs, .x = x, .y = m.tile.row, .boxes = row_boxes};
+      PageUse use{.fill = Fill::kInputs,
+                  .whole = row_boxes == kPageBoxes,
+                  .buffer = m.phase.inputs,
+                  .x = x,
+                  .y = m.tile.row,
+                  .boxes = row_boxes};
       if (x >= m.phase.inner) {
         use = {.fill = Fill::kOutput,
                .buffer = m.phase.output,
@@ -144,6 +159,7 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
           const int32_t boxes = ceil_div(lower_of(cols - first, kTileRows), kBoxRows);
           const int32_t z = m.two() ? matrix + member - 1 : matrix;
           use = {.fill = Fill::kWeights,
+                 .whole = boxes == kPageBoxes,
                  .buffer = m.phase.weights,
                  .x = x,
                  .y = col + first,
@@ -182,6 +198,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const int32_t layer = first_matrix(d, task, 1);
   const int32_t step = m.two() ? 1 : 2;                         // from a column of a page to the next
   const int32_t other = m.two() ? m.phase.width : 1;            // from rows of member 0 to those of member 1
+  const bool mapped = inner % kPieceInner == 0;                 // as the host makes its maps
   int32_t left = dot_weight_pages(m), lap = 0;                  // weight pages; of this lap
   int32_t x = 0, member = 0, first = 0;                         // of the next weight page; its first column
   int32_t piece = pieces, in_x = 0, in_row = 0;                 // of the next input page
@@ -198,13 +215,16 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
       const int32_t columns = m.tile.cols - first;
       use = {.fill = Fill::kWeights,
              .pieces = true,
+             .whole = mapped && columns >= unit_cols(m),
              .buffer = m.phase.weights,
              .x = x,
-             .y = m.tile.col + first + member * other,
+             .y = m.tile.col + first,
              .z = layer,
              .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
              .per = kPieces,
              .step = step,
+             .member = member,
+             .other = other,
              .inner = inner};
       --lap;
       member ^= 1;
@@ -222,7 +242,6 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
              .row = in_row,
              .boxes = lower_of(kPieces, pieces - piece),
              .per = rows,
-             .step = 1,
              .inner = inner};
       piece += kPieces;
       in_x += whole * kPiece;
@@ -264,7 +283,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
                       .x = (i - halves) * kTileInner,
                       .y = matrix * d.kv_page,
                       .z = layer,
-                      .boxes = kTileRows / kBoxRows,
+                      .boxes = kPageBoxes,
                       .item = item};
           if (i < halves) {
             use.buffer = Buffer::K_CACHE;
@@ -273,6 +292,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
             use.boxes = padding ? 0 : narrow ? 2 * key_boxes : key_boxes;
             use.per = key_boxes;
           }
+          use.whole = use.boxes == kPageBoxes && use.per == kPageBoxes;
           if (!each(use)) return false;
         }
       }

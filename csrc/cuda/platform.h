@@ -26,10 +26,13 @@
 //
 //   void acquire_map(const TensorMap&)       before the block's first copies by it, and sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
+//   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            of one lane, asynchronous. A tile is a box of kBoxRows rows of
-//                                            128 bytes, in the 128-byte swizzle, zero outside the tensor;
-//                                            bytes are a multiple of 16, so are addresses
+//                                            of one lane, asynchronous. A tile is a box of rows of 128 bytes,
+//                                            kBoxRows or as its map has them, in the 128-byte swizzle, zero
+//                                            outside the tensor, as columns are: the coordinates of their box
+//                                            behind the first, which is 0; bytes are a multiple of 16, so are
+//                                            addresses
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group

@@ -33,9 +33,10 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     }
   }
   const int32_t rank = params.first_rank + index / params.workers;
-  MK_LOOP for (int i = p.warp(); i < params.dims->tp * kBuffers; i += kWarps) {
-    const uint64_t used = i / kBuffers == rank ? params.mapped : params.mapped_everywhere;
-    if (used >> i % kBuffers & 1) p.acquire_map(params.maps[i]);
+  MK_LOOP for (int i = p.warp(); i < params.dims->tp * kBuffers * kMaps; i += kWarps) {
+    const int copy = i / kMaps;
+    const uint64_t used = copy / kBuffers == rank ? params.mapped : params.mapped_everywhere;
+    if (used >> copy % kBuffers & 1) p.acquire_map(params.maps[i]);
   }
   p.sync_block();
 }

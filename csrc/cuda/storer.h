@@ -13,18 +13,15 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
   const Sizes& d = block.dims;
   const Result result = task.phase.result;
   const unsigned char* page = block.pages[slot];
-  const TensorMap* maps = params.maps + static_cast<int32_t>(use.buffer);
+  const auto map = [&](int32_t rank) -> const TensorMap& { return map_of(params, rank, use.buffer, false); };
   if (result == Result::kResidual) {
-    use.for_boxes(0, 1, [&](const Box& box) {
-      p.add_tile(maps[d.rank * kBuffers], box.x, box.y, use.z, page + box.at);
-    });
+    use.for_boxes(0, 1, [&](const Box& box) { p.add_tile(map(d.rank), box.x, box.y, use.z, page + box.at); });
   } else {
     const Ranks ranks =
         result == Result::kPartial ? residual_ranks(d, operands<Tile>(task.record).row) : own_rank(d);
     MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
-      use.for_boxes(0, 1, [&](const Box& box) {
-        p.store_tile(maps[rank * kBuffers], box.x, box.y, use.z, page + box.at);
-      });
+      use.for_boxes(0, 1,
+                    [&](const Box& box) { p.store_tile(map(rank), box.x, box.y, use.z, page + box.at); });
     }
   }
   p.commit();

@@ -136,8 +136,10 @@ class FibreWarp {
 
   void acquire_map(const TensorMap& map) { block_.acquired.insert(&map); }
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
-    check_map(map);
-    load(to, kBoxBytes, barrier, [=, host = host_map(map)] { load_box(to, host, x, y, z); });
+    load_at(to, map, {{x, y, z}}, barrier);
+  }
+  void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
+    load_at(to, map, {{0, piece, a, b, z}}, barrier);
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
     if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) fail("loads bytes that are no multiple of 16");
@@ -145,11 +147,11 @@ class FibreWarp {
   }
   void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     check_map(map);
-    store(from, [=, host = host_map(map)](const void* box) { store_box(host, x, y, z, box); });
+    store(from, [=, host = host_map(map)](const void* box) { store_box(host, {{x, y, z}}, box); });
   }
   void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     check_map(map);
-    store(from, [=, host = host_map(map)](const void* box) { add_box(host, x, y, z, box); });
+    store(from, [=, host = host_map(map)](const void* box) { add_box(host, {{x, y, z}}, box); });
   }
   void commit() { groups_.push_back({}); }
   void wait_read(int pending) {
@@ -264,6 +266,11 @@ class FibreWarp {
   }
   void check_map(const TensorMap& map) {
     if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
+  }
+  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier) {
+    check_map(map);
+    const HostMap host = host_map(map);
+    load(to, host.bytes(), barrier, [=] { load_box(to, host, corner); });
   }
   template <class F>
   void load(void* to, uint32_t bytes, Barrier& barrier, F copy) {

@@ -84,8 +84,8 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// The boxes of the pages of a record, as rows of ten: page, fill, pieces, buffer, x, y, z, place in the page,
-// bytes, item. Returns their number; a page without boxes has a row of 0 bytes.
+// The boxes of the pages of a record, as rows of eleven: page, fill, pieces, buffer, x, y, z, place in the
+// page, bytes, item, whole. Returns their number; a page without boxes has a row of 0 bytes.
 __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,
@@ -108,8 +108,9 @@ __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* 
                              use.z,
                              box.at,
                              static_cast<int32_t>(box.bytes),
-                             use.item};
-      memcpy(rows + 10 * (n - 1), row, sizeof row);
+                             use.item,
+                             use.whole};
+      memcpy(rows + 11 * (n - 1), row, sizeof row);
     };
     use.for_boxes(0, 1, add);
     if (use.boxes == 0) add({});

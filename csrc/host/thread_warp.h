@@ -81,11 +81,10 @@ class ThreadWarp {
 
   void acquire_map(const TensorMap&) {}
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
-    const HostMap host = host_map(map);
-    if (host.shared) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
-    load_box(to, host, x, y, z);
-    if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
-    barrier.change(0, -kBoxBytes);
+    load_at(to, map, {{x, y, z}}, barrier);
+  }
+  void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
+    load_at(to, map, {{0, piece, a, b, z}}, barrier);
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
     for (uint32_t i = 0; i < bytes / sizeof(uint64_t); ++i)
@@ -93,10 +92,10 @@ class ThreadWarp {
     barrier.change(0, -static_cast<int64_t>(bytes));
   }
   void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    store_box(host_map(map), x, y, z, from);
+    store_box(host_map(map), {{x, y, z}}, from);
   }
   void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    add_box(host_map(map), x, y, z, from);
+    add_box(host_map(map), {{x, y, z}}, from);
   }
   void commit() {}
   void wait_read(int) {}
@@ -153,6 +152,13 @@ class ThreadWarp {
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::seconds kLeave{1};
 
+  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier) {
+    const HostMap host = host_map(map);
+    if (host.shared) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    load_box(to, host, corner);
+    if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    barrier.change(0, -static_cast<int64_t>(host.bytes()));
+  }
   // Polls politely; false once the launch is aborted, which a wait that lasts too long does. `note` is that
   // of the wait.
   template <class Held>

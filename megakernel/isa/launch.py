@@ -116,7 +116,9 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
                 "layer_stride", "const uint64_t*", "[tp][kBuffers] bytes; 0 where a buffer has one copy for all layers"
             ),
             Field(
-                "maps", "const TensorMap*", "[tp][kBuffers]; of those buffers that tiles are loaded from or stored to"
+                "maps",
+                "const TensorMap*",
+                "[tp][kBuffers][kMaps]; of those buffers that tiles or pages are loaded from or stored to",
             ),
             Field("mapped", "u8", "bit b: a rank's blocks copy by its map of buffer b"),
             Field("mapped_everywhere", "u8", "bit b: and by those of all ranks"),

@@ -65,7 +65,7 @@ TENSOR = BOTH | {
 }
 DOTS = BOTH | {
     "norm.h": BOTH["norm.h"] | {"STS.128": "rows for the block's own matmul"},
-    "loaders.h": BOTH["loaders.h"] | {"UBLKCP": "bulk loads of rows"},
+    "loaders.h": BOTH["loaders.h"] | {"UBLKCP": "bulk loads of rows", "UTMALDG.5D": "bulk loads of columns"},
     "dots.h": {
         "LDS.128": "rows from their pages",
         "FFMA": "products",

@@ -31,19 +31,20 @@ from fake_gpu import (
     view,
 )
 from mutate import edit
-from protocol import _MAP as MAP
+from protocol import host_map
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
 from megakernel.isa.launch import MAP_BYTES, WARPS
+from megakernel.isa.pages import MAPS
 from megakernel.machine import MACHINES, Machine
 from megakernel.model import families
 from megakernel.model.config import ModelConfig
 from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.runtime.cuda.heap import map_bits
+from megakernel.runtime.cuda.maps import MapLayout, map_bits
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
@@ -164,7 +165,7 @@ def test_arguments_point_to_what_they_say() -> None:
     assert a.addresses[0, Buffer.W_QKV] != a.addresses[1, Buffer.W_QKV]
     heap = [b for b, spec in BUFFERS.items() if spec.space is not Space.WEIGHT and spec.space is not Space.STATE]
     assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # symmetric
-    maps = view(a.params.maps, (2, len(Buffer), MAP_BYTES), np.uint8)
+    maps = view(a.params.maps, (2, len(Buffer), MAPS, MAP_BYTES), np.uint8)
     d = a.ranks[1]
     shapes = {
         Buffer.W_QKV: (d.hidden, d.qkv_cols, d.layers),
@@ -179,10 +180,15 @@ def test_arguments_point_to_what_they_say() -> None:
     for buffer, sizes in shapes.items():
         item = 4 if buffer is Buffer.X else 2
         address = int(a.addresses[1, buffer])
-        expected = (address, sizes[0] * item, sizes[0] * sizes[1] * item, *sizes, item, 0)
-        assert maps[1, buffer][: MAP.itemsize].view(MAP)[0].item() == expected, buffer.name
+        strides = (sizes[0] * item, sizes[0] * sizes[1] * item)
+        for kind, rows in enumerate((32, 128)):
+            expected = MapLayout(item, sizes, strides, (128 // item, rows, 1))
+            words = host_map(expected, address=address)
+            found = maps[1, buffer, kind][: words.size]
+            only_stored = kind == 1 and buffer in (Buffer.X, Buffer.REDUCE)
+            assert not found.any() if only_stored else (found == words).all(), buffer.name
         if BUFFERS[buffer].layered:
-            assert expected[2] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
+            assert strides[1] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
     assert not maps[1, Buffer.EMBED].any()
     backend.close()
 

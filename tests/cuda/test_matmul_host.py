@@ -22,6 +22,8 @@ MODELS = {
     "odd": SMALL,
     "head80": replace(SMALL, hidden=160, ffn=200, heads=3, kv_heads=1, head_dim=80, vocab=301),
     # Several pieces of a row, chunks of columns, laps of the ring.
+    # Pieces that a tensor map has: whole and short ones, and columns that fill a page or do not.
+    "mapped": replace(SMALL, hidden=512, ffn=1288, heads=4, kv_heads=2, head_dim=128, vocab=299, layers=2),
     "wide": replace(SMALL, hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")

@@ -50,6 +50,8 @@ CASES = [
     ("norms of wide heads", 1, Options(matmul="tensor", norm="next")),
     ("norms of heads", 2, Options(matmul="tensor", o="replicated", residual="dealt")),
     ("norms of wide heads", 2, Options(matmul="dots", o="sharded", residual="replicated", norm="inside")),
+    ("whole pages", 1, Options(matmul="tensor")),
+    ("whole pages", 1, Options(matmul="dots", norm="next")),
 ]
 
 
@@ -183,8 +185,9 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
         ("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body")),
         ("grouped", 2, Options(matmul="dots", o="replicated", residual="replicated")),
         ("norms of heads", 1, Options(matmul="dots", queue="body", norm="inside")),
+        ("whole pages", 1, Options(matmul="dots")),
     ],
-    ids=["tensor", "dots", "norms of heads"],
+    ids=["tensor", "dots", "norms of heads", "whole pages"],
 )
 def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, options: Options) -> None:
     backend, program, table = make(shape, tp, options, chunks=CHUNKS)

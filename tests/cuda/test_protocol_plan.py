@@ -52,6 +52,9 @@ def check_pages(boxes: dict[str, NDArray[np.int32]]) -> None:
         begin, size = boxes["place"][here][order], boxes["bytes"][here][order]
         assert (begin[1:] >= begin[:-1] + size[:-1]).all() and begin[-1] + size[-1] <= PAGE_BYTES
         assert len(np.unique(boxes["fill"][here])) == 1
+        assert not boxes["whole"][here].any() or len(begin) == PAGE_BYTES // (
+            2048 if boxes["pieces"][here][0] else 4096
+        )
 
 
 def check_counts(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, words: list[int]) -> None:
@@ -138,18 +141,22 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
         ("wide", 1, "dots", "inside"),
         ("wide", 2, "tensor", "next"),
         ("fewer heads than ranks", 4, "dots", "own"),
+        ("whole pages", 1, "tensor", "own"),
+        ("whole pages", 1, "dots", "own"),
     ],
 )
 @pytest.mark.parametrize("o", ["sharded", "replicated"])
 def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: str, norm: str, o: str) -> None:
     _, program, table = make(shape, tp, Options(matmul=matmul, norm=norm, o=o))
-    seen = set()
+    seen, whole = set(), set[tuple[int, bool]]()
     for segment in range(3):
         records, ranks = program.numbered(segment)
         for record, rank in zip(records, ranks, strict=True):
             phase = program.forward.by_number[int(phase_number(record))]
             dims, view = program.rank_dims(int(rank)), table.rank(int(rank))
             boxes = plan(program.forward, dims, view, record)
+            in_one = boxes["whole"] > 0
+            whole |= set(zip(boxes["fill"][in_one].tolist(), (boxes["pieces"][in_one] > 0).tolist(), strict=True))
             words = record[OPERAND_WORD:][: len(phase.operands)].tolist()
             if phase.is_matmul:
                 check_pages(boxes)
@@ -163,3 +170,5 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
                 assert len(boxes["page"]) == 0
             seen.add(phase.result if phase.is_matmul else phase.operation)
     assert {Result.HEADS, Result.GATED, Result.LOGITS, Operation.ATTENTION} <= seen
+    if shape == "whole pages":
+        assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)}  # of attention, or of tiles too

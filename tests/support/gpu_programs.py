@@ -25,12 +25,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
     "norms of heads": {"family": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 64, "attention_bias": True},
     "norms of wide heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 128, "hidden": 64},
+    "whole pages": {"heads": 2, "kv_heads": 1, "head_dim": 128, "hidden": 256, "ffn": 256},
 }
+TILES = {"whole pages": {"tile_rows": 128, "tile_cols": 256}}  # others have small ones, of which a program has more
 PAGES = 16
 
 
 def h100(workers: int, **fields: Any) -> machines.Machine:
-    return replace(machines.MACHINES["h100"], workers=workers, tile_rows=32, tile_cols=64, **fields)
+    return replace(machines.MACHINES["h100"], **{"workers": workers, "tile_rows": 32, "tile_cols": 64} | fields)
 
 
 def make(
@@ -44,7 +46,8 @@ def make(
     """A backend with a random KV cache, a program, and a step that runs `chunks` (start, tokens), one row left over."""
     _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
     rows = sum(count for _, count in chunks)
-    program = compiled(checkpoint.config, h100(workers), rows + 1, len(chunks) + 1, tp, options, max_context=512)
+    machine = h100(workers, **TILES.get(shape, {}))
+    program = compiled(checkpoint.config, machine, rows + 1, len(chunks) + 1, tp, options, max_context=512)
     backend = ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
     rng = np.random.default_rng(7)
     for rank in range(tp):
@@ -80,7 +83,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in a if a[name].tobytes() != b[name].tobytes()]
 
 
-COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item")
+COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole")
 CAPACITY = 4096
 
 

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
 from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
+from megakernel.isa.pages import MAPS
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
-from megakernel.runtime.cuda.heap import map_bits, tiled
+from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +48,9 @@ TIMEOUT_NS = 20_000_000_000
 FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
 _MESSAGE = 16384
-_MAP = np.dtype(
-    [(name, "<i8") for name in ("base", "row_bytes", "matrix_bytes")]
-    + [(name, "<i4") for name in ("inner", "rows", "matrices", "item", "shared")]
+MAP = np.dtype(
+    [("base", "<i8"), ("strides", "<i8", 5), ("sizes", "<i4", 5), ("box", "<i4", 5)]
+    + [(name, "<i4") for name in ("item", "swizzled", "shared")]
 )
 Array = NDArray[Any]
 
@@ -288,17 +289,25 @@ class LaunchImage:
         return at
 
     def _add_maps(self) -> int:
-        maps = np.zeros((self.program.ranks, len(BUFFERS), MAP_BYTES), np.uint8)
+        maps = np.zeros((self.program.ranks, len(BUFFERS), MAPS, MAP_BYTES), np.uint8)
         at = self.image.add(maps)
         for rank in range(self.program.ranks):
             d = self.program.rank_dims(rank)
-            for buffer, (matrices, rows, inner) in tiled(self.program.forward, d, self._pages).items():
-                item = self._shapes[rank, buffer][1].itemsize
-                shared = buffer in (Buffer.K_CACHE, Buffer.V_CACHE)
-                fields = np.array((0, inner * item, rows * inner * item, inner, rows, matrices, item, shared), _MAP)
-                maps[rank, buffer, : _MAP.itemsize] = np.frombuffer(fields.tobytes(), np.uint8)
-                self.image.point(at + (rank * len(BUFFERS) + buffer) * MAP_BYTES, self._buffers[rank, buffer])
+            for place, layout in map_layouts(self.program.forward, d, self._pages).items():
+                buffer = place[0]
+                maps[rank, *place, : MAP.itemsize] = host_map(layout, shared=buffer in (Buffer.K_CACHE, Buffer.V_CACHE))
+                self.image.point(
+                    at + np.ravel_multi_index((rank, *place), maps.shape[:3]) * MAP_BYTES, self._buffers[rank, buffer]
+                )
         return at
+
+
+def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> NDArray[np.uint8]:
+    """As csrc/host/tensor_map.h reads it."""
+    rest = (1,) * (5 - len(layout.sizes))
+    strides = (layout.item, *layout.strides, *(0 for _ in rest))
+    fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled, shared)
+    return np.frombuffer(np.array(fields, MAP).tobytes(), np.uint8)
 
 
 def buffers_of(forward: Forward) -> list[Buffer]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa.launch import MAP_BYTES, SHARED_BYTES, THREADS
 from .compile import KERNEL
+from .maps import MapLayout
 
 _MAP_ALIGNMENT = 64
 _PEEK_S = 1.0
@@ -298,34 +299,33 @@ class Prepared:
         check("launching the interpreter", answer)
 
 
-def encode_map(
-    address: int, *, bf16: bool, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
-) -> NDArray[np.uint8]:
-    """A tensor map of three dimensions, inner first: sizes and box in elements, strides of the outer two in bytes.
+def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
+    """A tensor map of what lies at an address.
 
-    128-byte swizzle; reads beyond the sizes give zeros and writes there do nothing. The bindings encode into an object
-    of their own at an address that the driver refuses, so the driver is called directly.
+    Reads beyond the sizes give zeros and writes there do nothing. The bindings encode into an object of their own at an
+    address that the driver refuses, so the driver is called directly.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _MAP_ALIGNMENT
     out = raw[start : start + MAP_BYTES]
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-    dtype, swizzle_128, promote_256 = 9 if bf16 else 7, 3, 3  # CUtensorMapDataType BFLOAT16 and FLOAT32
+    u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, len(layout.sizes)
+    # CUtensorMapDataType BFLOAT16 and FLOAT32
+    dtype, swizzle_128, promote_256 = 9 if layout.item == 2 else 7, 3, 3
     status = lib.cuTensorMapEncodeTiled(
         ctypes.c_void_p(out.ctypes.data),
         dtype,
-        3,
+        rank,
         ctypes.c_void_p(address),
-        (u64 * 3)(*sizes),
-        (u64 * 2)(*strides),
-        (u32 * 3)(*box),
-        (u32 * 3)(1, 1, 1),
+        (u64 * rank)(*layout.sizes),
+        (u64 * (rank - 1))(*layout.strides),
+        (u32 * rank)(*layout.box),
+        (u32 * rank)(*[1] * rank),
         0,  # no interleaving
-        swizzle_128,
+        swizzle_128 if layout.swizzled else 0,
         promote_256,
         0,  # zeros, not NaN, beyond the sizes
     )
     if status:
-        raise MegakernelError(f"a tensor map of sizes {tuple(sizes)} was refused: the CUDA driver answers {status}")
+        raise MegakernelError(f"a tensor map of sizes {layout.sizes} was refused: the CUDA driver answers {status}")
     return out.copy()

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Result, Space, Units
+from ...isa import BUFFERS, Buffer, Dims, Forward, Space
 from ...isa.launch import MAP_BYTES
-from ...isa.pages import BOX_ROWS, ROW_BYTES, output_columns
+from ...isa.pages import MAPS
 from .driver import Gpu, encode_map
+from .maps import layers, map_layouts
 from .node import Node
 
 _ALIGNMENT = 256
@@ -28,40 +29,6 @@ def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
     """Bytes of one copy (of one layer) of rank `dims.rank`."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
-
-
-def layers(buffer: Buffer, dims: Dims) -> int:
-    return dims.layers if BUFFERS[buffer].layered else 1
-
-
-def tiled(forward: Forward, dims: Dims, pages: int) -> dict[Buffer, tuple[int, int, int]]:
-    """Matrices, rows and columns of the buffers that tiles are loaded from or stored to."""
-    found = {}
-
-    def add(buffer: Buffer | None, per_layer: int = 1) -> None:
-        if buffer is not None:
-            shape = BUFFERS[buffer].shape(dims, pages)
-            matrices = layers(buffer, dims) * per_layer
-            found[buffer] = matrices, math.prod(shape[:-1]) // per_layer, shape[-1]
-
-    for phase in forward:
-        if phase.operation is Operation.ATTENTION:
-            add(Buffer.K_CACHE)
-            add(Buffer.V_CACHE)
-        if phase.is_matmul and dims.units == Units.TENSOR:
-            add(phase.weights, phase.matrices(dims))
-            add(phase.inputs)
-            if output_columns(phase, dims):
-                add(phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # a slot for each rank
-    return found
-
-
-def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Bit b of the first: a rank's blocks copy by its tensor map of buffer b; of the second: by those of all ranks."""
-    partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
-    used = set(tiled(forward, dims, 0))
-    own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
-    return own, everywhere
 
 
 class Heap:
@@ -147,7 +114,7 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """Address of the tensor maps for a program of `dims`: [tp, buffers, bytes]; zeros where there is none.
+        """Address of the tensor maps for a program of `dims`: [tp, buffers, MAPS, bytes]; zeros where there is none.
 
         The copy engine keeps maps that it has used, so the memory is not written again while the heap lives.
         """
@@ -159,22 +126,11 @@ class Heap:
         return self._maps[key]
 
     def _encoded(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
-        out = np.zeros((dims.tp, len(Buffer), MAP_BYTES), np.uint8)
+        out = np.zeros((dims.tp, len(Buffer), MAPS, MAP_BYTES), np.uint8)
         for d in self._ranks(dims):
-            for buffer, sizes in tiled(forward, d, self.pages).items():
-                if math.prod(sizes):
-                    out[d.rank, buffer] = self._map(d, buffer, *sizes)
+            for (buffer, kind), layout in map_layouts(forward, d, self.pages).items():
+                out[d.rank, buffer, kind] = encode_map(self.address(d.rank, buffer), layout)
         return out
-
-    def _map(self, dims: Dims, buffer: Buffer, matrices: int, rows: int, columns: int) -> NDArray[np.uint8]:
-        item = BUFFERS[buffer].resolve_dtype(dims).itemsize
-        return encode_map(
-            self.address(dims.rank, buffer),
-            bf16=item == 2,
-            sizes=(columns, rows, matrices),
-            strides=(columns * item, rows * columns * item),
-            box=(ROW_BYTES // item, BOX_ROWS, 1),
-        )
 
     # -- for the host
 

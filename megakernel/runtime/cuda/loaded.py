@@ -15,8 +15,9 @@ from ...program import SEGMENTS, Program, Segment
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
-from .heap import STATUS_BYTES, Heap, map_bits
+from .heap import STATUS_BYTES, Heap
 from .limits import phase_refusal
+from .maps import map_bits
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256

@@ -16,7 +16,8 @@ from ...isa import BUFFERS, Buffer, Dims, Dtype
 from ...model import families
 from ...model.checkpoint import Checkpoint
 from ...model.shard import shard
-from .heap import Heap, copy_bytes, layers
+from .heap import Heap, copy_bytes
+from .maps import layers
 
 _THREADS = 8  # that read tensors, one each
 

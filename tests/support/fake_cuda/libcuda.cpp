@@ -314,21 +314,30 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int, int) {
   if (reinterpret_cast<uint64_t>(map) % 64 || reinterpret_cast<uint64_t>(address) % 16) return kInvalidValue;
-  if (rank != 3 || (type != 7 && type != 9) || interleave != 0 || swizzle != 3) return kInvalidValue;
-  const uint64_t item = type == 9 ? 2 : 4;
-  for (int i = 0; i < 3; ++i) {
-    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || (i < 2 && strides[i] >= uint64_t{1} << 40) ||
-        box[i] == 0 || box[i] > 256 || steps[i] != 1)
+  if (rank < 3 || rank > mk::kMapDimensions || (type != 7 && type != 9)) return kInvalidValue;
+  if (interleave != 0 || (swizzle != 0 && swizzle != 3)) return kInvalidValue;
+  mk::HostMap made{.base = static_cast<char*>(address),
+                   .strides = {},
+                   .sizes = {1, 1, 1, 1, 1},
+                   .box = {1, 1, 1, 1, 1},
+                   .item = type == 9 ? 2 : 4,
+                   .swizzled = swizzle == 3,
+                   .shared = 0};
+  made.strides[0] = made.item;
+  for (unsigned i = 0; i < rank; ++i) {
+    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1)
       return kInvalidValue;
+    made.sizes[i] = static_cast<int32_t>(sizes[i]);
+    made.box[i] = static_cast<int32_t>(box[i]);
+    if (i == 0) continue;
+    if (strides[i - 1] % 16 || strides[i - 1] >= uint64_t{1} << 40) return kInvalidValue;
+    made.strides[i] = static_cast<int64_t>(strides[i - 1]);
   }
-  if (strides[0] % 16 || strides[1] % 16) return kInvalidValue;
-  if (box[0] * item != 128 || box[1] != mk::kBoxRows || box[2] != 1) return kInvalidValue;
-  if (!on_device(reinterpret_cast<uint64_t>(address), strides[1] * (sizes[2] - 1) + strides[0] * sizes[1]))
-    return kInvalidValue;
-  const mk::HostMap made{static_cast<char*>(address),      static_cast<int64_t>(strides[0]),
-                         static_cast<int64_t>(strides[1]), static_cast<int32_t>(sizes[0]),
-                         static_cast<int32_t>(sizes[1]),   static_cast<int32_t>(sizes[2]),
-                         static_cast<int32_t>(item),       0};
+  const uint64_t row = box[0] * static_cast<uint64_t>(made.item);
+  if (row % 16 || (made.swizzled && row > 128) || made.bytes() > mk::kPageBytes) return kInvalidValue;
+  uint64_t last = 0;  // byte of the last element
+  for (int i = 0; i < mk::kMapDimensions; ++i) last += made.strides[i] * (made.sizes[i] - 1);
+  if (!on_device(reinterpret_cast<uint64_t>(address), last + made.item)) return kInvalidValue;
   memset(map, 0, mk::kMapBytes);
   memcpy(map, &made, sizeof made);
   return kOk;

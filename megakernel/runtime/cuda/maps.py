@@ -1,0 +1,87 @@
+"""Tensor maps of a program: how the bulk copy engine reads and writes the buffers of a rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
+from ...isa.pages import BOX_ROWS, DOT_PIECE, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
+
+PARTS, PAGES = range(2)  # which of a buffer's maps: its boxes have BOX_ROWS rows, or fill a page
+
+
+@dataclass(frozen=True)
+class MapLayout:
+    """A tensor map but for its address. Inner first: sizes and box in elements, strides in bytes of all dimensions but
+    the first. `swizzled`: rows of a box lie in the 128-byte swizzle."""
+
+    item: int  # bytes of an element
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzled: bool = True
+
+
+def layers(buffer: Buffer, dims: Dims) -> int:
+    return dims.layers if BUFFERS[buffer].layered else 1
+
+
+def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
+    """Of rank `dims.rank`, by buffer, and PARTS or PAGES."""
+    found = {}
+
+    def add(kinds: tuple[int, ...], buffer: Buffer | None, per_layer: int = 1) -> None:
+        if buffer is not None:
+            for kind in kinds:
+                found[buffer, kind] = _tiles(buffer, per_layer, (BOX_ROWS, PAGE_ROWS)[kind], dims, pages)
+
+    loaded, stored = (PARTS, PAGES), (PARTS,)
+    for phase in forward:
+        if phase.operation is Operation.ATTENTION:
+            add(loaded, Buffer.K_CACHE)
+            add(loaded, Buffer.V_CACHE)
+        if phase.is_matmul and dims.units == Units.TENSOR:
+            add(loaded, phase.weights, phase.matrices(dims))
+            add(loaded, phase.inputs)
+            if output_columns(phase, dims):
+                add(stored, phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # a slot for each rank
+        if phase.is_matmul and dims.units == Units.DOTS and phase.inner(dims) % PIECE_INNER == 0:
+            assert phase.weights is not None
+            found[phase.weights, PAGES] = _columns(phase, phase.weights, dims)
+    return {key: layout for key, layout in found.items() if math.prod(layout.sizes)}
+
+
+def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
+    """Bit b of the first: a rank's blocks copy by its tensor maps of buffer b; of the second: by those of all ranks."""
+    partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
+    ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
+    used = {buffer for d in ranks for buffer, _ in map_layouts(forward, d, 1)}
+    own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
+    return own, everywhere
+
+
+def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
+    """Tiles of the matrices that a buffer holds, so many in a layer."""
+    spec = BUFFERS[buffer]
+    shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims).itemsize
+    rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
+    sizes = columns, rows, layers(buffer, dims) * per_layer
+    return MapLayout(item, sizes, (columns * item, rows * columns * item), (ROW_BYTES // item, rows_of_box, 1))
+
+
+def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
+    """Weight pages of dots: a piece of PIECES columns, which are those of one matrix or every other one.
+
+    A box has at most 256 elements in each dimension, so a piece is rows of PIECE_INNER elements.
+    """
+    item, inner, width = BUFFERS[weights].resolve_dtype(dims).itemsize, phase.inner(dims), phase.width(dims)
+    row, two = inner * item, phase.matrices(dims) == 2
+    members, layer = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
+    return MapLayout(
+        item,
+        sizes=(PIECE_INNER, inner // PIECE_INNER, *members, layers(weights, dims)),
+        strides=(PIECE_INNER * item, row, row * members[0], layer),
+        box=(PIECE_INNER, DOT_PIECE // PIECE_INNER, *((PIECES, 1) if two else (1, PIECES)), 1),
+        swizzled=False,
+    )
