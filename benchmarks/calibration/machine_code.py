@@ -42,6 +42,8 @@ SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a 
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
 VECTORS = DOT_PIECE // 8 // LANES  # of a piece, that each lane multiplies
+PRODUCTS = 16  # of a vector, for both columns
+AHEAD = 2  # loads of a row of logits that a thread has under way while it adds what came before them
 _WAIT = "SYNCS.PHASECHK"
 
 
@@ -108,25 +110,24 @@ class Paths:
 
     def pair(self, rows: int) -> Floor:
         """Both pages of a piece, for so many rows."""
-        vector, products = self._products(rows)
-        inner = self._floor("a vector of a piece", vector, *products)
-        return self._floor("a pair of pages", self._pairs(), vector, *products) + inner * (VECTORS - 1)
+        if rows == 1:
+            return self._floor("a pair of pages", self._pairs(), *self._whole_piece())
+        products = self._at("dots.h", "multiply(sum_[r],", "FFMA")
+        vector = self._at("dots.h", "first = part(w0, v", "LDS.128"), *[products] * (PRODUCTS * rows)
+        inner = self._floor("a vector of a piece", *vector)
+        return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
         """What a unit of columns takes beside its pages, of one row."""
-        vector, products = self._products(1)
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
-        whole = self._floor("a unit of columns", self._pairs(), vector, *products, shuffles)
-        return whole - self._floor("a pair of pages", self._pairs(), vector, *products)
+        return self._floor("a unit of columns", self._pairs(), *self._whole_piece(), shuffles) - self.pair(1)
 
     def _pairs(self) -> set[int]:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
-    def _products(self, rows: int) -> tuple[set[int], list[set[int]]]:
-        """Loads of the first weights of a vector, and the products that follow: eight each of two columns."""
-        branch = self._at("dots.h", f"multiply<{1 if rows == 1 else 'kDotRows'}>(p, w0, w1")
-        products = branch & set(self._code.find("FFMA"))
-        return branch & self._at("dots.h", "first = part(w0", "LDS.128"), [products] * (16 * rows)
+    def _whole_piece(self) -> list[set[int]]:
+        """All products of a row's whole piece, which no loop has."""
+        return [self._at("dots.h", "multiply(sum_[0],", "FFMA")] * (PRODUCTS * VECTORS)
 
     def step(self) -> Floor:
         """A k step of a whole chunk on the tensor cores."""
@@ -135,18 +136,17 @@ class Paths:
         return self._floor("a k step", last)
 
     def sample(self) -> Floor:
-        """Loads of a row of logits that are under way together."""
-        return self._floor(
-            "sampling", {max(self._logits())}, self._at("sample.h", "sum += expf(v[j] - mine.value)", "MUFU.EX2")
-        )
+        """As many logits as are under way together."""
+        loads = self._logits()
+        return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """Of a row, that all consumer warps load at once."""
+        """Of a row, that all consumer warps have under way."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
-        return words * CONSUMERS * LANES
+        return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        return self._at("sample.h", "v[j] = id < vocab_", "LDG")
+        return self._at("sample.h", "after = load(z, begin", "LDG")
 
     # -- all roles, one after the other
 

@@ -35,17 +35,44 @@ class Dots {
   // Adds `n` products of each output.
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const DotInput& input) {
-    if (rows == 1) {
-      multiply<1>(p, w0, w1, n, rows, input);
-    } else {
-      multiply<kDotRows>(p, w0, w1, n, rows, input);
+    if (rows == 1 && n == kPiece) {
+      MK_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const int at = (v * P::kLanes + p.lane()) * 16;
+        const auto part = [at](const unsigned char* piece) {
+          return *reinterpret_cast<const Words*>(piece + at);
+        };
+        multiply(sum_[0], part(w0), part(w1), part(input.base + input.first));
+      }
+      return;
+    }
+    MK_LOOP for (int v = 0; v < kVectors; ++v) {
+      const Words first = part(w0, v, p.lane(), n), second = part(w1, v, p.lane(), n);
+      int32_t at = here(input.first);
+      MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+        if (r >= rows) break;
+        multiply(sum_[r], first, second, part(input.base + at, v, p.lane(), n));
+        at += input.stride;
+        if (at >= input.end) at -= kPages * kPageBytes;
+      }
     }
   }
 
-  // Adds the lanes' sums. With every step a lane hands over half of the rows it has, those of the other half
-  // of the lanes; in the end it has one, row `lane`.
-  template <int kMask = P::kLanes / 2>
+  // Adds the lanes' sums; in the end a lane has row `lane`.
   MK_FN void reduce(P& p, int rows) {
+    if (rows > 1) return share<P::kLanes / 2>(p, rows);
+    MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) {
+      sum_[0].a += shuffle_xor(sum_[0].a, mask);
+      sum_[0].b += shuffle_xor(sum_[0].b, mask);
+    }
+  }
+  // After reduce(), of a row that the lane has: row `lane`, or, where it is alone, any.
+  MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
+
+ private:
+  // With every step a lane hands over half of the rows it has, those of the other half of the lanes. One
+  // row's sums have the same tree.
+  template <int kMask>
+  MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
       const bool upper = p.lane() & kMask;
       MK_UNROLL for (int r = 0; r < kMask; ++r) {
@@ -54,34 +81,18 @@ class Dots {
         sum_[r].a = (upper ? high.a : low.a) + shuffle_xor(upper ? low.a : high.a, kMask);
         sum_[r].b = (upper ? high.b : low.b) + shuffle_xor(upper ? low.b : high.b, kMask);
       }
-      reduce<kMask / 2>(p, rows);
+      share<kMask / 2>(p, rows);
     }
   }
 
-  // After reduce(), of a row that the lane has: row `lane`, or, where it is alone, any.
-  MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
-
- private:
   static constexpr int kVectors = kPiece / 8 / P::kLanes;
 
-  template <int kRows>
-  MK_FN void multiply(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
-                      const DotInput& input) {
-    MK_LOOP for (int v = 0; v < kVectors; ++v) {
-      const Words first = part(w0, v, p.lane(), n), second = part(w1, v, p.lane(), n);
-      int32_t at = kRows == 1 ? input.first : here(input.first);
-      MK_UNROLL for (int r = 0; r < kRows; ++r) {
-        if (r >= rows) break;
-        const Words in = part(input.base + at, v, p.lane(), n);
-        MK_UNROLL for (int i = 0; i < 4; ++i) {
-          sum_[r].a += low_half(in.w[i]) * low_half(first.w[i]);
-          sum_[r].b += low_half(in.w[i]) * low_half(second.w[i]);
-          sum_[r].a += high_half(in.w[i]) * high_half(first.w[i]);
-          sum_[r].b += high_half(in.w[i]) * high_half(second.w[i]);
-        }
-        at += input.stride;
-        if (at >= input.end) at -= kPages * kPageBytes;
-      }
+  MK_FN static void multiply(Pair& sum, const Words& first, const Words& second, const Words& in) {
+    MK_UNROLL for (int i = 0; i < 4; ++i) {
+      sum.a += low_half(in.w[i]) * low_half(first.w[i]);
+      sum.b += low_half(in.w[i]) * low_half(second.w[i]);
+      sum.a += high_half(in.w[i]) * high_half(first.w[i]);
+      sum.b += high_half(in.w[i]) * high_half(second.w[i]);
     }
   }
 
@@ -186,13 +197,12 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   int page = 0, held = 0;  // the lap's first input page
 
   if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the body before
-  const auto release_inputs = [&] {
-    for (int i = 0; i < inputs; ++i) pages.release(held + i);
-  };
+  const auto release_inputs = [&] { pages.release(held, inputs); };
   for (int unit = 0; unit < cols; unit += unit_cols(m)) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);
     sums.clear();
-    for (int piece = 0; piece < pieces; ++piece, page += 2, weights_left -= 2) {
+    int piece = 0;
+    do {  // there is one: a loop that might have none would clear the sums twice
       if (page == held) {
         if (page > 0) {
           release_inputs();
@@ -211,9 +221,9 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
                               kPieceBytes, kPages * kPageBytes};
         sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, input);
       }
-      pages.release(page);
-      pages.release(page + 1);
-    }
+      pages.release(page, 2);
+      page += 2, weights_left -= 2;
+    } while (++piece < pieces);
     if (col >= cols) continue;
     sums.reduce(p, rows);
     switch (m.phase.result) {

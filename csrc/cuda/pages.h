@@ -30,12 +30,13 @@ class Pages {
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
-  // After full(i): this warp needs it no more. Every warp says so of every page that is no output. Tensor
-  // cores read pages in the proxy that fills them; what the warp has read itself it must fence.
-  MK_FN void release(int i) {
+  // After full(i): this warp needs it no more, nor the n - 1 pages behind it. Every warp says so of every
+  // page that is no output. Tensor cores read pages in the proxy that fills them; what the warp has read
+  // itself it must fence.
+  MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
-    p_.arrive(block_.empty[page_of(first_ + i).slot]);
-    ++next_;
+    for (const int end = i + n; i < end; ++i) p_.arrive(block_.empty[page_of(first_ + i).slot]);
+    next_ += n;
   }
 
   // Output pages: waits until it may be written; then, when this warp has written its part.

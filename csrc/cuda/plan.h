@@ -181,14 +181,16 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
 // a unit is two pages, member 0 and 1: even and odd columns, or those of either matrix. The rows come again
 // in every lap of the ring, after the lap's weights: piece p of row r is number p * rows + r.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
+MK_FN int32_t dot_units(const Matmul& m) {
+  static_assert(kPieces == 8, "shifts, since a division takes as long as a page");
+  return (m.tile.cols + unit_cols(m) - 1) >> (m.two() ? 3 : 4);
+}
 MK_FN int32_t dot_pieces(const Matmul& m) {
   return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
 // Weight pages, and those of a lap, both members of a piece in the same one.
-MK_FN int32_t dot_weight_pages(const Matmul& m) {
-  return 2 * ceil_div(m.phase.inner, kPiece) * ceil_div(m.tile.cols, unit_cols(m));
-}
+MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
 
 template <class Each>

@@ -238,9 +238,9 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     elif dims.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
         if costs.issue and phase.operation is Operation.SAMPLE:
-            # Each waits for the loads of the one before.
-            steps = rows * np.ceil(dims.vocab / costs.issue.sample_entries)
-            matrix_s = steps * (costs.issue.sample_step + costs.latency_s)
+            # As many logits are added as are under way meanwhile.
+            steps = np.ceil(dims.vocab / costs.issue.sample_entries)
+            matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
     compute_s = matrix_s + vector_s  # both where a matmul normalises its inputs first

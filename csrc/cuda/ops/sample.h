@@ -82,28 +82,47 @@ class Sampler {
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
   enum Step { kTopK, kTopP, kDraw };
 
-  // The greatest logit, and the log of the sum of all exponentials.
+  // Of a row, what a thread loads at once: id begin + j * kThreadsOfRow for each j; beyond the end what
+  // weighs nothing.
+  static constexpr int kLoads = 16;
+  struct Logits {
+    float v[kLoads];
+  };
+  MK_FN Logits load(const float* z, int begin) const {
+    Logits out;
+    MK_UNROLL for (int j = 0; j < kLoads; ++j) {
+      const int id = begin + j * kThreadsOfRow;
+      out.v[j] = id < vocab_ ? load_float(z + id) : minus_infinity();
+    }
+    return out;
+  }
+
+  // The greatest logit, and the log of the sum of all exponentials. Two further loads are under way while
+  // what the last brought is added.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
-    constexpr int kGroup = 4, kLoads = 16;  // the running sum is rescaled once a group; loads in flight
-    Peak mine{minus_infinity(), 0};
-    float sum = 0.0f;
-    for (int begin = thread_; begin < vocab_; begin += kLoads * kThreadsOfRow) {
-      float v[kLoads];
-      MK_UNROLL for (int j = 0; j < kLoads; ++j) {
-        const int id = begin + j * kThreadsOfRow;
-        v[j] = id < vocab_ ? load_float(z + id) : minus_infinity();
+    constexpr int kGroup = 4;  // the running sum is rescaled once a group
+    float top = minus_infinity(), sum = 0.0f;
+    int id = 0;  // of the first that is greatest
+    Logits next = load(z, thread_), after = load(z, thread_ + kLoads * kThreadsOfRow);
+    MK_LOOP for (int begin = thread_; begin < vocab_; begin += kLoads * kThreadsOfRow) {
+      const Logits held = next;
+      next = after;
+      after = load(z, begin + 2 * kLoads * kThreadsOfRow);
+      const float first = top;
+      MK_UNROLL for (int j = 0; j < kLoads; j += kGroup) {
+        const float before = top;
+        MK_UNROLL for (int k = j; k < j + kGroup; ++k) top = fmaxf(top, held.v[k]);
+        sum *= expf(before - top);
+        MK_UNROLL for (int k = j; k < j + kGroup; ++k) sum += expf(held.v[k] - top);
       }
-      MK_UNROLL for (int first = 0; first < kLoads; first += kGroup) {
-        const float before = mine.value;
-        MK_UNROLL for (int j = first; j < first + kGroup; ++j) {
-          if (v[j] > mine.value) mine = {v[j], begin + j * kThreadsOfRow};
+      if (top > first) {
+        MK_UNROLL for (int j = kLoads - 1; j >= 0; --j) {
+          if (held.v[j] == top) id = begin + j * kThreadsOfRow;
         }
-        sum *= expf(before - mine.value);
-        MK_UNROLL for (int j = first; j < first + kGroup; ++j) sum += expf(v[j] - mine.value);
       }
     }
-    const Peak peak = as_peak(team_.reduce(peak_key(mine.value, mine.id), greater));
-    log_sum = peak.value + logf(team_.sum(sum * expf(mine.value - peak.value)));
+    const Peak peak = as_peak(team_.reduce(peak_key(top, id), greater));
+    log_sum = peak.value + logf(team_.sum(sum * expf(top - peak.value)));
     return peak;
   }
 
