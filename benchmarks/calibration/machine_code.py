@@ -74,7 +74,7 @@ class Paths:
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
         return found | {
-            "weight_page": self._filled("p.load_columns(", "member ^= 1"),
+            "weight_page": self._filled("p.load_columns(", "if (member) x += kPiece"),
             "input_page": self._filled("p.load_bytes(", "piece += kPieces", PIECES),
             "dot_pair": self.pair(1),
             "dot_pairs": self.pair(2),
@@ -111,7 +111,8 @@ class Paths:
     def pair(self, rows: int) -> Floor:
         """Both pages of a piece, for so many rows."""
         if rows == 1:
-            return self._floor("a pair of pages", self._pairs(), *self._whole_piece())
+            last, products = self._whole_piece()
+            return self._floor("a pair of pages", last, *products)
         products = self._at("dots.h", "multiply(sum_[r],", "FFMA")
         vector = self._at("dots.h", "first = part(w0, v", "LDS.128"), *[products] * (PRODUCTS * rows)
         inner = self._floor("a vector of a piece", *vector)
@@ -120,14 +121,16 @@ class Paths:
     def unit(self) -> Floor:
         """What a unit of columns takes beside its pages, of one row."""
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
-        return self._floor("a unit of columns", self._pairs(), *self._whole_piece(), shuffles) - self.pair(1)
+        last, products = self._whole_piece()
+        return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
 
     def _pairs(self) -> set[int]:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
-    def _whole_piece(self) -> list[set[int]]:
-        """All products of a row's whole piece, which no loop has."""
-        return [self._at("dots.h", "multiply(sum_[0],", "FFMA")] * (PRODUCTS * VECTORS)
+    def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
+        """Of a row's whole piece, which no loop has, the last product, and all others."""
+        products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
+        return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
     def step(self) -> Floor:
         """A k step of a whole chunk on the tensor cores."""
@@ -146,7 +149,9 @@ class Paths:
         return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        return self._at("sample.h", "after = load(z, begin", "LDG")
+        """Loads of the last batch, where all of it lies in the row."""
+        whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
+        return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
     # -- all roles, one after the other
 

@@ -12,6 +12,17 @@
 namespace mk {
 
 struct Bodies {
+  // A matmul by dots may normalise its rows itself.
+  MK_FN static bool normed(const Call& c) {
+    return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
+  }
+
+  // What needs no data of this launch.
+  template <class P>
+  MK_FN static void prepare(P& p, const Call& c) {
+    if (normed(c)) prefetch_norm(p, c);
+  }
+
   template <class P, class Pages>
   MK_FN static void run(P& p, const Call& c, Pages& pages) {
     if constexpr (kAblation == Ablation::kCompute) {
@@ -25,8 +36,7 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    // A matmul by dots may normalise its rows itself. Here, so that the code is there but once.
-    if (c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone)) norm(p, c);
+    if (normed(c)) norm(p, c);  // here, so that the code is there but once
     switch (c.phase().operation) {
       case Operation::kGather:
         return gather(p, c, operands<Run>(record));

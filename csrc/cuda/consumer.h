@@ -1,5 +1,5 @@
 // The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, pages)` is
-// the work itself.
+// the work itself, `Bodies::prepare(p, call)` what can be done before its inputs are there.
 #pragma once
 #include "pages.h"
 
@@ -15,6 +15,8 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     [[maybe_unused]] const uint64_t waiting = p.now();
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
+    const Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
+    Bodies::prepare(p, call);
     p.wait(slot.inputs, slot_parity(j), task.where);
     [[maybe_unused]] const uint64_t begin = p.now();
     if constexpr (P::kTrace) {
@@ -24,7 +26,6 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
           delay.record == task.where.number)
         p.stall(delay.ns);
     }
-    const Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
     Pages<P> pages(p, block, params, task, page);
     Bodies::run(p, call, pages);
     page = pages.next();

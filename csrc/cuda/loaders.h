@@ -85,11 +85,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     };
     if (waits && !rows) wait();
     uint64_t begin = 0;
-    int32_t item = -1;
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
-             if (inputs && use.item != item) {
-               item = use.item;
-               if (!wait_item(p, params, block.dims, block.step, task, item)) return false;
+             if (inputs && use.opens) {
+               if (!wait_item(p, params, block.dims, block.step, task, use.item)) return false;
                p.fence_async();
              }
              const Page at = page_of(page);

@@ -35,7 +35,8 @@ struct PageUse {
   int32_t member = 0;  // weights of dots: of the pair of pages
   int32_t other = 0;   // pieces: rows from those of member 0 to those of member 1
   int32_t inner = 0;   // pieces: elements of a whole row
-  int32_t item = -1;   // attention: whose counters must hold; -1 elsewhere
+  int32_t item = -1;   // attention: of the slot; -1 elsewhere
+  bool opens = false;  // attention: the item's first page, before which its counters must hold
 
   // Calls each(Box) for every stride-th box from number `first` on.
   template <class Each>
@@ -196,15 +197,11 @@ MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)
 template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
-  const int32_t inner = m.phase.inner, rows = m.tile.rows, pieces = dot_pieces(m);
-  const int32_t layer = first_matrix(d, task, 1);
-  const int32_t step = m.two() ? 1 : 2;                         // from a column of a page to the next
-  const int32_t other = m.two() ? m.phase.width : 1;            // from rows of member 0 to those of member 1
-  const bool mapped = inner % kPieceInner == 0;                 // as the host makes its maps
-  int32_t left = dot_weight_pages(m), lap = 0;                  // weight pages; of this lap
-  int32_t x = 0, member = 0, first = 0;                         // of the next weight page; its first column
-  int32_t piece = pieces, in_x = 0, in_row = 0;                 // of the next input page
-  const int32_t whole = kPieces / rows, rest = kPieces % rows;  // columns and rows of an input page
+  const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
+  int32_t left = dot_weight_pages(m), lap = 0;   // weight pages; of this lap
+  int32_t x = 0, first = 0;                      // of the next weight page; its first column
+  int32_t piece = pieces, in_x = 0, in_row = 0;  // of the next input page
+  const int32_t whole = kPieces / rows;          // columns of an input page
   while (true) {
     if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
@@ -214,24 +211,24 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t columns = m.tile.cols - first;
-      use = {.fill = Fill::kWeights,
-             .pieces = true,
-             .whole = mapped && columns >= unit_cols(m),
-             .buffer = m.phase.weights,
-             .x = x,
-             .y = m.tile.col + first,
-             .z = layer,
-             .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
-             .per = kPieces,
-             .step = step,
-             .member = member,
-             .other = other,
-             .inner = inner};
+      const int32_t columns = m.tile.cols - first, member = lap & 1;  // a lap has pairs
+      use = {
+          .fill = Fill::kWeights,
+          .pieces = true,
+          .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),  // as the host makes its maps
+          .buffer = m.phase.weights,
+          .x = x,
+          .y = m.tile.col + first,
+          .z = first_matrix(d, task, 1),
+          .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
+          .per = kPieces,
+          .step = m.two() ? 1 : 2,
+          .member = member,
+          .other = m.two() ? m.phase.width : 1,
+          .inner = m.phase.inner};
       --lap;
-      member ^= 1;
-      if (member == 0) x += kPiece;
-      if (x >= inner) {
+      if (member) x += kPiece;
+      if (x >= m.phase.inner) {
         x = 0;
         first += unit_cols(m);
       }
@@ -244,10 +241,10 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
              .row = in_row,
              .boxes = lower_of(kPieces, pieces - piece),
              .per = rows,
-             .inner = inner};
+             .inner = m.phase.inner};
       piece += kPieces;
       in_x += whole * kPiece;
-      in_row += rest;
+      in_row += kPieces - whole * rows;
       if (in_row >= rows) {
         in_row -= rows;
         in_x += kPiece;
@@ -270,6 +267,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
   const int32_t pages = padding ? 1 : 2 * halves;
+  bool opens = true;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / tiles;
@@ -286,7 +284,9 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
                       .y = matrix * d.kv_page,
                       .z = layer,
                       .boxes = kPageBoxes,
-                      .item = item};
+                      .item = item,
+                      .opens = opens};
+          opens = false;
           if (i < halves) {
             use.buffer = Buffer::K_CACHE;
             use.x = i * kTileInner;

@@ -118,7 +118,7 @@ class Issue:
     dot_unit: float  # beside the pages of a unit of columns
     k_step: float  # of a matmul on matrix units
     handoff: float  # of all roles, from the end of one instruction's arithmetic to the begin of one that waits for it
-    sample_step: float  # loads of a row of logits that are under way together
+    sample_step: float  # to add as many logits as a row has under way meanwhile
     sample_entries: float  # that these are; no cycles
 
     def at(self, clock_hz: float) -> Issue:

@@ -38,6 +38,13 @@ MK_FN Words read_words(const void* from) {
 #endif
 }
 
+// Brings what is constant during a launch into the second-level cache.
+MK_FN void prefetch([[maybe_unused]] const void* from) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}
+
 MK_FN uint32_t load_word(const void* from) {
   uint32_t out;
 #if defined(__CUDA_ARCH__)

@@ -11,6 +11,11 @@ namespace mk {
 // Groups of eight columns that a lane holds: with 256 lanes, rows of 8,192. What is beyond is read twice.
 constexpr int kNormHeld = 4;
 
+// Of a norm, or of a matmul that has one.
+MK_FN Buffer norm_weights(const Phase& phase) {
+  return phase.norm != Buffer::kNone ? phase.norm : phase.weights;
+}
+
 struct NormPart {
   Eight part[kNormHeld];
 };
@@ -22,7 +27,7 @@ class Norm {
       : call_(call),
         own_(call.phase().norm != Buffer::kNone),
         x_(call.at<float>(call.phase().inputs)),
-        weight_(call.weights<float>(own_ ? call.phase().norm : call.phase().weights)),
+        weight_(call.weights<float>(norm_weights(call.phase()))),
         width_(call.phase().inner),
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
@@ -41,12 +46,18 @@ class Norm {
       if (r >= 0) {
         const float scale =
             1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(width_) + call_.dims->rms_eps);
-        each(held, r, [&](int k, const Eight& v) {
-          const Eight w = read_eight(weight_ + k);
+        const auto scaled = [&](int k, const Eight& v, const Eight& w) {
           Eight y;
           MK_UNROLL for (int e = 0; e < 8; ++e) y.v[e] = v.v[e] * scale * w.v[e];
           store(i, i - row, k, pack_eight(y));
-        });
+        };
+        MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
+          if (first_ + h * kStep < width_)
+            scaled(first_ + h * kStep, held.part[h], read_eight(weight_ + first_ + h * kStep));
+        }
+        const float* x = x_ + int64_t{r} * width_;
+        MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep)
+            scaled(k, load_eight(x + k), read_eight(weight_ + k));
       } else if (r == kNone) {
         MK_LOOP for (int k = first_; k < width_; k += kStep) store(i, i - row, k, Words{});
       }
@@ -65,20 +76,17 @@ class Norm {
     return out;
   }
 
-  // f(column, values) for the lane's groups of a row, ascending.
-  template <class F>
-  MK_FN void each(const NormPart& held, int r, F f) const {
-    MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (first_ + h * kStep < width_) f(first_ + h * kStep, held.part[h]);
-    }
-    const float* x = x_ + int64_t{r} * width_;
-    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep) f(k, load_eight(x + k));
-  }
-
+  // The lane's groups are added in ascending order.
   MK_FN float sum_of_squares(const NormPart& held, int r) {
     float squares = 0.0f;
-    each(held, r,
-         [&](int, const Eight& v) { MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e]; });
+    const auto add = [&](const Eight& v) {
+      MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e];
+    };
+    MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
+      if (first_ + h * kStep < width_) add(held.part[h]);
+    }
+    const float* x = x_ + int64_t{r} * width_;
+    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep) add(load_eight(x + k));
     return team_.sum(squares);
   }
 
@@ -99,6 +107,15 @@ class Norm {
   const int width_, first_;
   Team<P> team_;
 };
+
+// What a lane will read of the weights comes nearer, while others still compute the rows.
+template <class P>
+MK_FN void prefetch_norm(P& p, const Call& call) {
+  const float* weights = call.weights<float>(norm_weights(call.phase()));
+  for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < call.phase().inner;
+       k += 8 * kConsumerWarps * P::kLanes)
+    prefetch(weights + k);
+}
 
 // Of a norm's rows, or of those of a matmul that has a norm.
 template <class P>

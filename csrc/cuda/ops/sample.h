@@ -90,6 +90,10 @@ class Sampler {
   };
   MK_FN Logits load(const float* z, int begin) const {
     Logits out;
+    if (begin < vocab_ - (kLoads - 1) * kThreadsOfRow) {
+      MK_UNROLL for (int j = 0; j < kLoads; ++j) out.v[j] = load_float(z + begin + j * kThreadsOfRow);
+      return out;
+    }
     MK_UNROLL for (int j = 0; j < kLoads; ++j) {
       const int id = begin + j * kThreadsOfRow;
       out.v[j] = id < vocab_ ? load_float(z + id) : minus_infinity();
