@@ -244,7 +244,8 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     else:
         tasks.set(task, ring_bytes=weights)
     compute_s = matrix_s + vector_s  # both where a matmul normalises its inputs first
-    tail_s = compute_s * np.minimum(1.0, costs.stage_bytes / np.maximum(weights + read, 1))
+    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes  # dots: both pages of a piece
+    tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
