@@ -59,6 +59,10 @@ Intervals = NDArray[np.void]
 if DTYPE.itemsize != 32:
     raise AssertionError("a trace record is 32 bytes")
 
+# The times of a header, in seconds: no clock has ticks below a femtosecond, and no reading of it takes a second.
+_LEAST_TICK_S, _MOST_S = 1e-15, 1.0
+_MOST_WORK = 1e30  # FLOPs or bytes of an attention slot: sums of them stay finite
+
 _MAGIC = b"MKTRACE1"
 
 
@@ -76,6 +80,20 @@ class TraceHeader:
     read_s: float
     clock_error_s: float
     dropped: int
+
+
+def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
+    """Raise ValueError for what no executor writes."""
+    if not all(isinstance(text, str) and text.isprintable() for text in (header.program, header.source)):
+        raise ValueError("program and source are not printable text")
+    for name, least in (("tick_s", _LEAST_TICK_S), ("read_s", 0.0), ("clock_error_s", 0.0)):
+        value = getattr(header, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST_S:
+            raise ValueError(f"{name} is not a number from {least:g} to {_MOST_S:g}")
+    if isinstance(header.dropped, bool) or not isinstance(header.dropped, int) or not 0 <= header.dropped < 1 << 63:
+        raise ValueError("dropped is not a count")
+    if attention is not None and not ((attention >= 0) & (attention < _MOST_WORK)).all():
+        raise ValueError(f"an attention slot's work is not a number from 0 to {_MOST_WORK:g}")
 
 
 @dataclass(frozen=True)
@@ -109,9 +127,12 @@ class Trace:
             shape = fields.pop("attention", None)
             header, attention = TraceHeader(**fields), None
             if shape is not None:
+                if not all(isinstance(n, int) and 0 <= n <= len(data) for n in shape):
+                    raise ValueError("its attention has an impossible shape")
                 attention = np.frombuffer(data, np.float64, math.prod(shape), start).reshape(shape)
                 start += attention.nbytes
             intervals = np.frombuffer(data, DTYPE, offset=start)
-        except (ValueError, TypeError, AttributeError) as e:
-            raise MegakernelError(f"trace file {path} is damaged: {e}") from e
+            _check(header, attention)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+            raise MegakernelError(f"trace file {path} is damaged: {ascii(str(e))[1:-1][:200]}") from e
         return Trace(header, intervals, attention)

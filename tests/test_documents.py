@@ -38,7 +38,7 @@ NOT_RUN = {
     r"^pytest$": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
     r"benchmarks/pictures": "writes docs/*.png anew",
-    r"(compile_verify|engine_overhead|ranks|speculation|verifier|workers)\.py": "takes from 15 s to an hour",
+    r"(compile_verify|engine_overhead|hostile_files|ranks|speculation|verifier|workers)\.py": "takes up to an hour",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",

@@ -3,6 +3,25 @@
 #include <stdexcept>
 
 namespace mk {
+namespace {
+
+constexpr const char* kListNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
+
+// Everything that follows counts on it: each stream's records lie in the list.
+void check_offsets(const ProgramSource& source, int list, int64_t streams) {
+  const int32_t* offsets = source.offsets[list];
+  bool good = offsets[0] == 0 && offsets[streams] == source.lengths[list];
+  for (int64_t s = 0; s < streams; ++s) good = good && offsets[s] <= offsets[s + 1];
+  if (!good)
+    throw std::runtime_error(std::string("the offsets of ") + kListNames[list] + " are not in order");
+}
+
+// Whether [first, first + count) lies in [0, end).
+bool inside(int32_t first, int32_t count, int32_t end) {
+  return first >= 0 && count >= 0 && int64_t{first} + count <= end;
+}
+
+}  // namespace
 
 Program::Program(const ProgramSource& source)
     : ranks(source.ranks),
@@ -20,6 +39,7 @@ Program::Program(const ProgramSource& source)
   for (int list = 0; list < kRecordLists; ++list) {
     const int32_t* offsets = source.offsets[list];
     const int64_t streams = int64_t{ranks} * (list == kQueues ? queues_ : workers);
+    check_offsets(source, list, streams);
     offsets_[list].assign(offsets, offsets + streams + 1);
     records_[list].assign(source.records[list], source.records[list] + int64_t{offsets[streams]} * kWords);
   }
@@ -44,35 +64,74 @@ void Program::reset(int first, int end) {
   }
 }
 
+// Throws where executing a record would leave an array of the program, of a step table, or a buffer.
 void Program::check(int list) const {
-  const int64_t n = static_cast<int64_t>(records_[list].size()) / kWords;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t* r = record(list, static_cast<int32_t>(i));
-    const auto fail = [&](const std::string& what) {
-      static constexpr const char* kNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
-      throw std::runtime_error("record " + std::to_string(i) + " of " + kNames[list] + what);
-    };
-    if (record_phase(r) > kMaxPhases || phase(0, r).operation == Operation{})
-      fail(" is of phase " + std::to_string(record_phase(r)) + ", which the program does not have");
-    for (int w = kWaitWord; w < kSignalWord + kSignals; ++w) {
-      if (r[w] != 0 && word_counter(r[w]) >= counters_) fail(" names a counter beyond the block");
+  const int streams = list == kQueues ? queues_ : workers;
+  for (int s = 0; s < ranks * streams; ++s) {
+    for (int32_t i = begin(list, s); i < end(list, s); ++i) {
+      const std::string what = wrong(list, s / streams, record(list, i));
+      if (!what.empty())
+        throw std::runtime_error("record " + std::to_string(i) + " of " + kListNames[list] + what);
     }
-    for (int w = kSignalWord; w < kSignalWord + kSignals; ++w) {
-      const int32_t rank = word_rank(r[w]);
-      if ((r[w] & kNext) && list != kBody && list != kQueues)
-        fail(" signals the next layer from outside the body");
-      if (r[w] != 0 && rank >= ranks && rank != kAllRanks && !(rank == kOwner && (r[w] & kIndexed)))
-        fail(" signals rank " + std::to_string(rank) + " of " + std::to_string(ranks));
-    }
-    if (phase(0, r).operation != Operation::kDrain) continue;
-    if (list != kBody) fail(" is a drain outside the body's streams");
-    const Drain& op = operands<Drain>(r);
-    int rank = 0;
-    while (i >= end(kBody, stream(rank, workers - 1))) ++rank;
-    if (op.queue < 0 || op.queue >= queues_ ||
-        op.end > end(kQueues, queue(rank, op.queue)) - begin(kQueues, queue(rank, op.queue)))
-      fail(" drains what is not in a queue");
   }
+}
+
+std::string Program::wrong(int list, int rank, const int32_t* r) const {
+  if (record_phase(r) > kMaxPhases || phase(0, r).operation == Operation{})
+    return " is of phase " + std::to_string(record_phase(r)) + ", which the program does not have";
+  const Operation operation = phase(rank, r).operation;
+  const bool attends = operation == Operation::kAttention;
+  for (int w = kWaitWord; w < kSignalWord + kSignals; ++w) {
+    if (r[w] == 0) continue;
+    const bool waits = w < kSignalWord;
+    int64_t members = 1;
+    if (r[w] & kIndexed) {
+      const bool picks =
+          attends || (waits && operation == Operation::kNorm && phase(rank, r).rows == Rows::kLogit);
+      if (!picks || w != (waits ? kWaitWord : kSignalWord)) return " lets the step table pick a counter";
+      members = dims_[rank].row_blocks();
+      if (attends && waits) members *= operands<Attention>(r).groups;
+    }
+    if (word_counter(r[w]) < 0 || word_counter(r[w]) + members > counters_)
+      return " names a counter beyond the block";
+    if (waits) continue;
+    const int32_t to = word_rank(r[w]);
+    if ((r[w] & kNext) && list != kBody && list != kQueues)
+      return " signals the next layer from outside the body";
+    if (to >= ranks && to != kAllRanks && !(to == kOwner && (r[w] & kIndexed)))
+      return " signals rank " + std::to_string(to) + " of " + std::to_string(ranks);
+  }
+  if (operation != Operation::kDrain) return wrong_operands(rank, r);
+  if (list != kBody) return " is a drain outside the body's streams";
+  const Drain& op = operands<Drain>(r);
+  if (!inside(op.queue, 1, queues_) ||
+      !inside(0, op.end, end(kQueues, queue(rank, op.queue)) - begin(kQueues, queue(rank, op.queue))))
+    return " drains what is not in a queue";
+  return "";
+}
+
+// Rows and columns of what is neither a join nor a drain.
+std::string Program::wrong_operands(int rank, const int32_t* r) const {
+  const Dims& d = dims_[rank];
+  const Phase& p = phase(rank, r);
+  if (p.operation == Operation::kJoin) return "";
+  if (p.operation == Operation::kAttention) {
+    const Attention& op = operands<Attention>(r);
+    if (!inside(op.slot, 1, d.attention_slots)) return " has an attention slot that the step table lacks";
+    if (op.group_heads < 1 || op.groups < 1 || int64_t{op.group_heads} * op.groups < d.rank_kv_heads())
+      return " has groups that do not cover the rank's KV heads";
+    return "";
+  }
+  const Tile& op = operands<Tile>(r);  // a Run is its first half
+  const bool logits = p.rows == Rows::kLogit || p.rows == Rows::kSampled;
+  if (!inside(op.row, op.rows, logits ? d.logit_rows : d.tokens)) return " has rows outside its step";
+  const bool reduces = p.operation == Operation::kReduce;
+  if ((reduces || p.operation == Operation::kMatmul) &&
+      !inside(op.col, op.cols, reduces ? d.hidden : p.width))
+    return " has columns outside its output";
+  const int32_t unit = p.head_norm != Buffer::kNone || d.quantised_kv ? d.head_dim : 2;
+  if (p.result == Result::kHeads && (op.col % unit || op.cols % unit)) return " cuts a head or a RoPE pair";
+  return "";
 }
 
 }  // namespace mk

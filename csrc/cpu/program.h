@@ -1,5 +1,5 @@
 // A program as the interpreter holds it: streams, queues, counters and their totals. Format:
-// megakernel/program.py.
+// megakernel/program/program.py.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -28,6 +28,7 @@ struct ProgramSource {
   const char* const* names;                  // of the phases, [kMaxPhases + 1]
   int32_t ranks, workers, counters, queues;  // queues of one rank
   const int32_t* records[kRecordLists];
+  int64_t lengths[kRecordLists];         // records of each list
   const int32_t* offsets[kRecordLists];  // ranks * workers + 1; ranks * queues + 1
   const int32_t* totals[3];              // first, middle and last block, each [ranks][counters]
   Counter* const* values;  // each rank's (layers + 1) * counters counters, zero; null: the program's own
@@ -82,6 +83,8 @@ class Program {
 
  private:
   void check(int list) const;
+  std::string wrong(int list, int rank, const int32_t* record) const;
+  std::string wrong_operands(int rank, const int32_t* record) const;
 
   const int32_t counters_, queues_;
   std::vector<Dims> dims_;

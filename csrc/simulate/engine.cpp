@@ -14,6 +14,7 @@
 
 #include "../common/isa.h"
 #include "cache.h"
+#include "check.h"
 #include "fluid.h"
 #include "overlaps.h"
 #include "simulate.h"
@@ -664,11 +665,13 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Runs a program. `intervals` gets up to `most` trace records, if not null. 0, or -1 where memory runs out.
+// Runs a program. `intervals` gets up to `most` trace records, if not null. 0, -1 where memory runs out,
+// or -2 where the program names something that it does not have.
 // scheduler/simulate/native.py loads it.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
                            const mk::simulate::Stall* stall, mk::Interval* intervals, int64_t most,
                            mk::simulate::Result* result) {
+  if (!mk::simulate::is_sound(*program)) return -2;
   try {
     *result = mk::simulate::Engine(*program, *costs, *stall, intervals, most).run();
     return 0;

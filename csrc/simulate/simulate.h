@@ -62,6 +62,7 @@ struct Program {
   const double* key_bytes;  // [ranks][keys]
   const uint8_t*
       compute_bound;  // [kMaxPhases + 1] for the overlap across workers: 1, 0 (memory-bound), 2 (neither)
+  int32_t record_count, task_count, wait_count, signal_count;
 };
 
 // Rates are of a rank's whole device but for those of a worker.

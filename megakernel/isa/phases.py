@@ -223,7 +223,7 @@ class Forward:
         """What `to_json` gave. Raises MegakernelError for anything else."""
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
             raise MegakernelError(f"the program's list of phases makes no sense: {e}") from e
 
 

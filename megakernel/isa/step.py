@@ -101,6 +101,11 @@ def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
     return fields, offset
 
 
+def step_words(dims: Dims) -> int:
+    """Words of a table."""
+    return _layout(dims)[1]
+
+
 class StepTable:
     """One step's table, seen by rank `dims.rank`: attributes are views into `words` named as in STEP_FIELDS.
 

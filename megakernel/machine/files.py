@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from dataclasses import MISSING, Field, fields, replace
@@ -26,6 +25,10 @@ _SECTIONS: dict[str, tuple[str, type]] = {
 _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue"}
 _NODE = re.compile(r"(.+)x(\d+)")
+
+# Whole numbers count SMs, links and rows; a trace has 16 bits for an SM. Products of a few others stay finite.
+_MOST_WHOLE = 1 << 16
+_LEAST, _MOST = 1e-30, 1e30
 
 Table = dict[str, Any]
 
@@ -61,8 +64,8 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise MegakernelError(f"machine file {path} is not valid TOML: {e}") from e
+    except (ValueError, RecursionError) as e:  # TOML's own errors, bytes that are no text, integers that are too long
+        raise MegakernelError(f"machine file {path} is not valid TOML: {ascii(str(e))[1:-1][:200]}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
     if unknown:
         raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: take one of {', '.join(_SECTIONS)}")
@@ -141,6 +144,7 @@ def _value(field: Field[Any], value: object, where: str) -> object:
 def _number(value: object, where: str, *, whole: bool) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and not isinstance(value, int)):
         raise MegakernelError(f"{where} must be a {'whole ' if whole else ''}number")
-    if not 0 < value < math.inf:
-        raise MegakernelError(f"{where} must be positive and finite")
+    least, most = (1, _MOST_WHOLE) if whole else (_LEAST, _MOST)
+    if not least <= value <= most:
+        raise MegakernelError(f"{where} must be positive and finite: from {least} to {most}")
     return value if whole else float(value)

@@ -18,6 +18,7 @@ from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
 _SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
+MOST_TICKS = 1 << 48  # three days of nanoseconds; times the lanes of a program they fit int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 
@@ -137,6 +138,8 @@ def resolve(program: Program, trace: Trace) -> Resolved:
         raise MegakernelError(f"the trace is of program {trace.header.program}, not of {program.hash}: record it again")
     if not len(rows):
         raise MegakernelError("the trace holds no intervals: launch with tracing on")
+    if int(rows["end"].max()) - int(rows["begin"].min()) > MOST_TICKS:
+        raise MegakernelError(f"the trace's intervals span more than {MOST_TICKS} ticks: the trace is damaged")
     layer = rows["layer"].astype(np.int64)
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
     counts = np.array([len(program.numbered(s)[0]) for s in range(3)])

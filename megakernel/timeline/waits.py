@@ -15,7 +15,7 @@ from .resolve import Resolved
 
 _GROUPS = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
 
-# Counters of block 0, of the blocks between and of the last block have different producers (see program.py).
+# Counters of block 0, of the blocks between and of the last block have different producers (see program/program.py).
 _FIRST, _MIDDLE, _LAST = range(3)
 
 

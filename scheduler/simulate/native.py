@@ -63,8 +63,14 @@ class Work:
     compute_bound: NDArray[np.uint8]
 
 
+_COUNTED = ("records", "tasks", "waits", "signals")
+
+
 class _Program(ctypes.Structure):
-    _fields_ = tuple((f.name, _I32 if f.type == "int" else _POINTER) for f in fields(Work))
+    _fields_ = (
+        *((f.name, _I32 if f.type == "int" else _POINTER) for f in fields(Work)),
+        *((f"{name}_count", _I32) for name in _COUNTED),
+    )
 
 
 _COSTS = (
@@ -116,7 +122,8 @@ def _library() -> ctypes.CDLL:
 def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
     """Simulate; with room for `most` trace records, which are the intervals in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
-    program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()})
+    counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
+    program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
     native = _Costs(
         *(getattr(costs, name) for name in _COSTS), costs.in_flight, costs.claim_in_flight, int(costs.roles)
     )
@@ -130,6 +137,8 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
         most,
         ctypes.byref(result),
     )
+    if status == -2:
+        raise MegakernelError("a record of the program names a counter, a task or a queue that it lacks: verify it")
     if status:
         raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more")
     return result, intervals[: min(most, result.intervals)]

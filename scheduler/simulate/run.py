@@ -78,6 +78,7 @@ def simulate(
     `trace`: keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends,
     or more signals arrive than a counter counts.
     """
+    program.check()
     if program.workers != machine.workers:
         raise MegakernelError(
             f"the program has {program.workers} workers a rank and {machine.name} {machine.workers}: compile it again"

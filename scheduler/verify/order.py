@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from ...isa import DRAIN, JOIN, Dims
 from ...isa import record as bits
 from ...program import Program
-from .form import Mask, Part
+from ...program.form import Mask, Part
+from ...program.phases import Ints, all_dims
 from .native import Graph, topological_order
-from .phases import Ints, all_dims
 
 Edges = tuple[Ints, Ints]  # earlier, later
 

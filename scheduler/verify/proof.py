@@ -59,10 +59,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...program import SEGMENTS, Program
-from .data import check_boxes, check_data, uses
-from .form import Part, check_layout, check_records
+from ...program.boxes import check_boxes, uses
+from ...program.form import Part, check_layout, check_records
+from ...program.phases import check_phases
+from .data import check_data
 from .order import Events, Unrolled
-from .phases import check_phases
 
 _LAYERS = 3
 _MOST = 50  # violations that are spelled out

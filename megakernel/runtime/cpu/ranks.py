@@ -252,6 +252,7 @@ class CpuRanks:
 
         `counters` are each rank's where processes share them: `program.total_counters` of COUNTER_BYTES each, zero.
         """
+        program.check_arrays()
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # Held until the call returns: the library copies.
@@ -275,7 +276,9 @@ class CpuRanks:
             program.workers,
             program.counters,
             program.rank_queues,
-            *pointers,
+            pointers[0],
+            (ctypes.c_int64 * len(arrays[0]))(*map(len, arrays[0])),
+            *pointers[1:],
             (ctypes.c_void_p * program.ranks)(*(c.ctypes.data for c in counters)) if counters is not None else None,
         )
         handle: int | None = self._lib.mk_load_program(ctypes.byref(source))

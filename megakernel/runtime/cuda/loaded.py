@@ -146,6 +146,7 @@ class Loaded:
     """`program` keeps the object alive whose id is a backend's key. `launches` since the counters were zero."""
 
     def __init__(self, heap: Heap, program: Program) -> None:
+        program.check_arrays()
         _check_records(program)
         self.program = program
         self.launches = 0

@@ -22,33 +22,24 @@ every instruction of every rank. It is the only edge between launches.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MegakernelError, file_errors
-from .isa import Column, Dims, Forward, Phase
-from .isa.record import WORDS, Records, phase_number
+from ..errors import MegakernelError, file_errors
+from ..isa import Column, Dims, Forward, Phase
+from ..isa.record import WORDS, Records, phase_number
+from . import header
+from .check import first_violation
+from .form import check_arrays
+from .segments import SEGMENTS, Segment
 
 _MAGIC = b"MKPROG\0"
-VERSION = 6
-SEGMENTS = ("prologue", "body", "epilogue")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Records of all ranks' workers back to back; stream of (rank, worker) s is records[offsets[s]:offsets[s+1]]."""
-
-    records: Records
-    offsets: NDArray[np.int32]
-
-    def stream(self, index: int) -> Records:
-        return self.records[self.offsets[index] : self.offsets[index + 1]]
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -142,6 +133,21 @@ class Program:
     def hash(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
+    @cached_property
+    def violation(self) -> str | None:
+        """What is wrong with its sizes, phases or records, and where; None where each is right by itself."""
+        return first_violation(self)
+
+    def check(self, name: str = "the program") -> None:
+        """Raise MegakernelError where it has a violation. The first call takes the time, once for a program."""
+        if self.violation is not None:
+            raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
+
+    def check_arrays(self) -> None:
+        """Raise MegakernelError where an array has not the length that the sizes say: what native code relies on."""
+        if (found := next(check_arrays(self), None)) is not None:
+            raise MegakernelError(f"the program is wrong: {found}: compile it again")
+
     def _arrays(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
         for name in (*SEGMENTS, "queues"):
             segment: Segment = getattr(self, name)
@@ -151,7 +157,7 @@ class Program:
             yield name, getattr(self, name).reshape(-1)
 
     def to_bytes(self) -> bytes:
-        header = {
+        fields = {
             "dims": asdict(self.dims),
             "forward": self.forward.to_json(),
             "machine": self.machine,
@@ -160,8 +166,7 @@ class Program:
             "counters": self.counters,
             "arrays": [[name, len(array)] for name, array in self._arrays()],
         }
-        text = json.dumps(header, sort_keys=True).encode()
-        payload = len(text).to_bytes(8, "little") + text
+        payload = header.encode(fields)
         payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for _, a in self._arrays())
         return _MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
 
@@ -182,38 +187,51 @@ class Program:
 
     @staticmethod
     def from_bytes(data: bytes, name: str) -> Program:
-        """What `to_bytes` gave. `name` says in errors where it came from."""
+        """What `to_bytes` gave, checked. `name` says in errors where it came from."""
         if data[:7] != _MAGIC:
             raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < 48 or data[7] != VERSION:
             found = data[7] if len(data) > 7 else "none"
             raise MegakernelError(f"program {name} has format version {found}, this is {VERSION}: compile it again")
-        if hashlib.sha256(data[40:]).digest() != data[8:40]:
+        if hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
             raise MegakernelError(f"program {name} is damaged: its checksum does not match")
-        return _parse(data[40:])
+        try:
+            program = _decode(data)
+        except ValueError as e:
+            raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
+        program.check(f"program {name}")
+        return program
 
 
-def _parse(payload: bytes) -> Program:
-    """Decode a payload whose checksum matched."""
-    start = 8 + int.from_bytes(payload[:8], "little")
-    header: dict[str, Any] = json.loads(payload[8:start])
-    arrays: dict[str, NDArray[np.int32]] = {}
-    for name, length in header["arrays"]:
-        words = length * (WORDS if name.endswith(".records") else 1)
-        array = np.frombuffer(payload, "<i4", count=words, offset=start).astype(np.int32, copy=False)
-        arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
-        start += 4 * words
-    segments = {s: Segment(arrays[f"{s}.records"], arrays[f"{s}.offsets"]) for s in (*SEGMENTS, "queues")}
-    totals = {s: arrays[f"totals_{s}"].reshape(header["ranks"], -1) for s in ("first", "middle", "last")}
+_ARRAYS = tuple(f"{name}.{what}" for name in (*SEGMENTS, "queues") for what in ("records", "offsets"))
+_TOTALS = ("totals_first", "totals_middle", "totals_last")
+
+
+def _decode(data: bytes) -> Program:
+    """The program of a file whose checksum matched. Raises ValueError."""
+    known, arrays = header.decode(data, (*_ARRAYS, *_TOTALS))
+    shape = (known.ranks, known.counters)
+    for name in _TOTALS:
+        if min(shape) < 1 or len(arrays[name]) != known.ranks * known.counters:
+            raise ValueError(
+                f"{name} has {len(arrays[name])} words for {known.ranks} ranks of {known.counters} counters"
+            )
+    prologue, body, epilogue, queues = (
+        Segment(arrays[f"{name}.records"], arrays[f"{name}.offsets"]) for name in (*SEGMENTS, "queues")
+    )
+    first, middle, last = (arrays[name].reshape(shape) for name in _TOTALS)
     return Program(
-        dims=Dims(**header["dims"]),
-        forward=Forward.from_json(header["forward"]),
-        machine=header["machine"],
-        ranks=header["ranks"],
-        workers=header["workers"],
-        counters=header["counters"],
-        totals_first=totals["first"],
-        totals_middle=totals["middle"],
-        totals_last=totals["last"],
-        **segments,
+        dims=known.dims,
+        forward=known.forward,
+        machine=known.machine,
+        ranks=known.ranks,
+        workers=known.workers,
+        counters=known.counters,
+        prologue=prologue,
+        body=body,
+        epilogue=epilogue,
+        totals_first=first,
+        totals_middle=middle,
+        totals_last=last,
+        queues=queues,
     )

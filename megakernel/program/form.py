@@ -1,14 +1,15 @@
-"""Second stage of the verifier: is every record one that an interpreter can decode and execute in bounds?"""
+"""Is every record one that an interpreter can decode and execute in bounds?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import (
+from ..isa import (
     BUFFERS,
     DRAIN,
     OPERATIONS,
@@ -21,9 +22,14 @@ from ...isa import (
     matmul_pages,
     pages,
 )
-from ...isa import record as bits
-from ...program import SEGMENTS, Program, Segment
+from ..isa import record as bits
+from ..isa.step import step_words
+from .limits import MOST, MOST_COUNTERS, MOST_STEP_WORDS, MOST_WORKERS
 from .phases import Ints, all_dims, phases_of
+from .segments import SEGMENTS, Segment
+
+if TYPE_CHECKING:
+    from .program import Program
 
 Mask = NDArray[np.bool_]
 
@@ -104,29 +110,42 @@ class Part:
         return f"{name}{operands} [{self.name}, rank {self.rank[row]}, {where}, position {self.position[row]}]"
 
 
-def check_layout(program: Program) -> Iterator[str]:
-    """Sizes, and shapes of the arrays; everything after relies on them."""
-    dims, streams = program.dims, program.ranks * program.workers
-    if program.ranks < 1 or program.workers < 1 or dims.layers < 1 or program.counters < 1:
+def check_arrays(program: Program) -> Iterator[str]:
+    """Shapes of the arrays, and the streams in them: whoever indexes them relies on it."""
+    if program.ranks < 1 or program.workers < 1 or program.dims.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
+        return
+    for name in SEGMENTS:
+        yield from _segment(name, getattr(program, name), program.ranks * program.workers)
+    if not len(program.queues.offsets) or (len(program.queues.offsets) - 1) % program.ranks:
+        yield f"{len(program.queues.offsets) - 1} queues are not the same number on each of {program.ranks} ranks"
+        return
+    yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
+    for name in ("totals_first", "totals_middle", "totals_last"):
+        if getattr(program, name).shape != (program.ranks, program.counters):
+            yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
+
+
+def check_layout(program: Program) -> Iterator[str]:
+    """Arrays and sizes; everything after relies on them."""
+    dims = program.dims
+    found = list(check_arrays(program))
+    yield from found
+    if found:
         return
     if program.ranks >= bits.OWNER:
         yield f"{program.ranks} ranks do not fit a signal word"
     if program.ranks != dims.tp or dims.rank != 0:
         yield f"a program of {program.ranks} ranks has sizes of rank {dims.rank} of {dims.tp}, not of rank 0"
+    if program.workers > MOST_WORKERS:
+        yield f"{program.workers} workers of a rank are more than {MOST_WORKERS}"
+    if (dims.layers + 1) * program.counters > MOST_COUNTERS:
+        yield f"{dims.layers + 1} blocks of {program.counters} counters are more than {MOST_COUNTERS}"
     if program.counters > bits.COUNTER_MASK:
         yield f"a block of {program.counters} counters does not fit a wait or signal word"
     if dims.layers > bits.MOST_LAYERS:
         yield f"{dims.layers} layers are more than {bits.MOST_LAYERS}"
     yield from _sizes(dims)
-    for name in SEGMENTS:
-        yield from _segment(name, getattr(program, name), streams)
-    if len(program.queues.offsets) % program.ranks != 1 % program.ranks:
-        yield f"{len(program.queues.offsets) - 1} queues are not the same number on each of {program.ranks} ranks"
-    yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
-    for name in ("totals_first", "totals_middle", "totals_last"):
-        if getattr(program, name).shape != (program.ranks, program.counters):
-            yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
 
 
 def _sizes(d: Dims) -> Iterator[str]:
@@ -136,6 +155,13 @@ def _sizes(d: Dims) -> Iterator[str]:
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
+    more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "kv_block")
+    high = [name for name in (*counts, *more) if getattr(d, name) > MOST]
+    if high or max(d.heads * d.head_dim, d.tp * (d.tokens + d.row_block), d.tokens + d.row_block) > MOST:
+        yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
+        return
+    if (words := step_words(d)) > MOST_STEP_WORDS:
+        yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
     known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
     known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
     if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
@@ -154,7 +180,9 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
     shape, offsets = segment.records.shape, segment.offsets
     if len(shape) != 2 or shape[1] != bits.WORDS:
         yield f"{name}: records have shape {shape}, not [n, {bits.WORDS}]"
-    elif offsets.shape != (streams + 1,) or offsets[0] != 0 or offsets[-1] != shape[0] or (np.diff(offsets) < 0).any():
+        return
+    ends = offsets.shape == (streams + 1,) and offsets[0] == 0 and offsets[-1] == shape[0]
+    if not ends or (offsets[1:] < offsets[:-1]).any():
         yield f"{name}: offsets are not monotone from 0 to {shape[0]} over {streams} streams or queues"
 
 

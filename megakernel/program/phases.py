@@ -1,4 +1,4 @@
-"""First stage of the verifier: do a program's phases make sense, on every rank?
+"""Do a program's phases make sense, on every rank?
 
 A program brings its phases, and what is proved of its records rests on them. So a phase must name exactly the buffers
 that its operation takes, of the right kind, type and shape: else no box that it declares says what a backend touches.
@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import (
+from ..isa import (
     BUFFERS,
     CONTROL,
     DRAIN,
@@ -29,8 +29,9 @@ from ...isa import (
     Rows,
     Space,
 )
-from ...isa import record as bits
-from ...program import SEGMENTS
+from ..isa import record as bits
+from .limits import MOST
+from .segments import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
@@ -67,7 +68,7 @@ class Phases:
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
             self.least[number, : len(phase.operands)] = [name in ("rows", "cols") for name in phase.operands]
-            self.most[number, : len(phase.operands)] = (1 << 28) - 1
+            self.most[number, : len(phase.operands)] = MOST
         for segment, phases in enumerate(forward.segments):
             self.segment[[phase.number for phase in phases]] = segment
         self.matmuls = [phase for phase in forward if phase.is_matmul]

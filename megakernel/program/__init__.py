@@ -1,0 +1,6 @@
+"""What is a program?"""
+
+from .program import VERSION, Program
+from .segments import SEGMENTS, Segment
+
+__all__ = ["SEGMENTS", "VERSION", "Program", "Segment"]

@@ -1,0 +1,32 @@
+"""What is wrong with a program by itself, before anything executes it: the form of its records, not their order.
+
+A program without violations makes no reader leave its arrays. Whether it computes the right thing, and ends, is for
+`scheduler.verify` to say, which begins with the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .boxes import check_boxes, uses
+from .form import Part, check_layout, check_records
+from .phases import check_phases
+from .segments import SEGMENTS
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+def first_violation(program: Program) -> str | None:
+    """What is wrong, and where; None where nothing is."""
+    return next((violation for stage in _stages(program) for violation in stage), None)
+
+
+def _stages(program: Program) -> Iterator[Iterable[str]]:
+    """Each relies on the ones before."""
+    yield check_layout(program)
+    yield check_phases(program.forward, program.dims)
+    parts = [Part(program, name) for name in SEGMENTS]
+    yield check_records(program, parts)
+    yield check_boxes(uses(parts))

@@ -1,0 +1,111 @@
+"""The header of a program file, and where the arrays lie behind it.
+
+    7 bytes  magic                     1 byte   version
+    32       SHA-256 of all that follows
+    8        length of the header      then the header: JSON, and spaces up to a multiple of ALIGNMENT
+    then the arrays, int32, in the order in which the header lists them with their lengths
+
+All of it was written by somebody else: every field has its type and range checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import DIM_FIELDS, Dims, Forward
+from ..isa.record import WORDS
+from .limits import MOST_HEADER_BYTES, MOST_NAME
+
+START = 48  # of the header in the file
+ALIGNMENT = 64  # of the arrays in the file
+_COUNTS = ("ranks", "workers", "counters")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says before its arrays. `arrays`: the name of each, and its records or words."""
+
+    dims: Dims
+    forward: Forward
+    machine: str
+    ranks: int
+    workers: int
+    counters: int
+    arrays: Sequence[tuple[str, int]]
+
+
+def encode(fields: dict[str, Any]) -> bytes:
+    """The header's length, the header and the padding behind it."""
+    text = json.dumps(fields, sort_keys=True).encode()
+    text += b" " * (-(START + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(START - 40, "little") + text
+
+
+def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
+    """The header of a file and its arrays, which are views of `data`. Raises ValueError that says what is wrong."""
+    size = int.from_bytes(data[40:START], "little")
+    if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
+        raise ValueError(f"its header cannot have {size} bytes")
+    try:
+        fields = json.loads(data[START : START + size])
+    except (ValueError, RecursionError) as e:
+        raise ValueError("its header is not JSON") from e
+    header = _header(_table(fields, "its header", Header.__annotations__), names)
+    arrays, start = {}, START + size
+    if start + 4 * sum(_words(name, length) for name, length in header.arrays) != len(data):
+        raise ValueError("its arrays do not have the lengths that the header says")
+    for name, length in header.arrays:
+        words = _words(name, length)
+        array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
+        arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
+        start += 4 * words
+    return header, arrays
+
+
+def _words(name: str, length: int) -> int:
+    return length * (WORDS if name.endswith(".records") else 1)
+
+
+def _header(fields: dict[str, Any], names: Sequence[str]) -> Header:
+    sizes = _table(fields["dims"], "dims", [name for name, _ in DIM_FIELDS])
+    for name, kind in DIM_FIELDS:
+        if kind is int:
+            _int32(sizes[name], f"dims.{name}")
+        elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1:
+            raise ValueError(f"dims.{name} is not a number from 0 to 1")
+    for name in _COUNTS:
+        _int32(fields[name], name)
+    listed = fields["arrays"]
+    if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in names]:
+        raise ValueError(f"its arrays are not {', '.join(names)}")
+    if any(len(entry) != 2 for entry in listed):
+        raise ValueError("an array has more or less than one length")
+    arrays = [(name, _int32(length, f"the length of {name}")) for name, length in listed]
+    if any(length < 0 for _, length in arrays):
+        raise ValueError("an array's length is negative")
+    _table(fields["forward"], "forward", ("prologue", "body", "epilogue"))
+    forward = Forward.from_json(fields["forward"])
+    for what, name in [("machine", fields["machine"]), *(("a phase", phase.name) for phase in forward)]:
+        if not isinstance(name, str) or not name.isprintable() or len(name) > MOST_NAME:
+            raise ValueError(f"the name of {what} is not printable text of up to {MOST_NAME} characters")
+    return Header(
+        Dims(**sizes), forward, fields["machine"], fields["ranks"], fields["workers"], fields["counters"], arrays
+    )
+
+
+def _table(value: Any, what: str, names: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise ValueError(f"{what} must have the fields {', '.join(names)}")
+    return value
+
+
+def _int32(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{what} is not a whole number of 32 bits")
+    return value

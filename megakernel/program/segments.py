@@ -1,0 +1,23 @@
+"""The parts of a program, and the streams of records in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa.record import Records
+
+SEGMENTS = ("prologue", "body", "epilogue")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Records of all ranks' workers back to back; stream of (rank, worker) s is records[offsets[s]:offsets[s+1]]."""
+
+    records: Records
+    offsets: NDArray[np.int32]
+
+    def stream(self, index: int) -> Records:
+        return self.records[self.offsets[index] : self.offsets[index + 1]]

@@ -1,0 +1,189 @@
+"""Damaged and hostile files are refused with one line, by each of the places that check them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_files import PAGES, good_programs
+from mutate import edit
+from small_programs import CONFIG
+
+from megakernel import machine as machines
+from megakernel.cli.simulate import decode_step
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype, record
+from megakernel.model.random_checkpoint import RandomCheckpoint
+from megakernel.program import Program, Segment
+from megakernel.program.header import ALIGNMENT, START
+from megakernel.runtime.cpu import CpuBackend
+from megakernel.scheduler.simulate import native as simulator
+from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.scheduler.simulate.work import make_work
+from megakernel.scheduler.verify import native as verifier
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_files.py"
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return good_programs()[1].program  # with a queue
+
+
+def test_a_sample_of_hostile_files() -> None:
+    """No signal, traceback, hang or line that cannot be printed, of any reader."""
+    command = [sys.executable, str(SCRIPT), "--count", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "load: refused" in done.stdout and "cpu: ok" in done.stdout
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64])
+def test_arrays_are_aligned_whatever_the_length_of_the_header(program: Program, length: int) -> None:
+    data = replace(program, machine="m" * length).to_bytes()
+    assert (START + int.from_bytes(data[40:START], "little")) % ALIGNMENT == 0
+    loaded = Program.from_bytes(data, "a file")
+    assert loaded.machine == "m" * length and loaded.to_bytes() == data
+    assert all(array.flags.aligned for _, array in loaded._arrays())
+
+
+def test_another_format_version_is_refused(program: Program) -> None:
+    data = program.to_bytes()
+    with pytest.raises(MegakernelError, match="a file has format version 6, this is 7: compile it again"):
+        Program.from_bytes(data[:7] + bytes([6]) + data[8:], "a file")
+
+
+@pytest.mark.parametrize(
+    ("part", "word", "value", "message"),
+    [
+        ("body", record.WAIT_WORD, record.COUNTER_MASK, "a wait names no counter"),
+        ("prologue", record.SIGNAL_WORD, 1 | record.NEXT, "only the body signals the next block"),
+        ("body", 0, 200, "the program has no such phase"),
+        ("prologue", record.OPERAND_WORD, 1 << 20, "its box lies outside"),
+        ("prologue", record.OPERAND_WORD + 1, -1, "an operand is out of range"),
+    ],
+)
+def test_a_file_with_a_wrong_record_is_refused(
+    program: Program, tmp_path: Path, part: str, word: int, value: int, message: str
+) -> None:
+    """The line names the file, the record and what is wrong. The checksum is right."""
+    path = tmp_path / "wrong.program"
+    edit(program, part, 0, word, value).save(path)
+    with pytest.raises(MegakernelError, match=rf"wrong\.program is wrong: .*{part}, rank 0.*{message}"):
+        Program.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layers", 1 << 20, "layers are more than"),
+        ("max_context", 1 << 28, "must be at most"),
+        ("heads", 0, "at least 1"),
+    ],
+)
+def test_sizes_beyond_a_limit_are_refused(program: Program, field: str, value: int, message: str) -> None:
+    with pytest.raises(MegakernelError, match=message):
+        Program.from_bytes(replace(program, dims=replace(program.dims, **{field: value})).to_bytes(), "a file")
+
+
+def test_names_that_a_terminal_would_obey_are_refused(program: Program) -> None:
+    with pytest.raises(MegakernelError, match="the name of machine is not printable"):
+        Program.from_bytes(replace(program, machine="\x1b[2J").to_bytes(), "a file")
+
+
+# -- programs that were made in memory, which nobody has checked
+
+
+def launch(program: Program) -> None:
+    good = good_programs()[1].program.dims
+    checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=good.layers))
+    backend = CpuBackend(checkpoint, good, PAGES, dtype=Dtype.F32, threads=2, null=True, deadlock_s=0.2)
+    backend.launch(program, decode_step(program.dims, 1, 16))
+
+
+def test_the_simulator_refuses_a_counter_beyond_the_block(program: Program) -> None:
+    wrong = edit(program, "body", 0, record.WAIT_WORD, record.COUNTER_MASK)
+    with pytest.raises(MegakernelError, match="a wait names no counter of the block"):
+        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "value"),
+    [
+        ("waits", "counter", 1 << 20),
+        ("signals", "counter", -1),
+        ("signals", "rank", 7),
+        ("records", "queue", 5),
+        ("records", "end_task", 1 << 20),
+        ("tasks", "weight_key", 1 << 20),
+        ("tasks", "end_wait", 1 << 20),
+    ],
+)
+def test_the_native_simulator_checks_every_index(program: Program, table: str, field: str, value: int) -> None:
+    costs = costs_of(machines.host(2))
+    work = make_work(program, decode_step(program.dims, 4, 16), costs, ())
+    assert simulator.run(work, costs, (-1, -1, -1, 0.0), 0)[0].step_s > 0
+    getattr(work, table)[field][0] = value
+    with pytest.raises(MegakernelError, match="that it lacks: verify it"):
+        simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
+
+
+def test_the_native_simulator_checks_offsets(program: Program) -> None:
+    costs = costs_of(machines.host(2))
+    work = make_work(program, decode_step(program.dims, 4, 16), costs, ())
+    work.body[-1] += 100
+    with pytest.raises(MegakernelError, match="that it lacks: verify it"):
+        simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
+
+
+@pytest.mark.parametrize("edge", [-1, 9])
+def test_the_native_verifier_checks_edges(edge: int) -> None:
+    first, one = np.array([0, 1, 2], np.int32), np.zeros(1, np.int32)
+    graph = verifier.Graph(3, first, one, np.array([2], np.int32))
+    assert len(verifier.topological_order(graph, np.array([0, 0, 1], np.int32))[0]) == 3
+    with pytest.raises(MegakernelError, match="names rows, phases or buffers that there are not"):
+        verifier.topological_order(replace(graph, target=np.array([edge], np.int32)), np.zeros(3, np.int32))
+
+
+def rows_of(program: Program, phase: str) -> list[int]:
+    number = program.forward.by_name[phase].number
+    return np.flatnonzero(record.phase_number(program.queues.records) == number).tolist()
+
+
+@pytest.mark.parametrize(
+    ("phase", "word", "value", "message"),
+    [
+        ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "names a counter beyond the block"),
+        ("qkv_rope", record.WAIT_WORD, record.NEXT, "names a counter beyond the block"),
+        ("qkv_rope", record.OPERAND_WORD, 1000, "has rows outside its step"),
+        ("qkv_rope", record.OPERAND_WORD + 2, -32, "has columns outside its output"),
+        ("qkv_rope", record.OPERAND_WORD + 2, 1, "cuts a head or a RoPE pair"),
+        ("attention", record.OPERAND_WORD, 1 << 20, "has an attention slot that the step table lacks"),
+        ("attention", record.OPERAND_WORD + 1, 0, "has groups that do not cover"),
+        ("qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "lets the step table pick a counter"),
+    ],
+)
+def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int, value: int, message: str) -> None:
+    row = rows_of(program, phase)[0]
+    launch(program)
+    with pytest.raises(MegakernelError, match=f"record {row} of the queues {message}"):
+        launch(edit(program, "queues", row, word, value))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_cpu_backend_refuses_offsets(program: Program, native: bool, monkeypatch: Any) -> None:
+    """Before it hands them to the library, which asks again."""
+    offsets = program.body.offsets.copy()
+    offsets[1] += 1000
+    if native:
+        monkeypatch.setattr(Program, "check_arrays", lambda self: None)
+    message = "the offsets of the body are not in order" if native else "body: offsets are not monotone"
+    with pytest.raises(MegakernelError, match=message):
+        launch(replace(program, body=Segment(program.body.records, offsets)))
