@@ -56,6 +56,9 @@ SMALLER = {
     r"simulate .*--tokens 8192": "--tokens 256",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
+    r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
+    r"pairs\.py": "--rows 128",
+    r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": "--predict-only -o FILE",
 }
 

@@ -28,6 +28,7 @@ _LOGIT_ROWS = 64
 _DOT_TILES = 4
 # Rows for which a residual on every rank is tried: for more, each rank would normalise and add what all others do.
 _REPLICATED_ROWS = 1024
+_VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 # Row blocks that are tried as one panel: each rank owns some of a panel then, so its exchange uses all links.
 _ONE_PANEL = 16
 
@@ -118,18 +119,17 @@ class Fastest:
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
-        """The choices that the options leave open, each with its changes. Queue and O depend on each other."""
+        """The choices that the options leave open, each with its changes. Some depend on each other."""
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
+        open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:
             open_ -= {"o", "residual"}
         if tokens > _REPLICATED_ROWS:
             open_ -= {"residual"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["queue", "o"], ["matmul"], ["residual"], ["norm"])
+        together = (["queue", "o"], ["matmul"], ["residual"], ["norm", "interleave"])
         choices = [_products([name for name in names if name in open_]) for names in together]
-        if self._options.interleave:
-            choices.append([{"interleave": on} for on in (True, False)])
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if self._options.shape == Shape() and 1 < blocks <= _ONE_PANEL:
             choices.append([{"shape": Shape()}, {"shape": Shape(panel=blocks)}])
@@ -142,5 +142,5 @@ def _o(program: Program) -> str:
 
 def _products(names: list[str]) -> list[dict[str, Any]]:
     """All ways to set some options."""
-    values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
+    values = [[value for value in _VALUES[name] if value != "auto"] for name in names]
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
