@@ -104,12 +104,20 @@ SETTINGS: dict[str, Setting] = {
         Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),
         Setting(
             "api key",
-            "key that /v1 asks for, as Authorization: Bearer KEY",
+            "key that everything but /health asks for, as Authorization: Bearer KEY",
             "none",
             "--api-key",
             "MEGAKERNEL_API_KEY",
             secret=True,
         ),
+        Setting("open metrics", "on: /metrics asks for no key", "off", "--open-metrics"),
+        Setting(
+            "allowed hosts",
+            "names that clients may address the server by, in the header Host; * is any",
+            "localhost where only this machine can reach the server, else any",
+            "--allowed-hosts",
+        ),
+        Setting("cors origin", "sites whose pages may ask from a browser; * is any", "none", "--cors-origin"),
         Setting(
             "max model len", "tokens that a prompt and its answer may reach", "the model's limit", "--max-model-len"
         ),

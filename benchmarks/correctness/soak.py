@@ -57,7 +57,9 @@ class Target:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which one request was sent."""
         reader, writer = await self.open()
-        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: soak\r\nConnection: close\r\n{headers}"
+        head = (
+            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
+        )
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + (body or b""))
@@ -189,7 +191,7 @@ class Traffic:
 
     async def leaves_while_sending(self) -> None:
         _, writer = await self.target.open()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Length: 1000\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         await asyncio.sleep(self.random.choice((0.0, 0.05)))
         writer.transport.abort()
         self.target.seen["left"] += 1

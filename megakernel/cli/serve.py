@@ -32,6 +32,12 @@ def _key(text: str) -> str:
     return text.strip()
 
 
+def _switch(text: str) -> bool:
+    if text.lower() not in ("on", "true", "off", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text.lower() in ("on", "true")
+
+
 _seconds = above_zero("a number of seconds above 0", 1e9)
 _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("model", "backend", "dtype", "weights", "kv cache dtype"), str),
@@ -41,11 +47,14 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "port": _port,
     "served model name": str,
     "api key": _key,
+    "open metrics": _switch,
+    "allowed hosts": str.lower,
+    "cors origin": str,
     **dict.fromkeys(("max model len", "max num seqs", "max num batched tokens"), positive),
     **dict.fromkeys(("max queued requests", "max body bytes"), positive),
     **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
 }
-_SEVERAL = {"served model name", "api key"}
+_SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")  # fields of Limits, in order
 
 
@@ -59,7 +68,8 @@ def register(add: AddVerb) -> None:
             setting.flag,
             dest=name,
             type=kind,
-            nargs="+" if name in _SEVERAL else None,
+            nargs="+" if name in _SEVERAL else "?" if kind is _switch else None,
+            const=True if kind is _switch else None,
             metavar=setting.flag.lstrip("-").upper(),
             help=f"{setting.what} (default: {setting.default}{env})",
         )
@@ -104,8 +114,10 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..serving.api.access import Access, local_names
+    from ..serving.api.limits import Limits
     from ..serving.api.server import Server, allow_connections, listen, url
-    from ..serving.api.service import Limits, Service
+    from ..serving.api.service import Service
 
     given = {name: _value(args, name) for name in _TYPES}
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
@@ -116,7 +128,14 @@ def run(args: argparse.Namespace) -> int:
     with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         ceilings = measured_ceilings(llm)
         limits = Limits(*(given[name] for name in _LIMITS))
-        service = Service(llm, given["served model name"], given["api key"], limits, ceilings)
+        hosts = given["allowed hosts"]
+        access = Access(
+            keys=tuple(given["api key"] or ()),
+            open_metrics=given["open metrics"],
+            hosts=local_names(given["host"], sock.getsockname()[0]) if hosts is None else _names(hosts),
+            origins=tuple(given["cors origin"] or ()),
+        )
+        service = Service(llm, given["served model name"], access, limits, ceilings)
         server = Server(
             service,
             on_ready=lambda: _ready(args.json, url(sock), service.names[0], llm),
@@ -125,6 +144,10 @@ def run(args: argparse.Namespace) -> int:
         )
         server.run(sockets=[sock])
         return 128 + signal.SIGINT if server.ended_by == signal.SIGINT else 0
+
+
+def _names(hosts: list[str]) -> frozenset[str] | None:
+    return None if "*" in hosts else frozenset(hosts)
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:

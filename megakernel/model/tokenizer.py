@@ -72,9 +72,15 @@ class Tokenizer:
             return b""  # models pad their vocabularies; such an id has no text
         return self._piece(piece)
 
+    def longest_token(self) -> int:
+        """The most bytes that one token can add to a text."""
+        return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
+
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+            # Unlike `encode`, it gives other Python threads their turn meanwhile.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         return ids

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -19,6 +21,7 @@ from .chat import chat
 from .completions import complete
 from .errors import APIError, ErrorResponse, answer_error
 from .http import Gate, while_connected
+from .limits import max_values
 from .openapi import describe
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokenizeText
 from .responses import (
@@ -38,7 +41,6 @@ _POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 503)
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
     200: {"content": {"text/event-stream": {}}, "description": "the answer, or its stream"}
 }
-_KEY: dict[int | str, dict[str, Any]] = {401: _ERROR}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -59,26 +61,25 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(Gate, keys=service.keys, max_body=service.limits.max_body)
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
 
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE | _KEY)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         return await while_connected(request.receive, complete(service, body))
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE | _KEY)
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await while_connected(request.receive, chat(service, body))
 
-    @app.get("/v1/models", response_model=ModelList, responses=_KEY)
+    @app.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
         """The names that `model` may have."""
         return ModelList(data=[_model(service, name) for name in service.names])
 
-    @app.get("/v1/models/{name:path}", response_model=Model, responses=_KEY | {404: _ERROR})
+    @app.get("/v1/models/{name:path}", response_model=Model, responses={404: _ERROR})
     async def model(name: str) -> Model:
         """One of them."""
         return _model(service, service.model(name))
@@ -91,13 +92,14 @@ def create_app(service: Service) -> FastAPI:
             tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body.messages)
+        service.check_count(tokens)
         return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
 
     @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """Text of token ids."""
         service.model(body.model)
-        return DetokenizeResponse(prompt=service.decode(body.tokens))
+        return DetokenizeResponse(prompt=await service.decode(body.tokens))
 
     @app.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> TokenizerInfo:
@@ -126,6 +128,16 @@ def create_app(service: Service) -> FastAPI:
         return VersionResponse(version=version("megakernel"))
 
     app.include_router(live_router(service.live))
+    app.add_middleware(
+        Gate,
+        access=service.access,
+        limits=service.limits,
+        max_values=max_values(service.max_context),
+        takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
+    )
+    if origins := service.access.origins:
+        # It comes before the gate, because a browser first asks without a key whether a page may send one.
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     describe(app, service)
     return app
 

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from .answers import Answers, Delta
 from .logprobs import Score, completion_logprobs, scores
-from .requests import CompletionRequest
+from .requests import CompletionRequest, Prompt
 from .responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from .service import Answer, Service
 
@@ -25,16 +25,36 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
+    texts = await _texts(service, body.prompt, prompts) if body.echo else []
     answers = service.answers(prompts, params)
-    return await service.respond(answers, _Completion(service, body, model, prompts, answers), bool(body.stream))
+    completion = _Completion(service, body, model, prompts, texts, answers)
+    return await service.respond(answers, completion, bool(body.stream))
+
+
+async def _texts(service: Service, given: Prompt, prompts: list[list[int]]) -> list[str]:
+    """The prompts as text: as they were sent, or decoded."""
+    if service.tokenizer is None:
+        return [""] * len(prompts)
+    parts = [given] if isinstance(given, str) else given
+    return [
+        part if isinstance(part, str) else await service.decode(ids)
+        for part, ids in zip(parts if len(parts) == len(prompts) else prompts, prompts, strict=True)
+    ]
 
 
 class _Completion(Answer):
     def __init__(
-        self, service: Service, body: CompletionRequest, model: str, prompts: list[list[int]], answers: Answers
+        self,
+        service: Service,
+        body: CompletionRequest,
+        model: str,
+        prompts: list[list[int]],
+        texts: list[str],
+        answers: Answers,
     ) -> None:
+        """`texts` are the prompts' own, where echo is wanted."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
-        self._body = body
+        self._body, self._texts = body, texts
         self._offsets: dict[int, int] = {}  # of the next token of each choice that has begun
 
     async def whole(self) -> bytes:
@@ -65,7 +85,7 @@ class _Completion(Answer):
         first = delta.index not in self._offsets
         scored: list[Score] = []
         if first and self._body.echo:
-            text = self._prompt_text(delta.prompt) + text
+            text = self._texts[delta.prompt] + text
             if self._body.logprobs is not None:
                 scored = self._prompt_scores(delta.prompt)
         logprobs = self._logprobs(delta.index, scored + scores(generated))
@@ -85,15 +105,6 @@ class _Completion(Answer):
         logprobs = completion_logprobs(self._service.tokenizer, tokens, offset)
         self._offsets[index] += sum(map(len, logprobs.tokens))
         return logprobs
-
-    def _prompt_text(self, index: int) -> str:
-        given = self._body.prompt
-        if isinstance(given, str):
-            return given
-        part = given[index]
-        if isinstance(part, str):
-            return part
-        return self._service.decode(self._prompts[index]) if self._service.tokenizer else ""
 
     def _prompt_scores(self, index: int) -> list[Score]:
         """The first token has none: nothing comes before it."""

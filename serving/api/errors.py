@@ -19,6 +19,7 @@ _SHOWN = 120  # characters of a client's own input that an error repeats
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",

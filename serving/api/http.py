@@ -1,23 +1,22 @@
-"""HTTP below the routes: keys and limits before a body is parsed, clients that leave, server-sent events."""
+"""HTTP below the routes: access and limits before a body is parsed, clients that leave, server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Collection, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .access import Access
 from .errors import APIError, as_api_error
+from .limits import BODY_SECONDS, Limits, has_more_values
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-BODY_SECONDS = 60.0  # in which a body must have arrived
 
 
 class ClientGone(Exception):
@@ -25,83 +24,89 @@ class ClientGone(Exception):
 
 
 class Gate:
-    """ASGI middleware: 401 without a key, 413 for a large body, 408 for a slow one.
+    """ASGI middleware: who may not ask is refused, and so is a body that is too large, too slow or too many values.
 
-    `keys` guard /v1 alone. The application gets the body in one piece.
+    A body is read only for the paths in `takes_body`, and only once its sender was let in. The application gets it in
+    one piece.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: list[str], max_body: int) -> None:
-        self._app, self._max_body = app, max_body
-        self._keys = [_digest(key.encode()) for key in keys]
+    def __init__(
+        self, app: ASGIApp, *, access: Access, limits: Limits, max_values: int, takes_body: Collection[str]
+    ) -> None:
+        self._app, self._access, self._takes_body = app, access, takes_body
+        self._max_body, self._max_values = limits.max_body, max_values
+        self._max_bodies = max(limits.max_bodies, limits.max_body)
+        self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = dict(scope["headers"])
         try:
-            headers = dict(scope["headers"])
-            if self._keys and scope["path"].startswith("/v1"):
-                self._authorise(headers.get(b"authorization", b""))
-            body = await self._body(headers, receive)
-        except ClientGone:
-            return
-        except APIError as e:
-            await e.response()(scope, receive, send)
-            return
-        delivered = False
-
-        async def receive_again() -> Message:
-            nonlocal delivered
-            if delivered:
-                return await receive()
-            delivered = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        try:
-            await self._app(scope, receive_again, send)
+            self._access.check(scope["path"], headers)
+            if scope["method"] == "POST" and scope["path"] in self._takes_body:
+                await self._with_body(headers, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
         except ClientGone:
             log.debug("a client left %s", scope["path"])
+        except APIError as e:
+            await e.response()(scope, receive, send)
 
-    def _authorise(self, header: bytes) -> None:
-        scheme, _, key = header.partition(b" ")
-        given = _digest(key.strip())
-        # Every key is compared, in time that depends on none of them.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise APIError(
-                401,
-                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application. The request's share of the memory for bodies is free again when its answer ends."""
+        body = await self._read(headers, receive)
+        size = len(body)
+        try:
+            if has_more_values(body, self._max_values):
+                raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            del body
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        too_large = APIError(
-            413, f"the body is larger than {self._max_body} bytes: send less", headers={"Connection": "close"}
-        )
+            async def receive_again() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self._app(scope, receive_again, send)
+        finally:
+            self._held -= size
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body, which then counts among the bytes that are held."""
         declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_body:
-            raise too_large
         body = bytearray()
         try:
+            self._admit(int(declared) if declared.isdigit() else 0, 0)
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > self._max_body:
-                        raise too_large
+                    piece = message.get("body", b"")
+                    self._admit(len(body) + len(piece), len(piece))
+                    body += piece
+                    self._held += len(piece)
                     if not message.get("more_body", False):
                         return bytes(body)
-        except TimeoutError:
+        except BaseException as e:
+            self._held -= len(body)
+            if isinstance(e, TimeoutError):
+                late = f"the body did not arrive within {BODY_SECONDS:.0f} s"
+                raise APIError(408, late, headers={"Connection": "close"}) from None
+            raise
+
+    def _admit(self, size: int, more: int) -> None:
+        """Raises a 413 for a body of `size` bytes that is too large, a 503 where nobody may send `more` bytes now."""
+        if size > self._max_body:
             raise APIError(
-                408, f"the body did not arrive within {BODY_SECONDS:.0f} s", headers={"Connection": "close"}
-            ) from None
-
-
-def _digest(key: bytes) -> bytes:
-    """Keys of any length become equally long."""
-    return hashlib.sha256(key).digest()
+                413, f"the body is larger than {self._max_body} bytes: send less", headers={"Connection": "close"}
+            )
+        if self._held + more > self._max_bodies:
+            raise APIError(
+                503,
+                f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later",
+                headers={"Connection": "close", "Retry-After": "5"},
+            )
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

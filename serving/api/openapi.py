@@ -8,6 +8,8 @@ from fastapi import FastAPI
 
 from .service import Service
 
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+
 
 def describe(app: FastAPI, service: Service) -> None:
     """Let `app` describe itself as it answers: token ids end with the vocabulary, and no 422."""
@@ -22,11 +24,12 @@ def describe(app: FastAPI, service: Service) -> None:
                     operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
-            if service.keys:
+            if service.access.keys:
                 schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                for name, path in schema["paths"].items():
-                    for operation in path.values() if name.startswith("/v1/") else ():
-                        operation["security"] = [{"key": []}]
+            for name, path in schema["paths"].items():
+                for operation in path.values() if service.access.guards(name) else ():
+                    operation["security"] = [{"key": []}]
+                    operation["responses"]["401"] = {"description": "no key, or a wrong one", "content": _ERROR}
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -23,7 +23,9 @@ class Protocol(H11Protocol):
         super().data_received(data)
         if waiting is None:
             return
-        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+        # A refused request is answered before its body has come, which is then dropped as it comes.
+        answered = self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE
+        if answered and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
         else:
             waiting.cancel()

@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from ..sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from .limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 
-MAX_PROMPTS = 2048
 _INT32, _SEED = 2**31 - 1, 2**63
 
 # Marks for `openapi.py`, which puts the model's own bounds in their place.
@@ -64,10 +64,10 @@ Prompt = Annotated[
     ),
 ]
 Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=64)],
-    _one_message("must be text or a list of up to 64 texts, each of 1 to 1024 characters"),
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
+    _one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
 ]
 
 
@@ -158,7 +158,8 @@ class TextPart(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        str | list[TextPart] | None, _one_message('must be text or a list of {"type": "text", "text": ...}')
+        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
+        _one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
     ] = None
 
     def plain(self) -> dict[str, str]:
@@ -172,7 +173,7 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(Sampled):

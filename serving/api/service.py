@@ -6,8 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -20,25 +19,16 @@ from ..async_engine import AsyncEngine
 from ..live import Live
 from ..llm import LLM
 from ..sampling import SamplingParams
+from .access import Access
 from .answers import Answers
 from .errors import APIError, shortened
 from .http import EventStream
+from .limits import Limits, max_values
 from .metrics import Metrics
 from .requests import Message, Prompt, Sampled
 from .responses import Usage
 
 T = TypeVar("T")
-_INLINE = 4096  # characters that are tokenised on the event loop; longer texts take a thread
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes on. `max_waiting` counts choices that wait for their first step."""
-
-    max_waiting: int = 65536
-    max_body: int = 16 << 20  # bytes
-    request_timeout: float | None = None  # seconds until an answer must be complete
-    stall_timeout: float = 120.0  # seconds with work and without a finished step, after which /health is 503
 
 
 class Service:
@@ -48,16 +38,17 @@ class Service:
         self,
         llm: LLM,
         names: list[str] | None = None,
-        keys: list[str] | None = None,
-        limits: Limits = Limits(),
+        access: Access | None = None,
+        limits: Limits | None = None,
         ceilings: Ceilings | None = None,
     ) -> None:
         """`ceilings` are those that steps are held against; without them the nominal ones of this machine."""
-        self.llm, self.limits = llm, limits
+        self.llm = llm
+        self.access, self.limits = access or Access(), limits or Limits()
         self.names = names or [llm.model]
-        self.keys = keys or []
+        self._longest = llm.tokenizer.longest_token() if llm.tokenizer else 0
         self.started = int(time.time())
-        self.engine = AsyncEngine(llm.engine, max_waiting=limits.max_waiting)
+        self.engine = AsyncEngine(llm.engine, max_waiting=self.limits.max_waiting)
         self.live = Live(
             ceilings or machine_ceilings(host(llm.threads)),
             self.engine.stats,
@@ -92,38 +83,70 @@ class Service:
         return name
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        self._check_text(text)
         tokenizer = self.tokenizer
         if add_special or tokenizer is None:
-            return await _off_loop(len(text), lambda: self.llm.encode(text))
-        return await _off_loop(len(text), lambda: tokenizer.encode(text, add_special=False))
+            return await asyncio.to_thread(self.llm.encode, text)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special=False)
 
     async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of a completion's prompts."""
         if isinstance(prompt, str):
             return [await self.encode(prompt)]
-        prompts: list[list[int]] = []
-        ids: list[int] = []
-        for part in prompt:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                prompts.append(await self.encode(part) if isinstance(part, str) else part)
-        return prompts or [ids]
+        ids = [part for part in prompt if isinstance(part, int)]
+        if ids:
+            return [ids]
+        parts = [part for part in prompt if not isinstance(part, int)]
+        texts = [part for part in parts if isinstance(part, str)]
+        self._check_text(*texts)
+        if texts:
+            return await asyncio.to_thread(lambda: list(map(self.llm.encode, parts)))
+        return [part for part in parts if not isinstance(part, str)]
 
     async def encode_chat(self, messages: list[Message]) -> list[int]:
         plain = [message.plain() for message in messages]
-        return await _off_loop(sum(len(m["content"]) for m in plain), lambda: self.llm.chat_ids(plain))
+        self._check_text("".join(message["content"] for message in plain))
+        return await asyncio.to_thread(self.llm.chat_ids, plain)
 
-    def decode(self, ids: list[int]) -> str:
-        if self.tokenizer is None:
+    async def decode(self, ids: list[int]) -> str:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise MegakernelError(f"{self.names[0]} has no tokenizer: token ids have no text")
+        self.check_count(ids)
         vocab = self.llm.config.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
             raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
-        return self.tokenizer.decode(ids, skip_special=False)
+        return await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
+
+    def check_count(self, ids: list[int]) -> None:
+        """Raises a 400 for more tokens than the context has, which no answer lists and no request decodes."""
+        if len(ids) > self.max_context:
+            raise APIError(
+                400, f"This model's maximum context length is {self.max_context} tokens, and these are {len(ids)}"
+            )
+
+    def _check_text(self, *texts: str) -> None:
+        """Raises a 400 for a text that is too long for the context, however it is split into tokens.
+
+        Without this check, a text would be encoded to its end before it is refused.
+        """
+        most = self.max_context * self._longest
+        size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
+        if self._longest and size > most:
+            raise APIError(
+                400,
+                f"This model's maximum context length is {self.max_context} tokens, and its longest token has"
+                f" {self._longest} bytes; a text of {size} bytes is longer than {most}: shorten the prompt",
+            )
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
-        """Raises a 400 where a prompt and the tokens `wanted` after it (at least one) exceed the context."""
+        """Raises a 400 where a prompt and the tokens `wanted` after it (at least one) exceed the context.
+
+        It is also raised where all prompts together are more than one request may hold.
+        """
+        most, total = max_values(self.max_context), sum(map(len, prompts))
+        if total > most:
+            raise APIError(400, f"a request's prompts may have {most} tokens together, not {total}: send several")
         longest = max(map(len, prompts))
         if longest + (wanted or 1) > self.max_context:
             asked = f"asks for {wanted} more" if wanted else "must have at least one more"
@@ -183,7 +206,3 @@ class Answer(ABC):
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-
-
-async def _off_loop(size: int, work: Callable[[], list[int]]) -> list[int]:
-    return work() if size <= _INLINE else await asyncio.to_thread(work)

@@ -371,27 +371,6 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
 # -- who may ask, and how much
 
 
-def test_keys_guard_v1_alone(llm: LLM, live: Live) -> None:
-    with another(llm, live, keys=["sésame", "second"], names=["a", "b"]) as guarded:
-        for key in (None, "Bearer wrong", "Basic second", "second"):
-            header = {"Authorization": key} if key else {}
-            status, headers, data = guarded.request("GET", "/v1/models", headers=header)
-            assert (status, headers["www-authenticate"], error_of(data)["type"]) == (
-                401,
-                "Bearer",
-                "AuthenticationError",
-            )
-        # The key is asked for before the body is read.
-        assert guarded.request("POST", COMPLETIONS, b"{")[0] == 401
-        assert guarded.request("GET", "/health")[0] == guarded.request("GET", "/metrics")[0] == 200
-        status, _, data = guarded.request("GET", "/v1/models", headers={"Authorization": "bearer second"})
-        assert status == 200 and [model["id"] for model in json.loads(data)["data"]] == ["a", "b"]
-        sdk = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second", max_retries=0)
-        assert sdk.completions.create(model="b", prompt="x", max_tokens=1).model == "b"
-        schema = json.loads(guarded.request("GET", "/openapi.json")[2])
-        assert schema["paths"][COMPLETIONS]["post"]["security"] and "security" not in schema["paths"]["/health"]["get"]
-
-
 def test_limits(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.01, max_body=1000, max_waiting=3) as small:
         for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks

@@ -114,6 +114,23 @@ def test_flags_win_over_a_file_over_the_environment(
         assert live.request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
 
 
+def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path) -> None:
+    def status(live: Live, path: str, host: str) -> int:
+        return live.request("GET", path, headers={"Host": host})[0]
+
+    with process("--model", model, "--api-key", "k", "--open-metrics") as (_, _, live):
+        assert status(live, "/metrics", "localhost") == 200
+        assert status(live, "/version", "localhost") == 401 and status(live, "/version", "evil.example") == 403
+    config = tmp_path / "serve.yaml"
+    config.write_text("open-metrics: false\nallowed-hosts: [Proxy.example]\ncors-origin: https://chat.example\n")
+    with process("--model", model, "--config", str(config)) as (_, _, live):
+        assert status(live, "/version", "proxy.example") == 200 and status(live, "/version", "localhost") == 403
+        page = {"Origin": "https://chat.example", "Host": "proxy.example"}
+        assert live.request("GET", "/version", headers=page)[1]["access-control-allow-origin"] == page["Origin"]
+    with process("--model", model, "--allowed-hosts", "*") as (_, _, live):
+        assert status(live, "/version", "evil.example") == 200
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

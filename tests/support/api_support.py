@@ -13,8 +13,10 @@ from threading import Event, Thread
 from typing import Any
 
 from megakernel import LLM
+from megakernel.serving.api.access import Access
+from megakernel.serving.api.limits import Limits
 from megakernel.serving.api.server import Server, listen, url
-from megakernel.serving.api.service import Limits, Service
+from megakernel.serving.api.service import Service
 
 
 @dataclass
@@ -59,9 +61,8 @@ class Live:
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A connection on which a request was sent; closing it is leaving."""
         data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         sock.sendall(head.encode() + data)
         return sock
@@ -76,11 +77,9 @@ class Live:
 
 
 @contextmanager
-def serving(
-    llm: LLM, *, names: list[str] | None = None, keys: list[str] | None = None, **limits: Any
-) -> Iterator[Live]:
+def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None = None, **limits: Any) -> Iterator[Live]:
     """A server on a free port, gone afterwards."""
-    service = Service(llm, names, keys, Limits(**limits))
+    service = Service(llm, names, access, Limits(**limits))
     ready = Event()
     sock = listen("127.0.0.1", 0)
     server = Server(service, on_ready=ready.set, on_drain=lambda name: None, drain_seconds=10)
