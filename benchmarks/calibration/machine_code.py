@@ -164,7 +164,7 @@ class Paths:
             "the consumers' end": (fence, self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")),
             "the storer": (
                 self._at("storer.h", "p.wait(slot.outputs", _WAIT),
-                self._at("storer.h", "signal_words(", "REDG"),
+                self._at("storer.h", "signals.send(p)", "REDG"),
             ),
             "the input loader": (poll, self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
             "the consumers' begin": (

@@ -68,17 +68,46 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// The words that name one counter each.
+// The words that name one counter each. Lanes share them, and the ranks of each. What they point to is loaded
+// when this is made, which is before what they tell has happened.
 template <class P>
-MK_FN void signal_words(P& p, const Params& params, const Sizes& d, const Task& task) {
-  MK_LOOP for (int32_t i = 0; i < kSignals; ++i) {
-    const int32_t word = task.record[kSignalWord + i];
-    if (word == 0 || (word & kIndexed)) continue;
-    const int32_t rank = word_rank(word), block = task.where.block + (word & kNext ? 1 : 0);
-    arrive(p, params, d, rank == kAllRanks ? all_ranks(d) : Ranks{rank, rank + 1}, block, word_counter(word),
-           1);
+class Signals {
+ public:
+  MK_FN Signals(P& p, const Params& params, const Sizes& d, const Task& task)
+      : params_(params), scope_(scope_of(params, d)) {
+    MK_UNROLL for (int32_t i = 0; i < kWords; ++i) {
+      const int32_t lane = p.lane() + i * P::kLanes, word = task.record[kSignalWord + lane % kSignals];
+      const int32_t rank = word_rank(word), block = task.where.block + (word & kNext ? 1 : 0);
+      Told& told = told_[i];
+      told.ranks = rank == kAllRanks ? all_ranks(d) : Ranks{rank, rank + 1};
+      told.ranks.begin += lane / kSignals;
+      if (word == 0 || (word & kIndexed) || !params.synchronise) told.ranks.end = 0;
+      told.at = static_cast<int64_t>(block) * params.counters + word_counter(word);
+      if (told.ranks.begin < told.ranks.end) told.first = params.counter_values[told.ranks.begin] + told.at;
+    }
   }
-}
+
+  MK_FN void send(P& p) const {
+    MK_UNROLL for (const Told& told : told_) {
+      if (told.ranks.begin >= told.ranks.end) continue;
+      p.signal(told.first, 1, scope_);
+      MK_LOOP for (int32_t rank = told.ranks.begin + kStep; rank < told.ranks.end; rank += kStep)
+          p.signal(params_.counter_values[rank] + told.at, 1, scope_);
+    }
+  }
+
+ private:
+  static constexpr int32_t kWords = P::kLanes < kSignals ? kSignals / P::kLanes : 1;
+  static constexpr int32_t kStep = P::kLanes < kSignals ? 1 : P::kLanes / kSignals;
+  struct Told {
+    Ranks ranks;     // of which this lane has every kStep-th
+    int64_t at;      // the counter, in the counters of a rank
+    int32_t* first;  // the counter of the first rank
+  };
+  const Params& params_;
+  const Scope scope_;
+  Told told_[kWords];
+};
 
 // Attention: an item's rows are final, which the grid [row block] of signal word 0 is told.
 template <class P>

@@ -58,9 +58,10 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
              return true;
            });
     release(0);
+    const Signals<P> signals(p, params, block.dims, slot.task);
     live = live && p.wait(slot.outputs, slot_parity(j), slot.task.where);
     if (stored) p.wait_stores();
-    if (live) signal_words(p, params, block.dims, slot.task);
+    if (live) signals.send(p);
     if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);
     p.arrive(slot.retired);
   }
