@@ -31,7 +31,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 }  // namespace
 
 struct mk_engine {
-  std::vector<std::unique_ptr<void, void (*)(void*)>> weights;
+  mk::Arena weights;
   int64_t weight_bytes = 0;
   std::unique_ptr<mk::Interpreter> interpreter;  // last: it ends before the weights that it reads
 };
@@ -73,9 +73,7 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
                        const mk::Matrix* matrix) {
   return guarded(
       [&] {
-        const mk::Packed packed = mk::pack(*matrix, engine->interpreter->threads());
-        engine->weights.push_back({packed.data, free});
-        engine->weights.push_back({packed.table, free});
+        const mk::Packed packed = mk::pack(*matrix, engine->weights, engine->interpreter->threads());
         engine->weight_bytes += packed.bytes;
         engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed.table);
         return 0;

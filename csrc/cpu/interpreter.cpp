@@ -111,8 +111,7 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
     const auto aligned = [](int64_t floats) { return (floats + 15) / 16 * 16 + 16; };
     int64_t floats = 0;
     for (const Region& r : regions) floats += aligned(r.floats);
-    m.block = {allocate(floats * static_cast<int64_t>(sizeof(float))), free};
-    float* next = static_cast<float*>(m.block.get());
+    float* next = static_cast<float*>(scratch_.allocate(floats * static_cast<int64_t>(sizeof(float))));
     for (const Region& r : regions) {
       *r.field = next;
       next += aligned(r.floats);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../common/index.h"
+#include "arena.h"
 #include "audit.h"
 #include "kernels.h"
 #include "pool.h"
@@ -97,7 +98,6 @@ class Interpreter {
   };
   struct alignas(64) Memory {  // of one thread
     Scratch scratch;
-    std::unique_ptr<void, void (*)(void*)> block{nullptr, nullptr};
     std::vector<int64_t> link_bytes;  // by rank
   };
 
@@ -140,6 +140,7 @@ class Interpreter {
   const int cores_;
   const Kernels& kernels_;
   std::vector<void*> buffers_;
+  Arena scratch_;
   std::vector<Memory> memory_;
   const double deadlock_seconds_;
   std::atomic<int32_t> own_abort_{0};

@@ -1,10 +1,8 @@
 #include "packing.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -234,7 +232,7 @@ Columns columns_of(const Matrix& m, int64_t index) {
 
 }  // namespace
 
-Packed pack(const Matrix& matrix, int threads) {
+Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   constexpr int64_t kAlign = 64;
   const int64_t panels = matrix.panels();
   std::vector<Columns> columns;
@@ -243,13 +241,8 @@ Packed pack(const Matrix& matrix, int threads) {
     columns.push_back(columns_of(matrix, p));
     begin.push_back(begin.back() + (panel_bytes(columns[p].type, matrix.k) + kAlign - 1) / kAlign * kAlign);
   }
-  Packed out{allocate(panels * static_cast<int64_t>(sizeof(Panel))), nullptr, begin.back()};
-  try {
-    out.data = allocate(out.bytes);
-  } catch (...) {
-    free(out.table);
-    throw;
-  }
+  const Packed out{arena.allocate(panels * static_cast<int64_t>(sizeof(Panel))), arena.allocate(begin.back()),
+                   begin.back()};
   auto work = [&](int64_t first, int64_t end) {
     for (int64_t p = first; p < end; ++p) {
       char* data = static_cast<char*>(out.data) + begin[p];
@@ -269,19 +262,6 @@ WeightSpan weight_span(const Phase& phase, const Tile& tile, const Panel* table)
   const Panel* first = table + tile.col / kPanel * phase.matrices;
   const Panel* last = first + panel_count(tile.col, tile.cols) * phase.matrices - 1;
   return {first->data, last->data + panel_bytes(last->type(), phase.inner) - first->data};
-}
-
-void* allocate(int64_t bytes) {
-  constexpr int64_t kHuge = int64_t{2} << 20;
-  const int64_t align = bytes < kHuge ? 4096 : kHuge;
-  const int64_t size = (std::max<int64_t>(bytes, 1) + align - 1) / align * align;
-  void* p = aligned_alloc(align, size);
-  if (p == nullptr) throw std::bad_alloc();
-#if defined(__linux__)
-  if (align == kHuge) madvise(p, size, MADV_HUGEPAGE);
-#endif
-  memset(p, 0, size);
-  return p;
 }
 
 }  // namespace mk

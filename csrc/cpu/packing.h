@@ -1,5 +1,6 @@
 // From rows of weights, as files have them, to packed panels (packed.h).
 #pragma once
+#include "arena.h"
 #include "kernels.h"
 #include "packed.h"
 
@@ -21,15 +22,15 @@ struct Matrix {
   int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }
 };
 
-// Packed panels and the table that is bound as the matrix, both freed with `free`.
+// Packed panels and the table that is bound as the matrix.
 struct Packed {
   void* table;  // Panel[panels]
   void* data;
   int64_t bytes;  // of data
 };
 
-// On `threads` threads. Throws std::bad_alloc.
-Packed pack(const Matrix& matrix, int threads);
+// In memory of `arena`, on `threads` threads. Throws std::bad_alloc.
+Packed pack(const Matrix& matrix, Arena& arena, int threads);
 
 // The packed weights of a matmul's tile: addresses, as far as the tile's panels adjoin.
 struct WeightSpan {
@@ -37,9 +38,5 @@ struct WeightSpan {
   int64_t bytes;
 };
 WeightSpan weight_span(const Phase& phase, const Tile& tile, const Panel* table);
-
-// Page-aligned zeroed memory, in huge pages where the system grants them. Throws std::bad_alloc. Release with
-// free().
-void* allocate(int64_t bytes);
 
 }  // namespace mk

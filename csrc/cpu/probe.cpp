@@ -1,6 +1,6 @@
 #include "probe.h"
 
-#include <stdlib.h>
+#include <string.h>
 
 #include <algorithm>
 #include <atomic>
@@ -55,11 +55,12 @@ double best_round(int threads, double seconds, const Pass& pass) {
 
 double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds) {
   const int64_t share = bytes / threads / 4096 * 4096;
-  const std::unique_ptr<void, void (*)(void*)> data{allocate(share * threads), free};
+  Arena arena;
+  char* data = static_cast<char*>(arena.allocate(share * threads));
+  memset(data, 1, share * threads);  // else all of it is one page of zeros
   std::atomic<double> sink{0.0};
   const double best = best_round(threads, seconds, [&](int t) {
-    sink.store(kernels.read(static_cast<const char*>(data.get()) + t * share, share),
-               std::memory_order_relaxed);
+    sink.store(kernels.read(data + t * share, share), std::memory_order_relaxed);
   });
   return static_cast<double>(share * threads) / best;
 }
