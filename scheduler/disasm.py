@@ -22,13 +22,13 @@ def disassemble(program: Program) -> Iterator[str]:
     `#7@owner` that of the rank that owns the rows. `#7[table]` is a grid that starts at counter 7, whose member the
     step table picks.
     """
+    program.check()
     d = program.dims
     yield (
         f"program {program.hash}: {program.machine}, ranks {program.ranks}, workers {program.workers}, "
         f"{Dtype(d.dtype).name.lower()}{', KV in q8_0' if d.quantised_kv else ''}, "
         f"tokens {d.tokens}, logit rows {d.logit_rows}, layers {d.layers}"
     )
-    program.check()
     yield f"{program.instructions} instructions, {program.counters} counters in each of {d.layers + 1} blocks"
     first, middle, last = program.totals_first, program.totals_middle, program.totals_last
     body = (first, first if d.layers == 1 else middle)

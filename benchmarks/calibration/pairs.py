@@ -4,9 +4,8 @@
 
 Nothing of it is built. A pair is simulated as one worker of twice everything, with tiles of twice the rows: it loads a
 weight tile once for two row blocks, each of its loaders asks for half of the weight pages and for its own rows, and it
-goes on when both halves can. The last column
-shows what fewer loads would gain if pairs waited for nothing: the machine with an L2 of 1.5 times the rate, as two
-tiles of 128 x 256 that share their weights load a third less.
+goes on when both halves can. The last column shows what fewer loads would gain if pairs waited for nothing: the machine
+with an L2 of 1.5 times the rate, as two tiles of 128 x 256 that share their weights load a third less.
 """
 
 from __future__ import annotations

@@ -21,10 +21,17 @@ def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentPars
 
 
 def made() -> dict[str, str]:
-    """The command line of this process, with its script as a checkout's root names it, and the machine."""
+    """The command line of this process, with its script as a checkout's root names it, and the machine.
+
+    Of a path outside the checkout only the name is kept.
+    """
     script = "/".join(Path(sys.argv[0]).resolve().parts[-3:])
     machine = f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
-    return {"command": " ".join(["python", script, *sys.argv[1:]]), "machine": machine}
+    return {"command": " ".join(["python", script, *map(_without_folder, sys.argv[1:])]), "machine": machine}
+
+
+def _without_folder(argument: str) -> str:
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ..isa import DIM_FIELDS, Dims, Forward
 from ..isa.record import WORDS
 from .limits import MOST_HEADER_BYTES, MOST_NAME
 
+HASHED = 40  # where that begins of which the file holds the SHA-256
 START = 48  # of the header in the file
 ALIGNMENT = 64  # of the arrays in the file
 _COUNTS = ("ranks", "workers", "counters")
@@ -44,12 +45,12 @@ def encode(fields: dict[str, Any]) -> bytes:
     """The header's length, the header and the padding behind it."""
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(START + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(START - 40, "little") + text
+    return len(text).to_bytes(START - HASHED, "little") + text
 
 
 def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
     """The header of a file and its arrays, which are views of `data`. Raises ValueError that says what is wrong."""
-    size = int.from_bytes(data[40:START], "little")
+    size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"its header cannot have {size} bytes")
     try:

@@ -190,10 +190,10 @@ class Program:
         """What `to_bytes` gave, checked. `name` says in errors where it came from."""
         if data[:7] != _MAGIC:
             raise MegakernelError(f"{name} is not a megakernel program")
-        if len(data) < 48 or data[7] != VERSION:
+        if len(data) < header.START or data[7] != VERSION:
             found = data[7] if len(data) > 7 else "none"
             raise MegakernelError(f"program {name} has format version {found}, this is {VERSION}: compile it again")
-        if hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
+        if hashlib.sha256(memoryview(data)[header.HASHED :]).digest() != data[8 : header.HASHED]:
             raise MegakernelError(f"program {name} is damaged: its checksum does not match")
         try:
             program = _decode(data)

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
-from ...isa.pages import BOX_ROWS, DOT_PIECE, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
+from ...isa.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
-PARTS, PAGES = range(2)  # which of a buffer's maps: its boxes have BOX_ROWS rows, or fill a page
+PARTS, PAGES = range(MAPS)  # which of a buffer's maps: its boxes have BOX_ROWS rows, or fill a page
 
 
 @dataclass(frozen=True)
