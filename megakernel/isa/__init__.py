@@ -7,6 +7,7 @@ from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, from_f32, to_f32
 from .items import slot_work
 from .link import link_bytes
+from .loads import loads
 from .operations import OPERATIONS, RESULTS, Operation, OperationFamily, Result, Rows
 from .pages import attention_pages, matmul_pages, tile_work
 from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
@@ -57,6 +58,7 @@ __all__ = [
     "itemsize",
     "kv_bytes",
     "link_bytes",
+    "loads",
     "matmul_pages",
     "slot_work",
     "target_of",

@@ -15,10 +15,9 @@ from .resolve import Resolved
 class Link:
     """One instruction of the chain, in seconds since the launch began. `after` says what it had to follow.
 
-    `instruction` is the name of its phase.
-
-    `after` is "wait" (the previous link released it), "order" (the previous link is earlier in its own stream) or
-    "start". `interval` is the row in the trace.
+    `instruction` is the name of its phase. `begin_s` and `end_s` are its part of the path, and `gap_s` lies between the
+    link before and `begin_s`. `after` is "wait" (the link before released it), "order" (the link before is earlier in
+    its worker) or "start". `interval` is the row in the trace.
     """
 
     rank: int
@@ -27,16 +26,18 @@ class Link:
     layer: int | None
     begin_s: float
     end_s: float
+    gap_s: float
     after: str
     interval: int
 
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Of the last launch. `seconds` = sum of `by_instruction` + `gap_s`.
+    """Of the last launch, from its begin to its end. `seconds` = sum of `by_instruction` + `gap_s`, to the tick.
 
-    An instruction's share is the time from its begin, or its predecessor's end if that is later, to its end; the
-    gaps between are signals, dispatch and loads that nothing hid.
+    A link ends where it lets the next one go: the next of its worker when it is computed, one that waits for it when it
+    is stored. It begins there too, or where it begins to compute if that is later. The gaps between are signals,
+    dispatch, and loads that nothing hid.
     """
 
     seconds: float
@@ -50,52 +51,63 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
 
     finish: last interval of each instance (-1: not in the trace); releaser: of each interval (-1: none).
     """
+    launch = resolved.launches - 1
     nodes = finish[finish >= 0]
+    nodes = nodes[resolved.launch[nodes] == launch]
     begin = _starts(resolved, finish)
     done = _done(resolved, finish)
-    previous = _previous_on_lane(resolved, nodes, len(finish))
+    previous = _previous_on_lane(resolved, nodes, begin, done)
     released_by = np.full(len(finish), -1, dtype=np.int64)
     waits = np.flatnonzero(releaser >= 0)
     waits = waits[np.argsort(resolved.end[waits], kind="stable")]
     released_by[resolved.instance[waits]] = resolved.instance[releaser[waits]]
 
-    launch = resolved.launches - 1
-    here = nodes[resolved.launch[nodes] == launch]
     origin = int(resolved.begin[resolved.launch == launch].min())
     tick = resolved.trace.header.tick_s
-    node = int(resolved.instance[here[np.argmax(resolved.end[here])]])
+    node = int(resolved.instance[nodes[np.argmax(resolved.end[nodes])]])
+    cut = int(resolved.end[finish[node]])
+    total = cut - origin
     links: list[Link] = []
     spent: dict[str, int] = {}
-    total = int(resolved.end[finish[node]]) - origin
+    gaps = 0
+    seen = set()
     while node >= 0:
-        before = (("order", int(previous[node]), done), ("wait", int(released_by[node]), resolved.end[finish]))
-        choices = [(int(over[n]), why, n) for why, n, over in before if n >= 0]
+        seen.add(node)
+        row, parent = int(finish[node]), int(released_by[node])
+        choices = [(origin, "start", -1)]
+        before = int(previous[node])
+        if before >= 0 and before not in seen:
+            choices.append((int(done[before]), "order", before))
         # Clocks are read after a signal is sent, so a releaser may seem to end late; it never seems to begin late.
-        end, after, parent = max((c for c in choices if begin[c[2]] < begin[node]), default=(origin, "start", -1))
-        row = finish[node]
+        if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
+            choices.append((int(resolved.end[finish[parent]]), "wait", parent))
+        let_go, after, next_node = max(choices[1:] or choices)
+        let_go = min(let_go, cut)
+        start = max(int(begin[node]), let_go)
+        name = resolved.phase(row).name
         links.append(
             Link(
                 rank=int(resolved.rows["rank"][row]),
                 worker=int(resolved.rows["worker"][row]),
-                instruction=resolved.phase(row).name,
+                instruction=name,
                 layer=resolved.layer(row),
-                begin_s=(int(begin[node]) - origin) * tick,
-                end_s=(int(resolved.end[row]) - origin) * tick,
+                begin_s=(start - origin) * tick,
+                end_s=(cut - origin) * tick,
+                gap_s=(start - let_go) * tick,
                 after=after,
-                interval=int(row),
+                interval=row,
             )
         )
-        name = links[-1].instruction
-        own = int(resolved.end[row]) - max(int(begin[node]), end)
-        spent[name] = spent.get(name, 0) + max(own, 0)
-        node = parent
+        spent[name] = spent.get(name, 0) + cut - start
+        gaps += start - let_go
+        node, cut = next_node, let_go
     links.reverse()
     by_instruction = {name: t * tick for name, t in sorted(spent.items(), key=lambda item: -item[1])}
-    return CriticalPath(total * tick, by_instruction, max(total - sum(spent.values()), 0) * tick, links)
+    return CriticalPath(total * tick, by_instruction, gaps * tick, links)
 
 
 def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance lets the next one of its stream go on: its last end but for what a storer still stores."""
+    """When each instance lets the next one of its worker go on: its last end but for what a storer still stores."""
     done = np.full(len(finish), -1)
     inline = ~resolved.stored
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -112,12 +124,14 @@ def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
     return begin
 
 
-def _previous_on_lane(resolved: Resolved, nodes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The instance that ended before each on the same lane in the same launch, or -1."""
-    order = nodes[np.lexsort((resolved.end[nodes], resolved.lane[nodes], resolved.launch[nodes]))]
-    same = (resolved.lane[order[1:]] == resolved.lane[order[:-1]]) & (
-        resolved.launch[order[1:]] == resolved.launch[order[:-1]]
-    )
-    previous = np.full(count, -1, dtype=np.int64)
-    previous[resolved.instance[order[1:]][same]] = resolved.instance[order[:-1]][same]
+def _previous_on_lane(
+    resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The instance that began before each on the same lane in the same launch, or -1."""
+    instance = resolved.instance[nodes]
+    order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))
+    instance, lane = instance[order], resolved.lane[nodes[order]]
+    same = lane[1:] == lane[:-1]
+    previous = np.full(len(begin), -1, dtype=np.int64)
+    previous[instance[1:][same]] = instance[:-1][same]
     return previous

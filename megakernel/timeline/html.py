@@ -65,7 +65,9 @@ class _Source:
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
         peak = peaks(machine or machine_of(program), program.workers)
-        shares = curves(resolved, _bins(resolved)) / (np.array(peak) * bin_s)[:, None]
+        # A resource without a known peak has no share.
+        most = np.array([one or np.inf for one in peak])
+        shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]
         summary = summarise_resolved(resolved, cause, finish, releaser, machine)
         return _Source(resolved, places, cause, releaser, summary, peak, shares)
 

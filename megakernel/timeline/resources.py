@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import cost
+from ..isa import cost, loads
 from ..isa.link import link_bytes_each
 from ..machine import Machine
 from ..trace import IntervalKind
@@ -15,8 +15,18 @@ from .resolve import Resolved, by_phase
 
 Amounts = NDArray[np.float64]
 
-# Name and unit of its rate. A link has a direction: what a rank sends, what it gets.
-RESOURCES = (("matrix", "FLOP/s"), ("vector", "FLOP/s"), ("memory", "B/s"), ("link out", "B/s"), ("link in", "B/s"))
+# Name and unit of its rate. The cache is the last shared one, a GPU's L2. A link has a direction: what a rank sends,
+# what it gets.
+RESOURCES = (
+    ("matrix", "FLOP/s"),
+    ("vector", "FLOP/s"),
+    ("memory", "B/s"),
+    ("cache", "B/s"),
+    ("link out", "B/s"),
+    ("link in", "B/s"),
+)
+# What bounds any program; how much of the cache's rate it takes depends on its tiles.
+ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # of the curves in `Resource`
 
 
@@ -38,9 +48,12 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """The most that `workers` of a device can do of each of RESOURCES: workers share a device's rates evenly."""
+    """The most that `workers` of a device can do of each of RESOURCES: workers share a device's rates evenly.
+
+    0: the machine's description lacks it.
+    """
     share = min(1.0, workers / machine.workers)
-    device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s)
+    device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
     return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
 
 
@@ -53,7 +66,7 @@ def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
     found = []
     limits = peaks(machine, resolved.program.workers)
     for (name, unit), peak, amount in zip(RESOURCES, limits, amounts.transpose(1, 0, 2), strict=True):
-        if not amount.any():
+        if not amount.any() or not peak:
             continue
         rates = amount.sum(axis=1) / steps_s
         curve = amount.mean(axis=0) / (resolved.period * tick / BINS * peak)
@@ -75,21 +88,23 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     """[ranks, RESOURCES, bins] FLOPs or bytes in each of `bins` equal parts of the trace.
 
     FLOPs run evenly over an instruction's COMPUTE, link bytes over its STORE where it has one, else over COMPUTE,
-    memory bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of the bytes only).
+    memory and cache bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of them only).
+    Through the cache goes all that is loaded, of attention the K and V.
     """
     declared, link = _declared(resolved)
-    matrix, vector, memory = declared[resolved.record].T
+    matrix, vector, memory, loaded = declared[resolved.record].T
     link = link[resolved.record]
     if (items := resolved.attention) is not None:
         at, told = items
         matrix[at], memory[at] = told.T
+        loaded[at] = memory[at]
     compute = resolved.kind(IntervalKind.COMPUTE)
     worker_role = resolved.rows["role"] == 0
     load = _or_else(resolved, resolved.kind(IntervalKind.LOAD) & ~worker_role, compute)
     store = _or_else(resolved, resolved.kind(IntervalKind.STORE), compute)
     rank = resolved.rows["rank"].astype(np.int64)
     out = np.zeros((resolved.program.ranks, len(RESOURCES), bins))
-    own = ((compute, matrix), (compute, vector), (load, memory), (store, link.sum(axis=1)))
+    own = ((compute, matrix), (compute, vector), (load, memory), (load, loaded), (store, link.sum(axis=1)))
     for resource, (chosen, amount) in enumerate(own):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
@@ -99,13 +114,15 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
 
 
 def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
-    """Of each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes], and [ranks] bytes sent to each rank."""
+    """Of each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes, loaded bytes], and [ranks] bytes sent to
+    each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
-    work, link = np.zeros((count, 3)), np.zeros((count, ranks))
+    work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):
         if not phase.control:
             done = cost(phase, columns, dims)
-            work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes], axis=1)
+            loaded = loads(phase, columns, dims).all
+            work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
             if dims.tp == ranks:  # programs made by hand may share nothing
                 link[rows] = link_bytes_each(phase, columns, dims)
     return work, link

@@ -47,9 +47,12 @@ class Spans:
     def total(self) -> int:
         return int((self.end - self.begin).sum())
 
-    def per_lane(self, period: int, lanes: int) -> Ticks:
-        """Ticks of each lane."""
-        return np.bincount(self.begin // period, self.end - self.begin, minlength=lanes).astype(np.int64)
+    def without(self, begin: Ticks, end: Ticks) -> Spans:
+        """What is left of the set when disjoint parts of it, in order, are taken away."""
+        starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
+        stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
+        some = stops > starts
+        return Spans(starts[some], stops[some])
 
     def moments(self, period: int) -> tuple[Ticks, Ticks]:
         """Begins and ends as ticks, lanes on top of each other."""
@@ -66,3 +69,22 @@ def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
         np.add.at(change, np.searchsorted(edges, end), -1)
         counts.append(np.cumsum(change)[:-1])
     return np.diff(edges), counts
+
+
+def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks]:
+    """Intervals in order of begin, each cut to what those before it do not cover; empty ones vanish."""
+    order = np.argsort(begin, kind="stable")
+    begin, end, what = begin[order], end[order], what[order]
+    reach = np.maximum.accumulate(end)
+    begin[1:] = np.maximum(begin[1:], reach[:-1])
+    some = end > begin
+    return begin[some], end[some], what[some]
+
+
+def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
+    """What the intervals, disjoint and in order, have in common with the set: begin, end, index into both."""
+    first = np.searchsorted(others.end, begin, side="right")
+    count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
+    at = np.repeat(np.arange(len(begin)), count)
+    other = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    return np.maximum(begin[at], others.begin[other]), np.minimum(end[at], others.end[other]), at, other

@@ -13,10 +13,13 @@ from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import IntervalKind, Trace
 from .critical import CriticalPath, critical_path
-from .overlap import Overlap, exposed_communication, lane_spans, overlap
-from .resolve import WAIT, WORK, Resolved, resolve
+from .overlap import Overlap, exposed_communication, overlap
+from .places import Place, longest
+from .resolve import WORK, Resolved, resolve
 from .resources import Resource, resources
+from .states import BLOCKED, BUSY, Pieces, State, pieces
 from .waits import Causes, causes, finishes, releasers
+from .waterfall import Waterfall, waterfall
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,26 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """Phase `instruction` waited for `cause`: the phases that signal the counter met last. `share` of all wait time."""
+    """What waits of phase `instruction` for `cause`, the phases that signal the counter met last, cost.
+
+    That is time in which the worker did nothing else. `count`: of the waits that cost anything. `share` of all such
+    time. `places`: the longest.
+    """
 
     instruction: str
     cause: str
     count: int
     total_s: float
     share: float
+    places: list[Place]
 
 
 @dataclass(frozen=True)
 class Summary:
     """What a trace says. Times in seconds, fractions of 1; over all launches, the critical path of the last one.
 
-    `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time:
-    wait = |counter or page waits without COMPUTE or STORE|; busy = |COMPUTE, STORE or LOAD| outside that;
-    idle = the rest, instruction fetch and dispatch included. `busy` is the mean over workers.
+    `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time (states.py): busy = |COMPUTE,
+    STORE, LOAD|, wait = |WAIT, PAGE|, idle = |IDLE, END|. `busy` is the mean over workers, `computing` that of COMPUTE.
     `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer; `clock_error_s` bounds
     the offset between ranks, so of anything across ranks. `without_attention`: the trace does not tell what its items
     came to, so resources lack it. The rest is the function or class of the same name.
@@ -75,6 +82,7 @@ class Summary:
     source: str
     machine: str
     busy: float
+    computing: float
     wait: float
     imbalance: float
     exposed_communication: float
@@ -86,6 +94,7 @@ class Summary:
     waits: list[WaitTime]
     per_worker: list[Worker]
     critical_path: CriticalPath
+    waterfall: Waterfall
 
 
 def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
@@ -109,11 +118,13 @@ def summarise_resolved(
     program, header = resolved.program, resolved.trace.header
     first, last = resolved.launch_spans()
     steps = int((last - first).sum())
-    workers = _workers(resolved, steps)
+    found = pieces(resolved)
+    workers = _workers(resolved, found, steps)
+    which, names = _blocked(resolved, cause, found)
     busy = [w.busy for w in workers]
     mean = sum(busy) / len(busy)
     described = machine or machine_of(program)
-    instructions = _instructions(resolved)
+    instructions, used = _instructions(resolved), resources(resolved, described)
     families: dict[str, float] = {}
     for item in instructions:
         families[item.family] = families.get(item.family, 0.0) + item.share
@@ -128,17 +139,19 @@ def summarise_resolved(
         source=header.source,
         machine=program.machine,
         busy=mean,
+        computing=float(found.per_lane(resolved.lanes, State.COMPUTE).sum()) / (max(steps, 1) * resolved.lanes),
         wait=sum(w.wait for w in workers) / len(workers),
         imbalance=max(busy) / mean - 1 if mean else 0.0,
         exposed_communication=exposed_communication(resolved, releaser),
         overlap=overlap(resolved, described),
-        resources=resources(resolved, described),
+        resources=used,
         without_attention=resolved.attention is None and len(resolved.of_attention) > 0,
         instructions=instructions,
         families=families,
-        waits=_waits(resolved, cause),
+        waits=_waits(resolved, found, which, names),
         per_worker=workers,
         critical_path=critical_path(resolved, finish, releaser),
+        waterfall=waterfall(resolved, found, used, which, names),
     )
 
 
@@ -147,23 +160,11 @@ def machine_of(program: Program) -> Machine:
     return MACHINES.get(program.machine) or machines.host()
 
 
-def _workers(resolved: Resolved, steps: int) -> list[Worker]:
-    def ticks(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return lane_spans(resolved, chosen).per_lane(resolved.period, resolved.lanes)
-
-    work, wait, load = resolved.kind(*WORK), resolved.kind(*WAIT), resolved.kind(IntervalKind.LOAD)
-    done = ticks(work)
-    blocked = ticks(work | wait) - done
-    loading = ticks(work | wait | load) - done - blocked
-    total = max(steps, 1)
+def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
+    busy, wait = (found.per_lane(resolved.lanes, *states) / max(steps, 1) for states in (BUSY, BLOCKED))
     return [
-        Worker(
-            *divmod(lane, resolved.program.workers),
-            busy=float(done[lane] + loading[lane]) / total,
-            wait=float(blocked[lane]) / total,
-            idle=1.0 - float(done[lane] + loading[lane] + blocked[lane]) / total,
-        )
-        for lane in range(resolved.lanes)
+        Worker(*divmod(lane, resolved.program.workers), busy=float(b), wait=float(w), idle=float(1.0 - b - w))
+        for lane, (b, w) in enumerate(zip(busy, wait, strict=True))
     ]
 
 
@@ -201,26 +202,39 @@ def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
     return result
 
 
-def _waits(resolved: Resolved, cause: Causes) -> list[WaitTime]:
-    which = wait_causes(resolved, cause)
-    page = resolved.kind(IntervalKind.PAGE_WAIT)
-    names = [*cause.names, "page"]
-    which[page] = len(cause.names)
+def _blocked(resolved: Resolved, cause: Causes, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
+    """Of each piece, what its worker waits for, as an index into the names; -1 where it does not wait."""
+    names = [*cause.names, "a page", "a signal of no phase"]
+    of_interval = wait_causes(resolved, cause)
+    of_interval[of_interval < 0] = len(names) - 1
+    of_interval[resolved.kind(IntervalKind.PAGE_WAIT)] = len(names) - 2
+    which = np.full(len(found.state), -1, dtype=np.int64)
+    here = found.of(*BLOCKED)
+    which[here] = of_interval[found.interval[here]]
+    return which, names
+
+
+def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: list[str]) -> list[WaitTime]:
     chosen = np.flatnonzero(which >= 0)
-    length = resolved.end - resolved.begin
-    total = max(int(length[chosen].sum()), 1)
-    pairs, at, counts = np.unique(
-        np.stack([resolved.number[chosen], which[chosen]]), axis=1, return_inverse=True, return_counts=True
-    )
-    ticks = np.bincount(at.ravel(), length[chosen], minlength=pairs.shape[1])
-    found = [
-        WaitTime(
-            instruction=resolved.program.forward.by_number[int(number)].name,
-            cause=names[int(name)],
-            count=int(count),
-            total_s=float(t) * resolved.trace.header.tick_s,
-            share=float(t) / total,
+    total = max(int(found.length[chosen].sum()), 1)
+    interval = found.interval[chosen]
+    pairs, at = np.unique(np.stack([resolved.number[interval], which[chosen]]), axis=1, return_inverse=True)
+    ticks = np.bincount(at.ravel(), found.length[chosen], minlength=pairs.shape[1])
+    # A wait that work interrupts is one wait.
+    first = np.unique(interval, return_index=True)[1]
+    counts = np.bincount(at.ravel()[first], minlength=pairs.shape[1])
+    waits = []
+    for n, (number, name) in enumerate(pairs.T.tolist()):
+        mine = np.zeros(len(which), dtype=bool)
+        mine[chosen[at.ravel() == n]] = True
+        waits.append(
+            WaitTime(
+                instruction=resolved.program.forward.by_number[number].name,
+                cause=names[name],
+                count=int(counts[n]),
+                total_s=float(ticks[n]) * resolved.trace.header.tick_s,
+                share=float(ticks[n]) / total,
+                places=longest(resolved, found, mine),
+            )
         )
-        for (number, name), count, t in zip(pairs.T, counts, ticks, strict=True)
-    ]
-    return sorted(found, key=lambda item: -item.total_s)
+    return sorted(waits, key=lambda item: -item.total_s)

@@ -14,6 +14,7 @@ from .compare import Comparison
 from .resolve import WAIT, WORK, Resolved, resolve
 from .spans import Spans
 from .summary import Summary
+from .waterfall import Bar, Cause
 
 _LANES = 16  # lanes of the map; more are thinned out evenly
 _WAITS = 6  # rows of the wait table
@@ -24,7 +25,8 @@ _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in Op
 
 def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
     """Print the summary and a map of the lanes to `console`."""
-    console.print(Group(_headline(summary), Text(), _map(resolve(program, trace), console.width), Text()))
+    console.print(Group(_headline(summary), Text(), waterfall_table(summary, console.width), Text()))
+    console.print(Group(_map(resolve(program, trace), console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
     if summary.resources:
         console.print(_resources(summary, console.width))
@@ -134,6 +136,37 @@ def _waits(s: Summary) -> Table:
         total, share = sum(w.total_s for w in rest), sum(w.share for w in rest)
         table.add_row(f"{len(rest)} more", f"{sum(w.count for w in rest):,}", seconds(total), percent(share))
     return table
+
+
+_CAUSES = 6  # waits of the waterfall that get a row of their own
+
+
+def waterfall_table(s: Summary, width: int) -> Table:
+    """From the least time to the step; each bar begins where the one before ends."""
+    rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
+    waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
+    if len(waits) > _CAUSES:
+        first, last = waits[_CAUSES - 1], waits[-1] + 1
+        rows[first:last] = [(f"{last - first} other waits", sum(t for _, t in rows[first:last]))]
+    table = _table("Why is it not at the limit?", "from the least time to the step", "", "of the step", "")
+    table.columns[-1].justify = "left"
+    cells = max(10, min(width - 70, 60))
+    before = 0.0
+    for name, t in rows:
+        begin, end = (round(cells * x / s.step_s) for x in (before, before + t))
+        before += t
+        table.add_row(Text(name), seconds(t), percent(t / s.step_s), " " * begin + "█" * (end - begin))
+    table.add_row(Text("the step", "bold"), seconds(s.step_s), percent(before / s.step_s), "")
+    if s.waterfall.beyond:
+        least = seconds(s.waterfall.least_s)
+        table.caption = f"The least time is {least}: the machine's description or the clock is wrong."
+    return table
+
+
+def _bar_name(bar: Bar) -> str:
+    if bar.kind is Cause.LEAST:
+        return f"least time, at the peak of {bar.name}"
+    return f"{bar.name} needs more at its peak" if bar.kind is Cause.RESOURCE else bar.name
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -24,7 +24,7 @@ class Causes:
     """Per wait word, the phases that signal its counter, as an index into `names`; -1 where there is no wait.
 
     `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. A name lists several
-    phases with commas. A join stands for what it waits for.
+    phases with commas. A join stands for what it waits for, and for itself where it waits for nothing.
     """
 
     names: list[str]
@@ -82,9 +82,11 @@ def causes(program: Program) -> Causes:
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
     ranks = [program.numbered(s)[1] for s in range(3)]
-    # What a record stands for: its phase's bit; a join's set grows from nothing until it no longer changes.
+    # What a record stands for: its phase's bit; the set of a join that waits grows from nothing until it no longer
+    # changes.
     numbers = [rec.phase_number(program.numbered(s)[0]) for s in range(3)]
-    stands = [np.where(n == JOIN.number, 0, np.int64(1) << n.astype(np.int64)) for n in numbers]
+    waiting = [(n == JOIN.number) & (w[0] >= 0).any(axis=1) for n, w in zip(numbers, waits, strict=True)]
+    stands = [np.where(w, 0, np.int64(1) << n.astype(np.int64)) for n, w in zip(numbers, waiting, strict=True)]
     while True:
         produced = _produced(program, signals, stands)
         found = [
@@ -94,10 +96,7 @@ def causes(program: Program) -> Causes:
             _waited(waits[2], ranks[2], produced[_LAST]),
         ]
         own = [found[0], found[1] | found[2], found[3]]
-        grown = [
-            np.where(n == JOIN.number, np.bitwise_or.reduce(o, axis=1), s)
-            for n, o, s in zip(numbers, own, stands, strict=True)
-        ]
+        grown = [np.where(w, np.bitwise_or.reduce(o, axis=1), s) for w, o, s in zip(waiting, own, stands, strict=True)]
         if all((g == s).all() for g, s in zip(grown, stands, strict=True)):
             break
         stands = grown

@@ -33,14 +33,15 @@ from ...isa import (
     attention_pages,
     cost,
     itemsize,
+    loads,
     matmul_pages,
     tile_work,
 )
 from ...isa import record as rec
 from ...isa.access import Columns
-from ...isa.costs import weight_bytes
 from ...isa.items import item_work
 from ...isa.launch import PAGE_BYTES
+from ...isa.loads import region_reads
 from ...isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
 from ...isa.record import Records
 from ...program import SEGMENTS, Program
@@ -199,29 +200,26 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     """Everything but attention and control."""
     columns = phase.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
-    work = cost(phase, columns, dims)
-    weights, weight_key = work.memory_bytes, np.full(len(task), -1)
+    work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
+    weights, read, weight_key = loaded.weights, loaded.read, np.full(len(task), -1)
     if phase.is_matmul:
-        weights = weight_bytes(phase, columns["cols"], dims)
         weight_key = keys.weight(phase, columns["col"])
         keys.at_least(dims.rank, weight_key, weights)
-    read, read_key, write_key = np.zeros(len(task)), None, None
+    read_key, write_key = None, None
     for access in accesses(phase, columns, dims):
         wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
         wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
         high = np.maximum(access.row_end - access.row, 0) if access.index is not Index.LOGIT_ROW else rows
         size = wide * high
-        if access.kind is not Kind.WRITE:
-            read += size
-            if read_key is None:
-                read_key = keys.rows(access.buffer, first_row)
+        if access.kind is not Kind.WRITE and read_key is None:
+            read_key = keys.rows(access.buffer, first_row)
         if access.kind is not Kind.READ:
             write_key = keys.rows(access.buffer, first_row) if write_key is None else write_key
             for to, part in _targets(access.rank, size, dims):
                 tasks.stores[task, to] += part
     block = np.minimum(dims.row_block / np.maximum(rows, 1), 1e9)
     if read_key is not None:
-        keys.at_least(dims.rank, read_key, read * np.maximum(block, 1))
+        keys.at_least(dims.rank, read_key, region_reads(phase, columns, dims) * np.maximum(block, 1))
         tasks.set(task, read_key=read_key)
     if write_key is not None:
         for to in range(dims.tp):
@@ -229,8 +227,7 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
         tasks.set(task, write_key=write_key)
     matrix_s, vector_s = costs.matmul_s(work.matrix_flops, rows), work.vector_flops / costs.vector_flops
     if phase.is_matmul and dims.ring_pages:
-        loaded, matrix_s = _paged(tasks, task, phase, columns, dims, costs)
-        read = loaded if phase.norm is None else read
+        matrix_s = _paged(tasks, task, phase, columns, dims, costs)
         if costs.issue:
             roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
             tasks.set(task, ask_s=roles.loaders)
@@ -249,27 +246,22 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
-def _paged(
-    tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs
-) -> tuple[Floats, Floats]:
-    """Matmuls through the ring: what they take of it. Bytes of their rows that it brings, and seconds of arithmetic."""
+def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
+    """Matmuls through the ring: what they take of it. Seconds of arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    weights = phase.inner(dims) * phase.matrices(dims) * cols
     if dims.units == Units.DOTS:
         # The rows come in every lap, and stay to its end.
         held = dot_input_pages(phase, rows, dims)
-        laps = taken.inputs // np.maximum(held, 1)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
-        read = laps * rows * (phase.inner(dims) * itemsize(dims))
-        return read.astype(np.float64), (2 * rows * weights).astype(np.float64) / costs.vector_flops
+        weights = phase.inner(dims) * phase.matrices(dims) * cols
+        return (2 * rows * weights).astype(np.float64) / costs.vector_flops
     # The next instruction comes after the results of the last columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
-    flops, loads = tile_work(phase, rows, cols, dims)
+    flops = tile_work(phase, rows, cols, dims)[0]
     whole = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS  # as these FLOPs are counted
-    read = loads - weights * itemsize(dims)
-    return read.astype(np.float64), costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
+    return costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:

@@ -233,7 +233,7 @@ def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
         intervals + rows((STORE, 0, 0, 0, 40, 60), (STORE, 0, 1, 0, 90, 100), role=Role.STORER)
     ).critical_path
     assert [link.after for link in path.links] == ["start", "order"]
-    assert path.by_instruction == {"o_proj": 58, "attn_norm": 60} and path.seconds == 100
+    assert path.by_instruction == {"o_proj": 58, "attn_norm": 40} and (path.gap_s, path.seconds) == (2, 100)
 
 
 def test_releasers_are_the_true_ones() -> None:
@@ -287,7 +287,7 @@ def test_summary_is_json_with_the_promised_keys() -> None:
     data = json.loads(json.dumps(asdict(summarise(p, synthetic.run(p))), allow_nan=False))
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
     assert set(data["overlap"]) == {"inside_worker", "loads_under_compute", "across_workers", "across_ranks", "phases"}
-    assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory"]
+    assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory", "cache"]
 
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
@@ -301,9 +301,11 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     r = resolve(p, synthetic.trace(p, intervals, tick_s=SECOND))
     amounts = curves(r, r.period)  # a bin per tick
     flops, weights, sent = 2 * 32 * 64 * 64, 64 * 64 * 2, 32 * 64 * 2
-    matrix, vector, memory, out, into = amounts.transpose(1, 0, 2)
+    matrix, vector, memory, cache, out, into = amounts.transpose(1, 0, 2)
     assert matrix[1, :60] == pytest.approx(flops / 60) and matrix.sum() == pytest.approx(flops)
     assert memory[1, :20] == pytest.approx(weights / 20) and memory.sum() == pytest.approx(weights)
+    read = 32 * 64 * 2
+    assert cache[1, :20] == pytest.approx((weights + read) / 20) and cache.sum() == pytest.approx(weights + read)
     assert out[1, 60:80] == pytest.approx(sent / 20) and out.sum() == pytest.approx(sent)
     assert into[0, 60:80] == pytest.approx(sent / 20) and into.sum() == pytest.approx(sent) and not vector.any()
     for bins in (1, 3, 7, 64):
@@ -312,7 +314,7 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     matrix_of, *_ = resources(r, replace(machine.load("h100"), workers=1, matrix_flops=float(flops)))
     assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
     assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
-    assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "link out", "link in"]
+    assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "cache", "link out", "link in"]
 
 
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
@@ -360,7 +362,8 @@ def test_peaks_are_those_of_a_ranks_workers() -> None:
     whole = machine.load("h100")
     half = peaks(whole, 66)
     assert half[:3] == [whole.matrix_flops / 2, whole.vector_flops / 2, whole.memory_bytes_per_s / 2]
-    assert half[3:] == [whole.link_bytes_per_s] * 2 and peaks(whole, 264)[0] == whole.matrix_flops
+    assert half[3] == whole.cache_bytes_per_s / 2 and half[4:] == [whole.link_bytes_per_s] * 2
+    assert peaks(whole, 264)[0] == whole.matrix_flops
 
 
 def stretched(factor: int, keep: int | None = None) -> tuple[Program, Trace]:
@@ -511,7 +514,7 @@ def test_roles_and_resources_in_perfetto(tmp_path: Path) -> None:
     assert [d.process.process_name for d in processes] == ["rank 0 (clock ±2 µs)", "rank 1 (clock ±2 µs)"]
     assert {d.name.removesuffix(" 2") for d in tracks.values() if "worker" not in d.name and d.parent_uuid} == {
         *("loader wait", "loader load", "input loader wait", "consumer compute", "storer store"),
-        *("matrix", "vector", "memory", "link out", "link in"),
+        *("matrix", "vector", "memory", "cache", "link out", "link in"),
     }
     expected = curves(resolve(p, t), 2048)
     end = int(t.intervals["end"].max()) + 1 - int(t.intervals["begin"].min())

@@ -1,0 +1,66 @@
+"""What the instructions of a phase load, whether it comes from memory or from the last shared cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .access import Columns, Index, Kind
+from .buffers import BUFFERS
+from .costs import cost, itemsize, weight_bytes
+from .dims import Dims, Units
+from .operations import Operation
+from .pages import dot_input_pages, matmul_pages, tile_work
+from .phases import Phase
+from .regions import accesses
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Bytes of each instruction: of its weights, which may come before its waits, and of what it reads after them."""
+
+    weights: Floats
+    read: Floats
+
+    @property
+    def all(self) -> Floats:
+        return self.weights + self.read
+
+
+def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
+    """Of instructions on rank `dims.rank`. Attention's follow from the step table, and are zero here."""
+    if phase.operation is Operation.ATTENTION:
+        none = np.zeros(len(next(iter(columns.values()))))
+        return Loads(none, none)
+    if not phase.is_matmul:
+        return Loads(cost(phase, columns, dims).memory_bytes, region_reads(phase, columns, dims))
+    read = region_reads(phase, columns, dims)
+    if dims.ring_pages and phase.norm is None:
+        read = _through_the_ring(phase, columns, dims)
+    return Loads(weight_bytes(phase, columns["cols"], dims), read)
+
+
+def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
+    """Bytes of the regions that the instructions read, each once."""
+    read = np.zeros(len(next(iter(columns.values()))))
+    for access in accesses(phase, columns, dims):
+        if access.kind is Kind.WRITE:
+            continue
+        high = columns["rows"] if access.index is Index.LOGIT_ROW else np.maximum(access.row_end - access.row, 0)
+        wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
+        read += wide * BUFFERS[access.buffer].resolve_dtype(dims).itemsize * high
+    return read
+
+
+def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
+    """The rows of a matmul come again for each lap of dots, or each chunk of a tile's columns."""
+    rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
+    if dims.units == Units.DOTS:
+        laps = matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs // np.maximum(dot_input_pages(phase, rows, dims), 1)
+        return (laps * rows * (phase.inner(dims) * itemsize(dims))).astype(np.float64)
+    weights = phase.inner(dims) * phase.matrices(dims) * cols * itemsize(dims)
+    return (tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)

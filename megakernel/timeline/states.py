@@ -1,0 +1,104 @@
+"""What each worker does at each moment of a step: the one notion of busy, waiting and idle that all numbers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..trace import IntervalKind, Role
+from .resolve import Resolved
+from .spans import Spans, Ticks, disjoint, overlaps
+
+
+class State(IntEnum):
+    """What a worker does at a moment. Where it does several things at once, the first in this list counts."""
+
+    COMPUTE = 0
+    STORE = 1
+    WAIT = 2  # for a signal; of several waits the consumers' counts, because theirs holds up the arithmetic
+    PAGE = 3  # a loader waits for a page
+    LOAD = 4
+    IDLE = 5  # nothing was recorded, or the fetch of an instruction
+    END = 6  # the same after the worker's last interval of the step
+
+
+BUSY = (State.COMPUTE, State.STORE, State.LOAD)
+BLOCKED = (State.WAIT, State.PAGE)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Disjoint pieces of the workers' time, which cover every launch of every worker.
+
+    Columns, in order of (lane, begin): `lane`, `begin` and `end` in ticks as in `Resolved`, `state`, and `interval`, of
+    which the piece is a part; -1 in IDLE and END.
+    """
+
+    lane: NDArray[np.int64]
+    begin: Ticks
+    end: Ticks
+    state: NDArray[np.int8]
+    interval: NDArray[np.int64]
+
+    @property
+    def length(self) -> Ticks:
+        return self.end - self.begin
+
+    def of(self, *states: State) -> NDArray[np.bool_]:
+        chosen: NDArray[np.bool_] = np.isin(self.state, states)
+        return chosen
+
+    def per_lane(self, lanes: int, *states: State) -> Ticks:
+        """Ticks of each lane in any of the states."""
+        here = self.of(*states)
+        return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
+
+
+def pieces(resolved: Resolved) -> Pieces:
+    """Cut the workers' time into pieces, state by state: each gets what the states before it have left."""
+    period = resolved.period
+    base = resolved.lane * period
+    first, last = resolved.launch_spans()
+    starts = (np.arange(resolved.lanes) * period)[:, None]
+    free = Spans.union((starts + first).ravel(), (starts + last).ravel())
+    parts = []
+    for state, chosen in _states(resolved):
+        i = np.flatnonzero(chosen)
+        begin, end, i = disjoint(base[i] + resolved.begin[i], base[i] + resolved.end[i], i)
+        begin, end, at, _ = overlaps(begin, end, free)
+        parts.append((begin, end, np.full(len(begin), state, np.int8), i[at]))
+        free = free.without(begin, end)
+    parts.append((free.begin, free.end, _idle(resolved, free), np.full(len(free.begin), -1)))
+    begin, end, states, interval = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    lane = begin // period
+    return Pieces(lane, begin - lane * period, end - lane * period, states[order], interval[order])
+
+
+def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
+    """Intervals of each state, the first of which counts where they overlap."""
+    waits = resolved.kind(IntervalKind.COUNTER_WAIT)
+    consumers = resolved.rows["role"] == Role.CONSUMER
+    return [
+        (State.COMPUTE, resolved.kind(IntervalKind.COMPUTE)),
+        (State.STORE, resolved.kind(IntervalKind.STORE)),
+        (State.WAIT, waits & consumers),
+        (State.WAIT, waits & ~consumers),
+        (State.PAGE, resolved.kind(IntervalKind.PAGE_WAIT)),
+        (State.LOAD, resolved.kind(IntervalKind.LOAD)),
+    ]
+
+
+def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
+    """IDLE or END of what nothing covers."""
+    lane = free.begin // resolved.period
+    begin = free.begin - lane * resolved.period
+    launch = np.searchsorted(resolved.launch_spans()[0], begin, side="right") - 1
+    latest = np.full(resolved.lanes * resolved.launches, -1)
+    np.maximum.at(latest, resolved.lane * resolved.launches + resolved.launch, resolved.end)
+    over = begin >= latest[lane * resolved.launches + launch]
+    return np.where(over, State.END, State.IDLE).astype(np.int8)

@@ -1,0 +1,111 @@
+"""Why is a step not at the limit? From its least time to the time it took, cause by cause; the parts add up exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..trace import IntervalKind
+from .places import Place, longest, ranked
+from .resolve import Resolved
+from .resources import ROOFLINE, Resource
+from .states import Pieces, State
+
+
+class Cause(StrEnum):
+    """What a bar is made of."""
+
+    LEAST = "least"  # the time at the peak of the resource that bounds any program
+    RESOURCE = "resource"  # what the peak of another resource needs beyond that
+    WORK = "work"
+    WAIT = "wait"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One cause and its part of a step in seconds. `places`: where it is worst."""
+
+    name: str
+    kind: Cause
+    seconds: float
+    places: list[Place]
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """`bars` add up to the step. `least_s` is what the fastest machine with these peaks needs, bound by `bound`.
+
+    `times`: of each resource, the seconds that its peak needs on the rank that asks most of it. `beyond`: the least
+    time is more than the step, so the machine's description or the clock is wrong; then the first bar is the step.
+    """
+
+    least_s: float
+    bound: str
+    beyond: bool
+    times: dict[str, float]
+    bars: list[Bar]
+
+
+def waterfall(
+    resolved: Resolved,
+    pieces: Pieces,
+    used: list[Resource],
+    causes: NDArray[np.int64],
+    names: list[str],
+) -> Waterfall:
+    """`causes`: of each piece that waits, an index into `names`; -1 for others. `used`: what `resources` gives.
+
+    The mean worker's step is what it computes and, beside that, stores, loads, waits and idles. Of what it computes the
+    least time is the first part; a resource that needs more than that is the next; the rest is work that was slower
+    than every limit. If loads or sends go on while workers wait, the least time is more than what is computed: then of
+    the waits, and of all else beside computing, only that part is lost which the least time does not need, the same
+    share of each.
+    """
+    first, last = resolved.launch_spans()
+    tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
+    step = float((last - first).sum()) / resolved.launches * tick
+    times = {r.name: max(r.ranks) * step for r in used}
+    limits = [(t, name) for name, t in times.items() if name in ROOFLINE]
+    least, bound = max(limits, default=(0.0, "nothing"))
+    at_least = min(least, step)
+    compute = pieces.of(State.COMPUTE)
+    rows = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE))
+    length = (resolved.end - resolved.begin)[rows].astype(np.float64)
+    bars = [Bar(bound, Cause.LEAST, at_least, ranked(resolved, rows, length))]
+    reached = at_least
+    for name, needed in times.items():
+        if name not in ROOFLINE and min(needed, step) > reached:
+            bars.append(Bar(name, Cause.RESOURCE, min(needed, step) - reached, bars[0].places))
+            reached = min(needed, step)
+
+    def mean_s(chosen: NDArray[np.bool_]) -> float:
+        return float(pieces.length[chosen].sum()) / lanes * tick
+
+    computed = mean_s(compute)
+    if computed > reached:
+        places = ranked(resolved, rows, length - _typical(resolved.number[rows], length))
+        bars.append(Bar("work slower than its limits", Cause.WORK, computed - reached, places))
+    others = [("stores", Cause.WORK, pieces.of(State.STORE)), ("loads", Cause.WORK, pieces.of(State.LOAD))]
+    waits = [(f"waits for {name}", Cause.WAIT, causes == number) for number, name in enumerate(names)]
+    waits.sort(key=lambda wait: -int(pieces.length[wait[2]].sum()))
+    others += waits
+    others += [
+        ("imbalance", Cause.IDLE, pieces.of(State.END)),
+        ("dispatch and gaps", Cause.IDLE, pieces.of(State.IDLE)),
+    ]
+    beside = step - computed
+    part = (step - max(reached, computed)) / beside if beside > 0 else 0.0
+    bars += [Bar(n, kind, part * mean_s(c), longest(resolved, pieces, c)) for n, kind, c in others if c.any()]
+    return Waterfall(least, bound, least > step, times, bars)
+
+
+def _typical(number: NDArray[np.int32], length: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each interval, the median length of its phase."""
+    result = np.zeros(len(length))
+    for one in np.unique(number):
+        result[number == one] = np.median(length[number == one])
+    return result
