@@ -60,9 +60,8 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
     """The rows of a matmul come again for each lap of dots, or each chunk of a tile's columns."""
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
-        laps = matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs // np.maximum(
-            dot_input_pages(phase, rows, dims), 1
-        )
+        pages = matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs
+        laps = pages // np.maximum(dot_input_pages(phase, rows, dims), 1)
         return (laps * rows * (phase.inner(dims) * itemsize(dims))).astype(np.float64)
     weights = phase.inner(dims) * phase.matrices(dims) * cols * itemsize(dims)
     return (tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)

@@ -26,6 +26,7 @@ from simulated import step_of
 from megakernel import machine as machines
 from megakernel.isa import MAX_PHASES, Operation, cost, loads
 from megakernel.isa.link import link_bytes_each
+from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
@@ -33,7 +34,7 @@ from megakernel.timeline import write_html
 from megakernel.trace import Trace
 
 FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
-CONSUMER, STORER = 3, 4
+LOADER, CONSUMER, INPUT_LOADER = 2, 3, 5
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 
 
@@ -126,7 +127,24 @@ def twice() -> tuple[Program, Trace]:
     return program, replace(made, attention=trace.attention.repeat(2, axis=0))
 
 
+def by_hand() -> tuple[Program, Trace]:
+    """A loader begins to wait before the consumers do, and the clock of what released them is late."""
+    norm, tile = synthetic.record("attn_norm", (0, 32), [], [word(0)]), (0, 32, 0, 32)
+    second = [synthetic.record("qkv_rope", tile, [word(0)], []), synthetic.record("o_proj", tile, [word(1)], [])]
+    program = synthetic.program(synthetic.dims(1), [[], []], [[norm], second], [[], []], counters=2)
+    rows = [
+        (0, 60, 0, 1, 0, 0, 0, CONSUMER, COMPUTE, 0),
+        (0, 30, 1, 1, 1, 0, 0, LOADER, PAGE_WAIT, 0),
+        (5, 48, 2, 1, 1, 0, 0, INPUT_LOADER, COUNTER_WAIT, 0),
+        (10, 50, 1, 1, 1, 0, 0, CONSUMER, COUNTER_WAIT, 0),
+        (50, 58, 1, 1, 1, 0, 0, CONSUMER, COMPUTE, 0),
+        (58, 100, 2, 1, 1, 0, 0, CONSUMER, COMPUTE, 0),
+    ]
+    return program, synthetic.trace(program, rows)
+
+
 KINDS = {
+    "made by hand": by_hand,
     "simulated": lambda: (p := synthetic.llama(layers=3), synthetic.run(p)),
     "stalled": lambda: synthetic.stalled()[:2],
     "ranks with roles": lambda: synthetic.node(2, 3),
