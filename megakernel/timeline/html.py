@@ -164,6 +164,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
         "tokens": program.dims.tokens,
         "intervals": len(resolved),
         "span": _moments(source, unit_s)[1],
+        "lastLaunch": float(resolved.launch_spans()[0][-1]) * resolved.trace.header.tick_s,
         "bins": _bins(resolved),
         "peaks": source.peaks,
         "tops": source.curves.max(axis=(0, 2)).tolist(),

@@ -165,8 +165,8 @@ def waterfall_table(s: Summary, width: int) -> Table:
 
 def _bar_name(bar: Bar) -> str:
     if bar.kind is Cause.LEAST:
-        return f"least time, at the peak of {bar.name}"
-    return f"{bar.name} needs more at its peak" if bar.kind is Cause.RESOURCE else bar.name
+        return f"least time, bound by {bar.name}"
+    return f"{bar.name} needs more" if bar.kind is Cause.RESOURCE else bar.name
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -29,5 +29,5 @@ window.timeline = {
     const r = barBox(i), at = canvas.getBoundingClientRect();
     return { x: at.left + (r.x + r.w / 2) / size.k, y: at.top + (r.y + r.h / 2) / size.k, width: r.w / size.k };
   },
-  describe: (i) => ({ name: phaseOf(i).name, kind: meta.kinds[kind[i]], role: meta.roles[role[i]], layer: place(i), lane: lane[i], begin_s: begin[i] * meta.unit_s, duration_s: length[i] * meta.unit_s, releaser: releaser[i], twin: twin[i], cause: kind[i] === COUNTER_WAIT ? cause(i) : "", operands: Object.fromEntries(operands(record[i])) }),
+  describe: (i) => ({ interval: i, name: phaseOf(i).name, kind: meta.kinds[kind[i]], role: meta.roles[role[i]], layer: place(i), lane: lane[i], begin_s: begin[i] * meta.unit_s, duration_s: length[i] * meta.unit_s, releaser: releaser[i], twin: twin[i], cause: kind[i] === COUNTER_WAIT ? cause(i) : "", operands: Object.fromEntries(operands(record[i])) }),
 };

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import synthetic
 from browser import Browser, browser, missing
 
+from megakernel import machine
 from megakernel.program import Program
 from megakernel.timeline import write_html
 from megakernel.timeline.resolve import WAIT, resolve
@@ -20,6 +23,7 @@ from megakernel.timeline.waits import causes, finishes, releasers
 from megakernel.trace import IntervalKind, Trace
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
+LIMITS = replace(machine.load("h100"), workers=3)  # its peaks are all of an H100's
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,10 @@ def stalled() -> tuple[Program, Trace]:
 def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages: a stalled step, a node with roles, and the node beside a slower one."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("page", "node", "pair")}
+    made = {name: folder / f"{name}.html" for name in ("page", "node", "pair", "limits")}
     write_html(*stalled, made["page"])
     write_html(*synthetic.node(2, 3, clock_error_s=2e-6), made["node"])
+    write_html(*synthetic.node(2, 3), made["limits"], machine=LIMITS)
     write_html(*synthetic.node(2, 3), made["pair"], synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
     return made
 
@@ -70,6 +75,14 @@ def _range(page: Browser) -> tuple[float, float]:
 def _describe(page: Browser, interval: int | None = None) -> Any:
     """Of an interval, or of the one that is selected."""
     return page.run("return timeline.describe(arguments[0] ?? timeline.selected())", interval)
+
+
+def _soon(holds: Callable[[], bool]) -> None:
+    """Wait for what the page does a moment later; the test fails where it never does."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _complaints(page: Browser) -> list[str]:
@@ -159,11 +172,72 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
     assert count == [24, 6, 2, 0]
     page.keys("/lm_head")
-    assert _text(page, "matches") == "8"
+    _soon(lambda: _text(page, "matches") == "8")
     page.keys(ENTER)
-    assert _describe(page)["name"] == "lm_head"
+    first = _describe(page)
+    assert first["name"] == "lm_head"
+    page.keys("n")  # a key of the timeline again, not a letter of the text
+    assert (
+        _describe(page)["begin_s"] >= first["begin_s"] and page.run("return timeline.selected()") != first["interval"]
+    )
+    page.keys("N")
+    assert _describe(page) == first
     page.keys(ESCAPE)
     assert page.run("return timeline.selected()") == -1
+
+
+def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
+    driver: Browser, files: dict[str, Path]
+) -> None:
+    """Of every bar of the waterfall; p and P go on from there."""
+    driver.open_timeline(files["limits"])
+    node, bars = driver, summarise(*synthetic.node(2, 3), LIMITS).waterfall.bars
+    shown = node.run("return [...document.querySelectorAll('.waterfall [data-walk]')].map((b) => b.innerText)")
+    for n, text in enumerate(shown[:-1]):
+        bar = next(b for b in bars if b.name in text)
+        go = "document.querySelectorAll('.waterfall [data-walk]')[arguments[0]].click();"
+        for place in [*bar.places, bar.places[0]]:
+            node.run(go, n)
+            assert node.run("return timeline.selected()") == place.interval
+            begin, end = _range(node)
+            assert begin <= place.begin_s <= place.end_s <= end
+        node.keys("p")
+        assert node.run("return timeline.selected()") == bar.places[1 % len(bar.places)].interval
+        node.keys("P")
+        assert node.run("return timeline.selected()") == bar.places[0].interval
+    assert len(shown) > 2 and f"of {len(bar.places)}:" in _text(node, "details")
+
+
+def test_keys_alone_select_open_and_measure(driver: Browser, files: dict[str, Path]) -> None:
+    """With the pointer away from the canvas: the cursor's row opens, the first interval in sight is selected."""
+    driver.open_timeline(files["node"])
+    driver.move(1550, 500)
+    driver.keys("k")
+    before = [r["type"] for r in driver.run("return timeline.rows()")]
+    driver.keys("e")
+    assert [r["type"] for r in driver.run("return timeline.rows()")] == ["rank", *before[4:]]
+    driver.keys("ej.")
+    chosen = _describe(driver)
+    assert chosen["lane"] == 0 and chosen["kind"] in ("compute", "store")
+    driver.keys("mm")
+    begin, end = driver.run("return timeline.measured()")
+    assert begin == pytest.approx(chosen["begin_s"]) and end - begin == pytest.approx(chosen["duration_s"])
+    driver.keys(ESCAPE)
+
+
+def test_a_small_screen_shows_everything(files: dict[str, Path]) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    with browser(500, 844) as small:
+        small.open_timeline(files["node"])
+        for element in ("fit", "arrows", "path", "theme", "help", "search", "summary", "canvas"):
+            box = small.run(
+                "const r = document.getElementById(arguments[0]).getBoundingClientRect();"
+                " return [r.left, r.right, r.top, r.width, r.height, innerWidth, innerHeight]",
+                element,
+            )
+            left, right, top, width, height, wide, tall = box
+            assert 0 <= left < right <= wide and 0 <= top < tall and width > 20 and height > 15, element
 
 
 def test_hover_help_and_theme(page: Browser) -> None:

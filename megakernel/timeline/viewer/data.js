@@ -7,7 +7,7 @@ $("data").remove();
 
 const { words: WORDS, operand: OPERAND, wait: WAIT_AT, waits: WAITS, next: NEXT, counter: COUNTER, prologue: PROLOGUE, epilogue: EPILOGUE } = meta.layout;
 const [FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE] = ["fetch", "page wait", "counter wait", "load", "compute", "store"].map((k) => meta.kinds.indexOf(k));
-const ROLES = meta.roles.length, STORER = meta.roles.indexOf("storer");
+const ROLES = meta.roles.length, STORER = meta.roles.indexOf("storer"), CONSUMER = meta.roles.indexOf("consumer");
 
 const { length, record, releaser, twin, records, lane, layer, launch, kind, slot, role } = data;
 const begin = Float64Array.from(data.begin); // may be shifted, to align two traces
@@ -71,7 +71,8 @@ function laneName(l) {
 function cause(i, word = slot[i]) {
   const table = layer[i] === 0 ? data.causesFirst : data.causesLater;
   const found = table[record[i] * WAITS + word];
-  return found < 0 ? "nothing" : meta.causes[found];
+  if (found >= 0) return meta.causes[found];
+  return kind[i] === COUNTER_WAIT && releaser[i] >= 0 ? phaseOf(releaser[i]).name : "a signal of no phase";
 }
 function label(i) {
   if (kind[i] === PAGE_WAIT) return "waits for a page";

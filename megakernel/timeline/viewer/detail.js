@@ -1,25 +1,33 @@
 // Level of detail. Time of a lane is cut into pieces that do not overlap; rows with many pieces keep sums of them in bins
 // of halving width. A frame then costs what is visible, never what exists.
 
-// -- pieces: work; a storer's stores where there is no work; waits where there is neither
+// -- pieces, as megakernel/timeline/states.py cuts them: work; a storer's stores where there is no work; waits where there
+// is neither, the consumers' first, because theirs hold up the arithmetic, and those for pages last
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // the last: length of the whole interval
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
   const b = [], e = [], of = [];
   const byBegin = (x, y) => begin[x] - begin[y];
   for (let l = 0; l < lanes; l++) {
-    const shapes = [[], [], [], []];
+    const work = [], stores = [], consumersWait = [], othersWait = [], pages = [];
     const roles = rolesOf(l);
     for (const r of roles) {
-      for (let n = groupStart[l * ROLES + r]; n < groupStart[l * ROLES + r + 1]; n++) shapes[shapeOf[order[n]]].push(order[n]);
+      const waits = r === CONSUMER ? consumersWait : othersWait;
+      for (let n = groupStart[l * ROLES + r]; n < groupStart[l * ROLES + r + 1]; n++) {
+        const i = order[n], shape = shapeOf[i];
+        if (shape === SHAPE.work) work.push(i);
+        else if (shape === SHAPE.store) stores.push(i);
+        else if (shape === SHAPE.wait) (kind[i] === PAGE_WAIT ? pages : waits).push(i);
+      }
     }
-    if (roles.length > 1) for (const list of shapes) list.sort(byBegin);
+    const lists = [work, stores, consumersWait, othersWait, pages];
+    if (roles.length > 1) for (const list of lists) list.sort(byBegin);
     const found = [];
     let taken = [];
-    for (const shape of [SHAPE.work, SHAPE.store, SHAPE.wait]) {
+    for (const list of lists) {
       const own = [];
       let at = 0, last = -Infinity;
-      for (const i of shapes[shape]) {
+      for (const i of list) {
         let t = Math.max(begin[i], last);
         const end = endOf(i);
         last = Math.max(last, end);
@@ -32,7 +40,7 @@ function cutPieces() {
       }
       taken = taken.length ? merged(taken, own) : own;
     }
-    if (shapes[SHAPE.wait].length || shapes[SHAPE.store].length) found.sort((x, y) => x[0] - y[0]);
+    if (found.length > work.length) found.sort((x, y) => x[0] - y[0]);
     for (const [t, stop, i] of found) { b.push(t); e.push(stop); of.push(i); }
     pieceStart[l + 1] = b.length;
   }

@@ -1,6 +1,7 @@
 // Finding and filtering: which intervals match a text, which are dimmed, which are hidden.
 
-let matches = null, matchFlags = null;
+let matchFlags = null, matchCount = 0; // of each interval: 0, MATCH, or STOP, which the keys step to as well
+const MATCH = 1, STOP = 2;
 const hidden = new Set(); // shades by number, "wait", "load"
 const partHidden = (p) => hidden.has(p === WAITING ? "wait" : p);
 const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[i] === SHAPE.load ? "load" : shadeOf[i]);
@@ -9,13 +10,17 @@ function dimmed(i) {
   return (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 }
 
+// Tests of an interval, made from a value. What there are few of is looked up in a list: there are millions of intervals.
+const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
+const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
+const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };
 const PLACES = {
-  layer: (i, v) => place(i) === `layer ${v}` || place(i) === v,
-  worker: (i, v) => workerOfLane(lane[i]) === Number(v),
-  rank: (i, v) => rankOfLane(lane[i]) === Number(v),
-  role: (i, v) => meta.roles[role[i]].startsWith(v),
-  kind: (i, v) => meta.kinds[kind[i]].startsWith(v),
-  trace: (i, v) => sourceOfLane(lane[i]).letter.toLowerCase() === v,
+  layer: (v) => { const wanted = { prologue: PROLOGUE, epilogue: EPILOGUE }[v] ?? Number(v); return (i) => layer[i] === wanted; },
+  worker: (v) => ofLanes((l) => workerOfLane(l) === Number(v)),
+  rank: (v) => ofLanes((l) => rankOfLane(l) === Number(v)),
+  role: (v) => named(meta.roles, role, v),
+  kind: (v) => named(meta.kinds, kind, v),
+  trace: (v) => ofLanes((l) => sourceOfLane(l).letter.toLowerCase() === v),
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
 /**
@@ -48,33 +53,44 @@ function touches(r, test) {
 /** Dim all that does not match; returns how many instructions match. */
 function find(text) {
   const words = text.toLowerCase().split(/\s+(?![^[]*\])/).map((w) => w.replace(/\s+/g, "")).filter(Boolean);
-  matches = matchFlags = null;
+  matchFlags = null;
+  matchCount = 0;
   if (words.length) {
     const places = [], tests = [];
     for (const word of words) {
       const [name, value] = word.split("=");
-      if (value !== undefined && PLACES[name]) places.push((i) => PLACES[name](i, value)); else tests.push(recordTest(word));
+      if (value !== undefined && PLACES[name]) places.push(PLACES[name](value)); else tests.push(recordTest(word));
     }
     const flags = new Uint8Array(records.length / WORDS);
     for (let r = 0; r < flags.length; r++) flags[r] = tests.every((t) => t(r)) ? 1 : 0;
-    matchFlags = new Uint8Array(count);
-    matches = [];
-    for (let i = 0; i < count; i++) {
-      if (!flags[record[i]] || !places.every((t) => t(i))) continue;
-      matchFlags[i] = 1;
-      if (kind[i] === COMPUTE || words.some((w) => w.startsWith("kind="))) matches.push(i);
+    const found = new Uint8Array(count), kinds = words.some((w) => w.startsWith("kind="));
+    const of = record, what = kind; // names at hand: a name of the page is looked up anew in each turn
+    let stops = 0;
+    for (let i = 0; i < found.length; i++) {
+      if (!flags[of[i]] || !places.every((t) => t(i))) continue;
+      const stop = kinds || what[i] === COMPUTE;
+      found[i] = stop ? STOP : MATCH;
+      if (stop) stops++;
     }
-    matches.sort((a, b) => begin[a] - begin[b]);
+    matchFlags = found;
+    matchCount = stops;
   }
-  $("matches").textContent = matches ? matches.length : "";
+  $("matches").textContent = matchFlags ? matchCount : "";
   forgetBins();
   request();
-  return matches ? matches.length : 0;
+  return matchCount;
 }
+/** Select the match that begins next, or before; after the last one the first. */
 function stepMatch(by) {
-  if (!matches || !matches.length) return;
-  const at = matches.indexOf(selected);
-  choose(matches[at < 0 ? (by > 0 ? 0 : matches.length - 1) : (at + by + matches.length) % matches.length]);
+  if (!matchCount) return;
+  const later = (a, b) => a >= 0 && (b < 0 || (begin[a] - begin[b] || a - b) * by > 0);
+  let next = -1, first = -1;
+  for (let i = 0; i < count; i++) {
+    if (matchFlags[i] !== STOP) continue;
+    if (first < 0 || later(first, i)) first = i;
+    if (selected >= 0 && i !== selected && later(i, selected) && (next < 0 || later(next, i))) next = i;
+  }
+  choose(next < 0 ? first : next);
 }
 
 // -- relatives of an interval

@@ -68,7 +68,10 @@ function hit(x, y) {
       if (!hiddenAt(i) && (best[s] < 0 ? d <= slop : d < off[s] || (d === 0 && length[i] < length[best[s]]))) { best[s] = i; off[s] = d; }
     }
   }
-  return best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
+  const found = best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
+  // Where several waits overlap, the one that its box names.
+  const n = row.role < 0 && found >= 0 && isWait(found) ? firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], t) : -1;
+  return n >= 0 && n < pieceStart[l + 1] && pieceBegin[n] <= t && isWait(pieceOf[n]) ? pieceOf[n] : found;
 }
 
 function togglePath() {
@@ -114,7 +117,7 @@ function mark(t) {
   request();
 }
 
-let drag = null, pointer = [0, 0];
+let drag = null, pointer = null; // where it is over the canvas
 const position = (e) => { const r = canvas.getBoundingClientRect(); return [(e.clientX - r.left) * size.k, (e.clientY - r.top) * size.k]; };
 canvas.addEventListener("wheel", (e) => {
   e.preventDefault();
@@ -169,13 +172,14 @@ canvas.addEventListener("pointerup", (e) => {
   drag = null;
   canvas.classList.remove("drag");
 });
-canvas.addEventListener("pointerleave", () => { hovered = -1; tooltip(0, 0, undefined, -1); request(); });
+canvas.addEventListener("pointerleave", () => { hovered = -1; pointer = null; tooltip(0, 0, undefined, -1); request(); });
 canvas.addEventListener("dblclick", (e) => { const i = hit(...position(e)); if (i >= 0) zoomTo(i); });
 document.addEventListener("click", (e) => {
-  const target = e.target.closest("[data-select], [data-find], [data-toggle]");
+  const target = e.target.closest("[data-select], [data-find], [data-toggle], [data-walk]");
   if (!target) return;
-  const { select: chosen, find: wanted, toggle } = target.dataset;
-  if (chosen) choose(Number(chosen));
+  const { select: wantedInterval, find: wanted, toggle, walk: list } = target.dataset;
+  if (wantedInterval) choose(Number(wantedInterval));
+  if (list) walk(Number(list), 1);
   if (wanted) { $("search").value = $("search").value === wanted ? "" : wanted; find($("search").value); }
   if (toggle) {
     const key = /^\d+$/.test(toggle) ? Number(toggle) : toggle;
@@ -187,12 +191,38 @@ function released() {
   const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) choose(releaser[wait]);
 }
-/** The interval before or after the selected one in its lane and role. */
+/** The interval before or after the selected one in its lane and role; without one, the first in sight. */
 function neighbour(by) {
-  if (selected < 0) return;
+  if (selected < 0) { choose(firstInSight()); return; }
   const g = lane[selected] * ROLES + role[selected];
   const at = order.subarray(groupStart[g], groupStart[g + 1]).indexOf(selected) + by;
   if (at >= 0 && groupStart[g] + at < groupStart[g + 1]) choose(order[groupStart[g] + at]);
+}
+function firstInSight() {
+  const row = rows[cursor] ?? visibleRows()[0], l = row?.lane0 ?? 0;
+  let best = -1;
+  for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) {
+    const i = order[n];
+    if (endOf(i) >= view.t0 && shapeOf[i] === SHAPE.work && (best < 0 || begin[i] < begin[best])) best = i;
+  }
+  return best;
+}
+/** Move the cursor among the rows. */
+function moveCursor(by) {
+  cursor = Math.min(Math.max(cursor < 0 ? rows.indexOf(visibleRows()[0]) : cursor + by, 0), rows.length - 1);
+  const y = rowY(rows[cursor]), h = rows[cursor].h;
+  if (y < rowsTop()) scrollRows(y - rowsTop());
+  else if (y + h > size.h) scrollRows(y + h - size.h);
+  request();
+}
+/** The row that a key means: under the pointer, else at the cursor, else of the selection. */
+function rowAtHand() {
+  return (pointer && rowUnder(pointer[1])) || rows[cursor] || (selected >= 0 ? rowOf(selected) : visibleRows()[0]);
+}
+/** Measure from the pointer; without one, the selected interval, whose edges are marked one after the other. */
+function markHere() {
+  if (pointer) mark(moment(...pointer));
+  else if (selected >= 0) mark(measure && !measure.done ? endOf(selected) : begin[selected]);
 }
 const keys = {
   w: () => zoom(0.7), "+": () => zoom(0.7), "=": () => zoom(0.7), s: () => zoom(1 / 0.7), "-": () => zoom(1 / 0.7),
@@ -202,22 +232,33 @@ const keys = {
   0: fit, f: fit, c: togglePath, x: toggleArrows, g: toggleCurves, t: () => toggleTheme(), n: () => stepMatch(1), N: () => stepMatch(-1),
   r: released, z: () => { if (selected >= 0) zoomTo(selected); }, ",": () => neighbour(-1), ".": () => neighbour(1),
   b: () => { if (selected >= 0 && twin[selected] >= 0) choose(twin[selected]); }, l: align,
-  e: () => { const row = rowUnder(pointer[1]); if (row?.openable) toggleRow(row); }, E: () => { openMore(); relay(); },
+  e: () => { const row = rowAtHand(); if (row?.openable) toggleRow(row); }, E: () => { openMore(); relay(); },
   "[": () => growRows(1 / 1.3), "]": () => growRows(1.3),
-  m: () => mark(moment(...pointer)),
+  m: markHere, j: () => moveCursor(1), k: () => moveCursor(-1),
+  p: () => { if (walking !== null) walk(walking, 1); }, P: () => { if (walking !== null) walk(walking, -1); },
   "/": () => $("search").focus(), "?": () => $("guide").showModal(),
-  Escape: () => { $("search").value = ""; measure = null; measured(); find(""); select(-1); },
+  Escape: () => { clearTimeout(typed); typed = 0; cursor = -1; $("search").value = ""; measure = null; measured(); find(""); select(-1); },
 };
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey || $("guide").open) return;
   if (e.target === $("search")) {
-    if (e.key === "Enter") stepMatch(e.shiftKey ? -1 : 1);
+    // The keys are the timeline's again once something is found.
+    if (e.key === "Enter") { findNow(); stepMatch(e.shiftKey ? -1 : 1); canvas.focus(); }
     else if (e.key === "Escape") { keys.Escape(); canvas.focus(); }
     else return;
   } else if (keys[e.key]) keys[e.key]();
   else return;
   e.preventDefault();
 });
-$("search").addEventListener("input", () => find($("search").value));
+// A search goes through all intervals, so it waits until typing pauses.
+const PAUSE_MS = 120;
+let typed = 0;
+function findNow() {
+  clearTimeout(typed);
+  if (!typed) return;
+  typed = 0;
+  find($("search").value);
+}
+$("search").addEventListener("input", () => { clearTimeout(typed); typed = setTimeout(findNow, PAUSE_MS); });
 const buttons = { fit, path: togglePath, arrows: toggleArrows, theme: () => toggleTheme(), help: () => $("guide").showModal() };
 for (const [id, act] of Object.entries(buttons)) $(id).addEventListener("click", act);

@@ -124,6 +124,7 @@ function drawRowLabels(shown) {
     const y = rowY(row) + row.h / 2, x = (8 + row.depth * 9) * k, point = 12 * k;
     if (y - point / 2 < free) continue;
     free = y + point * 0.7;
+    if (row.n === cursor) { ctx.fillStyle = colours.accent; ctx.fillRect(0, rowY(row), 3 * k, row.h); }
     if (row.openable && row.h >= 10 * k) triangle(x, y, row.isOpen);
     const bar = row.h >= 34 * k && row.role < 0;
     setFont(row.role < 0 ? point : 11 * k, row.type === "rank" ? "600 " : "");

@@ -5,7 +5,7 @@ const view = { t0: 0, t1: meta.span, scroll: 0 };
 let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false;
 
 // -- geometry, in device pixels
-const gutter = () => 124 * size.k, rulerTop = () => 48 * size.k, curvesTop = () => 74 * size.k;
+const gutter = () => Math.min(124 * size.k, size.w / 4), rulerTop = () => 48 * size.k, curvesTop = () => 74 * size.k;
 const rowsTop = () => curvesTop() + curvesHeight() + 4 * size.k;
 const rowY = (r) => rowsTop() + r.y - view.scroll;
 const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
@@ -146,11 +146,11 @@ function paintBars(row, columns, y, box, labelled) {
 /** Waits, and in rows without strips stores, where work does not cover them. Where strips show stores, waits are whole. */
 function paintPieces(row, least, y, box, labelled) {
   const l = row.lane0, px = scale();
-  if (box.strip) for (const i of wideIntervals(l, least)[SHAPE.wait]) paintBar(i, y + box.y, box.h, null);
+  if (box.strip) for (const i of wideIntervals(l, least)[SHAPE.wait]) if (kind[i] === COUNTER_WAIT) paintBar(i, y + box.y, box.h, null);
   for (let n = firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], view.t0); n < pieceStart[l + 1] && pieceBegin[n] <= view.t1; n++) {
     const i = pieceOf[n], shape = shapeOf[i];
     if (pieceWhole[n] * px < least || shape === SHAPE.work || (box.strip && shape === SHAPE.store)) continue;
-    if (!box.strip) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
+    if (!box.strip || kind[i] === PAGE_WAIT) paintBar(i, y + box.y, box.h, labelled, pieceBegin[n], pieceEnd[n]);
     else if (!hiddenAt(i)) note(i, Math.round(toX(pieceBegin[n])), Math.round(toX(pieceEnd[n])), y + box.y, box.h, labelled);
   }
 }

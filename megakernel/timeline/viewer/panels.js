@@ -17,14 +17,16 @@ function legend() {
   const others = item("wait", '<i class="swatch wait"></i>', "wait") + item("load", '<i class="swatch load"></i>', "load");
   $("legend").innerHTML = `${families.join("")}<span class="family">${others}</span>`;
 }
-const bar = (name, value, parts, wanted) => {
+/** A bar of `parts`, [share, colour] each. `action`: what a click on it does, as an attribute. */
+const bar = (name, value, parts, action) => {
   const inner = parts.map(([w, c]) => `<i style="width:${100 * Math.min(w, 1)}%;background:${c}"></i>`).join("");
   const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
-  return wanted ? `<button data-find="${wanted}">${cells}</button>` : cells;
+  return action ? `<button ${action}>${cells}</button>` : cells;
 };
 const shadeOfName = (name) => colours.shade[meta.phases.findIndex((phase) => phase.name === name)];
 
 function summary() {
+  walks.length = 0;
   $("summary").innerHTML = (meta.comparison ? comparison(meta.comparison) : "") + sources.map(summaryOf).join("");
 }
 function summaryOf(source) {
@@ -35,10 +37,11 @@ function summaryOf(source) {
   return `
     ${source.letter ? `<h2 class="trace">${source.letter} · ${escape(source.source)} on ${escape(source.machine)}</h2>` : ""}
     ${s.dropped ? `<p class="warning">${s.dropped.toLocaleString("en")} intervals were dropped: the buffer was full. What is shown is incomplete.</p>` : ""}
-    ${s.resources.some((x) => x.fraction > 1) ? '<p class="warning">A resource did more than its peak: the machine\'s description or the clock is wrong.</p>' : ""}
+    ${!s.waterfall.beyond && s.resources.some((x) => x.fraction > 1) ? '<p class="warning">A resource did more than its peak: the machine\'s description or the clock is wrong.</p>' : ""}
+    <h2>Why is it not at the limit?</h2>${waterfall(source)}
     <h2>Step</h2><div class="numbers">
     ${number(seconds(s.step_s), "per step", "last end − first begin, mean over launches")}
-    ${number(percent(s.busy), "workers busy", "COMPUTE, STORE or LOAD outside a wait; mean over workers")}
+    ${number(percent(s.busy), "workers busy", `COMPUTE or STORE, or a LOAD outside a wait; mean over workers. COMPUTE alone: ${percent(s.computing)}`)}
     ${number(percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers")}
     ${number(percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1")}</div>
     <h2>Overlap</h2><div class="numbers">
@@ -49,10 +52,50 @@ function summaryOf(source) {
     ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, phase) ÷ time in which some worker computes") : ""}
     ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote, nothing computing ÷ (workers × step)")}</div>
     ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>${s.without_attention ? "<p>Without attention, whose work this trace does not tell.</p>" : ""}` : ""}
-    <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shadeOfName(x.name)]], x.name)).join("")}</div>
-    <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]])).join("")}</div>
-    <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]])).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]])}</div>
+    <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shadeOfName(x.name)]], `data-find="${x.name}"`)).join("")}</div>
+    <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]], walkTo(source, x.places, `${x.instruction} waits for ${x.cause}`))).join("")}</div>
+    <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]], walkTo(source, longestLinks(source, n), `${n} on the critical path`))).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]], walkTo(source, longestGaps(source), "gaps of the critical path"))}</div>
     ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(source.lane0 + l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
+}
+// -- lists of places to walk: a click leads to the worst one, the next click to the next
+const walks = [];
+let walking = null;
+function walkTo(source, places, title) {
+  if (!places.length) return "";
+  walks.push({ places: places.map((p) => ({ ...p, interval: p.interval < 0 ? -1 : source.first + p.interval })), source, title, at: -1 });
+  return `data-walk="${walks.length - 1}"`;
+}
+function walk(n, by) {
+  const list = walks[n], { places, source } = list;
+  list.at = (list.at + by + places.length) % places.length;
+  walking = n;
+  const p = places[list.at], from = p.begin_s / meta.unit_s + source.shift, to = p.end_s / meta.unit_s + source.shift, wide = Math.max(to - from, 20);
+  choose(p.interval);
+  setView(from - wide, to + wide);
+}
+const WALKED = 12;
+/** The longest stretches of some links of the critical path, whose times begin with the last launch. */
+function linkPlaces(source, links, from, to) {
+  const places = links.map((l) => ({ interval: l.interval, begin_s: source.lastLaunch + from(l), end_s: source.lastLaunch + to(l) }));
+  return places.filter((p) => p.end_s > p.begin_s).sort((a, b) => b.end_s - b.begin_s - a.end_s + a.begin_s).slice(0, WALKED);
+}
+const longestLinks = (source, name) => linkPlaces(source, source.summary.critical_path.links.filter((l) => l.instruction === name), (l) => l.begin_s, (l) => l.end_s);
+const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.links, (l) => l.begin_s - l.gap_s, (l) => l.begin_s);
+
+/** From the least time to the step: each bar begins where the one before it ends. What is too short to see is one bar. */
+function waterfall(source) {
+  const s = source.summary, fall = s.waterfall, colour = { least: colours.text, resource: colours.curve, work: colours.accent, wait: colours.wait, idle: colours.dim };
+  const title = (b) => (b.kind === "least" ? `least time, bound by ${b.name}` : b.kind === "resource" ? `${b.name} needs more` : b.name);
+  const isShort = (b) => b.seconds < 0.004 * s.step_s, short = fall.bars.filter(isShort);
+  const rest = { name: `${short.length} shorter ones: ${short.map(title).join(", ")}`, kind: "wait", seconds: short.reduce((sum, b) => sum + b.seconds, 0), places: short.flatMap((b) => b.places.slice(0, 1)) };
+  let before = 0;
+  const bars = [...fall.bars.filter((b) => !isShort(b)), ...(short.length ? [rest] : [])].map((b) => {
+    const parts = [[before / s.step_s, "transparent"], [b.seconds / s.step_s, colour[b.kind]]];
+    before += b.seconds;
+    return bar(title(b), `${seconds(b.seconds)} · ${percent(b.seconds / s.step_s)}`, parts, walkTo(source, b.places, title(b)));
+  });
+  const beyond = fall.beyond ? `<p class="warning">The least time, ${seconds(fall.least_s)}, is more than the step: the machine's description or the clock is wrong.</p>` : "";
+  return `${beyond}<div class="bars waterfall">${bars.join("")}</div>`;
 }
 /** Second trace against the first one: matched instructions only. */
 function comparison(c) {
@@ -71,6 +114,7 @@ function details() {
   const line = (name, value) => lines.push(`<tr><td>${name}</td><td>${value}</td></tr>`);
   const link = (j, text) => `<button class="link" data-select="${j}">${escape(text)}</button>`;
   const where = (j) => `${phaseOf(j).name} · ${place(j)} · ${laneName(lane[j])}`;
+  if (walking !== null && walks[walking]?.places[walks[walking].at]?.interval === i) line("place", `${walks[walking].at + 1} of ${walks[walking].places.length}: ${escape(walks[walking].title)}`);
   line("begin", time(begin[i] - source.shift, 6));
   line("end", time(endOf(i) - source.shift, 6));
   line("duration", `<b>${time(length[i], 4)}</b>`);

@@ -31,7 +31,7 @@ const MANY_LANES = 24; // up to so many workers each gets a row from the start
 const ROW = { rank: { least: 44, most: 150 }, open: { least: 22, most: 40 }, worker: { least: 18, most: 128 }, dense: { least: 6, most: 16 }, role: { least: 15, most: 30 } };
 const ranked = sources.some((s) => s.ranks > 1);
 const opened = new Set();
-let rows = [], laneRow = new Int32Array(lanes), roleRow = new Int32Array(lanes * ROLES), rowScale = 1, rowsHeight = 0;
+let rows = [], cursor = -1, laneRow = new Int32Array(lanes), roleRow = new Int32Array(lanes * ROLES), rowScale = 1, rowsHeight = 0;
 
 const rankKey = (s, rank) => `rank ${sources.indexOf(s)} ${rank}`;
 const workerKey = (l) => `worker ${l}`;
