@@ -9,7 +9,7 @@ show with parts of the design switched off. Nothing is measured: the constants a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import Costs, costs_of
-from megakernel.timeline.overlap import compute_bound
+from megakernel.timeline import summarise
 
 CONTEXT = 128
 # Tokens/s on eight H100s: HazyResearch's megakernel (September 2025); the losses as quoted by two others.
@@ -98,10 +98,22 @@ def predict(
     program = compiled(load_config(model), machine, tokens, context=longest, seqs=seqs, tp=tp, options=variant.options)
     table = mixed_step(program.dims) if mixed else decode_step(program.dims, tokens, context)
     middle = perf_counter()
-    costs, bound = variant.costs(machine), compute_bound(program, machine)
-    done = simulate(program, machine, table, costs=costs, compute_bound=bound)
+    costs = variant.costs(machine)
+    done = simulate(program, machine, table, costs=costs, trace=True)
+    if done.trace is None:
+        raise AssertionError("a trace was asked for")
+    summary = summarise(program, done.trace, machine)
     facts = {name: value for name, value in vars(done).items() if name != "trace"}
+    moved = {
+        "memory": (done.memory_bytes, costs.memory_bytes_per_s),
+        "cache": (done.cache_bytes, costs.cache_bytes_per_s),
+    }
     return facts | {
+        "of_peak": {r.name: r.fraction for r in summary.resources},
+        "moved_of_reached_rate": {n: b / (rate * done.step_s * tp) for n, (b, rate) in moved.items()},
+        "overlap": asdict(summary.overlap),
+        "wait": summary.wait,
+        "exposed_communication": summary.exposed_communication,
         "instructions": program.instructions,
         "compile_s": middle - begin,
         "simulate_s": perf_counter() - middle,
@@ -118,12 +130,12 @@ def table_70b(batches: list[int]) -> list[dict[str, Any]]:
             loss = 1 - found["tokens_per_s"] / full
             published = PUBLISHED_70B[name] if batch == 8192 else {}
             rows.append({"batch": batch, "variant": name, "loss": loss, "published": published} | found)
-            busy = found["busy"]
+            peak, moved = found["of_peak"], found["moved_of_reached_rate"]
             print(
                 f"70B tp 8, batch {batch:>5}, {name:<16} {found['step_s'] * 1e3:8.2f} ms"
-                f" {found['tokens_per_s']:8,.0f} tokens/s ({-loss:+.1%})  matrix {busy['matrix']:.3f}"
-                f" memory {busy['memory']:.2f} cache {busy['cache']:.2f}"
-                f" link {busy['link']:.2f}  exposed {found['exposed_communication']:.3f}  published {published}"
+                f" {found['tokens_per_s']:8,.0f} tokens/s ({-loss:+.1%})  matrix {peak['matrix']:.3f}"
+                f" memory {moved['memory']:.2f} cache {moved['cache']:.2f}"
+                f" link {peak['link out']:.2f}  exposed {found['exposed_communication']:.3f}  published {published}"
                 f"  [{found['simulate_s']:.1f} s]",
                 flush=True,
             )

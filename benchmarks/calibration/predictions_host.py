@@ -62,7 +62,7 @@ class Case:
     def row(self) -> dict[str, Any]:
         p = self.predicted
         row: dict[str, Any] = {"model": self.model, "phase": self.phase, "workers": self.workers}
-        row |= {"predicted_s": p.step_s, "busy": p.busy, "wait": p.wait}
+        row |= {"predicted_s": p.step_s}
         if self.runs_s:
             fastest, median = min(self.runs_s), statistics.median(self.runs_s)
             row |= {"fastest_s": fastest, "error": p.step_s / fastest - 1}

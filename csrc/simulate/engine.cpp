@@ -16,7 +16,6 @@
 #include "cache.h"
 #include "check.h"
 #include "fluid.h"
-#include "overlaps.h"
 #include "simulate.h"
 
 #define MK_API extern "C" __attribute__((visibility("default")))
@@ -37,8 +36,7 @@ class Engine {
         counters_(static_cast<size_t>(program.layers + 1) * program.ranks * program.counters),
         claims_(static_cast<size_t>(program.layers) * program.ranks * program.queues),
         splits_(static_cast<size_t>(program.ranks) * program.splits),
-        links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s),
-        overlaps_(program, costs.launch_s, result_) {
+        links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s) {
     for (Worker& w : workers_) {
       w.stream = static_cast<int32_t>(&w - workers_.data());
       w.rank = w.stream / program.workers;
@@ -112,7 +110,7 @@ class Engine {
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
     double rest = 0.0, rest_missing = 0.0;  // what is still to be loaded; of that, not in the cache
-    int32_t slot = 0, from = 0;             // wait word met last, and the rank that met it
+    int32_t slot = 0;                       // wait word met last
     bool read_ahead = false;                // its head is also of what it reads
     bool began = false;
   };
@@ -132,7 +130,7 @@ class Engine {
     // waiting
     int32_t wait = 0;  // of tasks[loaded]; -1: none left
     Worker* next_waiter = nullptr;
-    double compute_begin[2] = {0, 0}, compute_end[2] = {0, 0};  // of the last two tasks
+    double compute_end = 0.0;  // of the last task
     Run runs[kDepth];
     Run& run(int64_t n) { return runs[n % kDepth]; }
   };
@@ -141,7 +139,6 @@ class Engine {
     int32_t left = 0;
     Worker* waiter = nullptr;
     double met = 0.0;  // when its last arrival is known
-    int32_t from = 0;  // the rank of that arrival
   };
 
   struct Rank {
@@ -330,7 +327,6 @@ class Engine {
     w.head_asked = kNever;
     const Task& task = *run.task;
     run.head_begin = run.head_end = run.ready = now_;
-    run.from = w.rank;
     run.rest = task.weight_bytes;
     run.rest_missing = missing(w, task.weight_key, run.layer, run.rest);
     const int64_t number = w.headed;
@@ -376,7 +372,6 @@ class Engine {
       if (counter.met > run.ready) {
         run.ready = counter.met;
         run.slot = p_.waits[w.wait].slot;
-        run.from = counter.from;
       }
     }
     w.wait = -1;
@@ -449,7 +444,6 @@ class Engine {
     if (run.head_end == kNever || run.body_end == kNever) return;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    result_.inside_worker[1] += run.head_end - run.head_begin + run.body_end - run.body_begin;
     const bool next = ++w.loaded < w.headed;  // else its head is still to begin, and the waits with it
     if (run.began) decide_end(w);
     if (next) begin_waits(w);
@@ -473,26 +467,10 @@ class Engine {
   void computing(Worker& w) {
     Run& run = w.run(w.computed);
     run.began = true;
-    change(w, run, 1);
-    const double idle = std::max(w.compute_end[0], run.head_begin);
-    if (run.ready > idle) {
+    const double idle = std::max(w.compute_end, run.head_begin);
+    if (run.ready > idle)
       record(w, run, Role::CONSUMER, IntervalKind::COUNTER_WAIT, idle, run.ready, run.slot);
-      result_.wait_s += run.ready - idle;
-      if (run.from != w.rank) result_.remote_wait_s += run.ready - idle;
-    }
-    const double until = std::min(run.begin, now_);
-    result_.inside_worker[0] += hidden(w, run, run.head_begin, std::min(run.head_end, until)) +
-                                hidden(w, run, run.body_begin, std::min(run.body_end, until));
     if (w.loaded > w.computed) decide_end(w);
-  }
-
-  // Of [begin, end), what lies under computing of the two tasks before or under the task's own wait.
-  double hidden(const Worker& w, const Run& run, double begin, double end) const {
-    const auto common = [&](double from, double to) {
-      return std::max(0.0, std::min(end, to) - std::max(begin, from));
-    };
-    return common(w.compute_begin[0], w.compute_end[0]) + common(w.compute_begin[1], w.compute_end[1]) +
-           common(std::max(w.compute_end[0], run.head_begin), run.ready);
   }
 
   // The task is computed and loaded: when will both have ended?
@@ -518,13 +496,8 @@ class Engine {
 
   void computed(Worker& w) {
     Run& run = w.run(w.computed);
-    change(w, run, -1);
     record(w, run, Role::CONSUMER, IntervalKind::COMPUTE, run.begin, run.end);
-    result_.compute_s += run.end - run.begin;
-    w.compute_begin[1] = w.compute_begin[0];
-    w.compute_end[1] = w.compute_end[0];
-    w.compute_begin[0] = run.begin;
-    w.compute_end[0] = run.end;
+    w.compute_end = run.end;
     ++w.computed;
     store(w);
     begin_body(w);
@@ -535,12 +508,6 @@ class Engine {
   // The one that is the segment's of a run.
   static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
     return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
-  }
-
-  // A worker begins (by = 1) or ends (-1) computing.
-  void change(const Worker& w, const Run& run, int by) {
-    const int32_t layer = by_segment(run, p_.layers, run.layer, p_.layers + 1);
-    overlaps_.change(now_, w.rank, layer, p_.records[run.record].phase, by);
   }
 
   // -- storer
@@ -603,10 +570,7 @@ class Engine {
     counter.left -= signal.arrivals;
     if (counter.left < 0) result_.crowded_counter = signal.counter;
     const double known = now_ + (rank == from ? c_.signal_s : c_.remote_signal_s);
-    if (known >= counter.met) {
-      counter.met = known;
-      counter.from = from;
-    }
+    counter.met = std::max(counter.met, known);
     if (counter.left != 0) return;
     for (Worker* w = counter.waiter; w;) {
       Worker* const next = w->next_waiter;
@@ -659,7 +623,6 @@ class Engine {
   std::vector<int32_t> splits_;  // [ranks][splits]
   std::vector<Rank> ranks_;
   Links links_;
-  Overlaps overlaps_;
 };
 
 }  // namespace

@@ -60,8 +60,6 @@ struct Program {
   const Wait* waits;
   const Signal* signals;
   const double* key_bytes;  // [ranks][keys]
-  const uint8_t*
-      compute_bound;  // [kMaxPhases + 1] for the overlap across workers: 1, 0 (memory-bound), 2 (neither)
   int32_t record_count, task_count, wait_count, signal_count;
 };
 
@@ -86,12 +84,9 @@ struct Stall {
   double seconds;
 };
 
-// Overlaps are numerator and denominator of megakernel/timeline/overlap.py, in seconds.
 struct Result {
   double step_s;
-  double compute_s, wait_s, remote_wait_s;       // sums over workers
   double memory_bytes, cache_bytes, link_bytes;  // sums over ranks; written back bytes included
-  double inside_worker[2], across_workers[2], across_ranks[2], phases[2];
   int64_t events, intervals;
   int32_t stuck_stream = -1, stuck_record, stuck_layer;  // where it stopped, if it did
   int32_t crowded_counter = -1;                          // a counter with more arrivals than its total, or -1

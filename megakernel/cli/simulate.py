@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..isa import Dims, StepTable
     from ..machine import Machine
     from ..program import Program
+    from ..roofline.fit import Fit
 
 _CONTEXT = 128
 
@@ -30,83 +31,96 @@ def register(add: AddVerb) -> None:
     )
     add_source(parser)
     add_machine(parser)
-    add_count(parser, "--tokens", None, "decode rows of the step (default: 1, or the file's)")
-    add_count(parser, "--context", _CONTEXT, "KV tokens of each", "C")
+    add_count(parser, "--tokens", None, "rows of the step, of as many sequences as may be (default: 1, or the file's)")
+    add_count(parser, "--context", None, f"KV tokens of each sequence afterwards (default: {_CONTEXT})", "C")
     parser.add_argument(
         "--no-pipelining", action="store_true", help="a worker begins an instruction when the one before has ended"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the step's timeline")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """A step of `tokens` sequences that add one token each and have `context` KV tokens afterwards.
+    """A step of `tokens` rows, dealt to as many sequences as the program takes, with `context` KV tokens afterwards.
 
-    As many rows get logits as the program has room for.
+    As many sequences get logits as the program has room for.
     """
     from ..runtime import Chunk, SampleRow, build_step
 
     pages = range(-(-context // dims.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
+    many = min(tokens, dims.max_seqs)
+    rows = [tokens // many + (n < tokens % many) for n in range(many)]
     return build_step(
         dims,
-        [Chunk(n, context - 1, [0], pages, sampled if n < dims.logit_rows else []) for n in range(tokens)],
+        [Chunk(n, context - r, [0] * r, pages, sampled if n < dims.logit_rows else []) for n, r in enumerate(rows)],
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from ..scheduler.simulate import simulate
     from ..scheduler.simulate.costs import costs_of
-    from ..timeline import write_html
-    from ..timeline.overlap import compute_bound
+    from ..timeline import render_figures, summarise, write_html, write_perfetto
 
     with output.busy("compiling"):
-        program, machine = _program(args)
+        program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.tokens
-    table = decode_step(program.dims, tokens, args.context)
+    sequences = min(tokens, program.dims.max_seqs)
+    context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.max_context)
+    table = decode_step(program.dims, tokens, context)
+    fit = _fit(program, machine, tied, sequences, context)
     costs = costs_of(machine)
-    wanted = bool(args.output or args.save)
     begin = perf_counter()
     with output.busy("simulating"):
-        done = simulate(
-            program,
-            machine,
-            table,
-            costs=costs.unpipelined() if args.no_pipelining else costs,
-            trace=wanted,
-            compute_bound=compute_bound(program, machine),
-        )
+        costs = costs.unpipelined() if args.no_pipelining else costs
+        done = simulate(program, machine, table, costs=costs, trace=True)
     seconds = perf_counter() - begin
-    if done.trace and args.save:
+    trace = done.trace
+    if trace is None:
+        raise AssertionError("a trace was asked for")
+    with output.busy("adding up"):
+        summary = summarise(program, trace, machine)
+    if args.save:
         program.save(args.save.with_name(args.save.name + ".program"))
-        done.trace.save(args.save.with_name(args.save.name + ".trace"))
-    if done.trace and args.output:
-        write_html(program, done.trace, args.output)
+        trace.save(args.save.with_name(args.save.name + ".trace"))
+    if args.output:
+        write_html(program, trace, args.output, machine=machine)
+    if args.perfetto:
+        write_perfetto(program, trace, args.perfetto)
     if args.json:
         facts = {name: value for name, value in vars(done).items() if name != "trace"}
-        output.emit(facts | {"instructions": program.instructions, "machine": machine.name, "simulate_s": seconds})
+        facts |= {"instructions": program.instructions, "machine": machine.name, "simulate_s": seconds}
+        memory = asdict(fit) | {"needed_bytes": fit.needed_bytes}
+        output.emit(facts | {"fits": fit.fits, "memory": memory, "timeline": asdict(summary)})
         return 0
+    each = f"{-(-tokens // sequences)} tokens each, " if tokens > sequences else ""
     output.rows(
         (
             "machine",
             f"{machine.name}, {program.workers} workers" + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
         ),
-        ("step", f"{tokens} tokens with {args.context} KV tokens each"),
-        ("predicted", f"{done.step_s * 1e3:.3f} ms, {done.tokens_per_s:,.0f} tokens/s"),
-        ("busy", _fractions(done.busy)),
-        ("overlap", _fractions(done.overlap)),
-        ("waiting", f"{done.wait:.1%} of the workers' time, {done.exposed_communication:.1%} for other ranks"),
+        ("step", f"{tokens} tokens of {sequences} sequences, {each}{context} KV tokens afterwards"),
+        (
+            "predicted",
+            f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s",
+        ),
+        (
+            "moved",
+            f"{output.bytes_text(done.memory_bytes)} between memory and cache, what is loaded again and written back"
+            f" included; {output.bytes_text(done.cache_bytes)} from the cache"
+            + (f"; {output.bytes_text(done.link_bytes)} between ranks" if program.ranks > 1 else ""),
+        ),
         ("simulated", f"{program.instructions:,} instructions in {seconds:.2f} s"),
     )
+    output.stdout.print()
+    render_figures(summary, output.stdout)
     return 0
 
 
-def _fractions(values: dict[str, float | None]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.1%}" for name, value in values.items() if value is not None)
-
-
-def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
+def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
+    """The program, the machine with as many workers, and whether embeddings are tied, which they may be in a file."""
     from .. import machine as machines
     from ..program import Program
 
@@ -116,8 +130,39 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine]:
                 f"{args.file} is compiled for its weights already: give --weights with --model, or leave it out"
             )
         program = Program.load(args.file)
-        return program, machines.load(args.machine, args.workers or program.workers)
+        _check_size(args.machine, args.workers or program.workers, program.ranks)
+        return program, machines.load(args.machine, args.workers or program.workers), True
+    _check_size(args.machine, args.workers or 1, args.tp)
     tokens = args.tokens or 1
+    args.context = args.context or _CONTEXT
     compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
     program, machine = compiled.program, compiled.machine
-    return program, replace(machine, workers=program.workers)
+    return program, replace(machine, workers=program.workers), compiled.config.tied
+
+
+def _check_size(name: str, workers: int, ranks: int) -> None:
+    """Raise MegakernelError where the machine has fewer."""
+    from .. import machine as machines
+
+    hardware = machines.hardware(name)
+    if workers > hardware.chip.sms:
+        raise MegakernelError(f"{name} has {hardware.chip.sms} workers a rank, not {workers}: lower --workers")
+    if ranks > hardware.node.gpus:
+        raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: lower --tp")
+
+
+def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
+    """What the step needs of each rank's memory; a warning where that is more than there is."""
+    from ..roofline import memory_fit
+    from ..serving.memory import weight_bytes
+
+    ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
+    weights = max(weight_bytes(program.forward, dims, tied=tied) for dims in ranks)
+    fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
+    if not fit.fits:
+        output.stderr.print(
+            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)}, of which weights take"
+            f" {output.bytes_text(weights)}, and {machine.name} has {output.bytes_text(machine.memory_bytes)}:"
+            " the step cannot run there"
+        )
+    return fit

@@ -4,6 +4,6 @@ from .compare import compare
 from .html import write_html
 from .perfetto import write_perfetto
 from .summary import summarise
-from .text import render, render_comparison
+from .text import render, render_comparison, render_figures
 
-__all__ = ["compare", "render", "render_comparison", "summarise", "write_html", "write_perfetto"]
+__all__ = ["compare", "render", "render_comparison", "render_figures", "summarise", "write_html", "write_perfetto"]

@@ -25,9 +25,19 @@ _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in Op
 
 def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
     """Print the summary and a map of the lanes to `console`."""
-    console.print(Group(_headline(summary), Text(), waterfall_table(summary, console.width), Text()))
+    console.print(Group(_headline(summary), Text(), _waterfall(summary, console.width), Text()))
     console.print(Group(_map(resolve(program, trace), console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
+    _figures(summary, console)
+
+
+def render_figures(summary: Summary, console: Console) -> None:
+    """Print what needs no look at the trace: the waterfall, resources, overlaps and the critical path."""
+    console.print(Group(_waterfall(summary, console.width), Text()))
+    _figures(summary, console)
+
+
+def _figures(summary: Summary, console: Console) -> None:
     if summary.resources:
         console.print(_resources(summary, console.width))
         if summary.without_attention:
@@ -141,7 +151,7 @@ def _waits(s: Summary) -> Table:
 _CAUSES = 6  # waits of the waterfall that get a row of their own
 
 
-def waterfall_table(s: Summary, width: int) -> Table:
+def _waterfall(s: Summary, width: int) -> Table:
     """From the least time to the step; each bar begins where the one before ends."""
     rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]

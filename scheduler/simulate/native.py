@@ -60,7 +60,6 @@ class Work:
     waits: NDArray[np.void]
     signals: NDArray[np.void]
     key_bytes: Floats  # [ranks, keys]
-    compute_bound: NDArray[np.uint8]
 
 
 _COUNTED = ("records", "tasks", "waits", "signals")
@@ -95,13 +94,7 @@ class Result(ctypes.Structure):
     """mk::simulate::Result."""
 
     _fields_ = (
-        *(
-            (name, _F64)
-            for name in (
-                "step_s", "compute_s", "wait_s", "remote_wait_s", "memory_bytes", "cache_bytes", "link_bytes",
-            )
-        ),
-        *((name, _F64 * 2) for name in ("inside_worker", "across_workers", "across_ranks", "phases")),
+        *((name, _F64) for name in ("step_s", "memory_bytes", "cache_bytes", "link_bytes")),
         ("events", _I64),
         ("intervals", _I64),
         *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),

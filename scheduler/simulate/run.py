@@ -7,8 +7,6 @@ holds until the signals that the program names have come. docs/simulator.md has 
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,21 +39,15 @@ class Stall:
 class Simulation:
     """What a simulated step came to.
 
-    `step_s`: from the launch to the last event. `busy`: of the whole step and all ranks, `workers` the part of their
-    time in which they compute, `matrix` FLOPs done / what the datasheet's rate does in that time, `memory`, `cache` and
-    `link` bytes / what the rates that are reached carry in that time (None without links). `overlap`: as
-    megakernel.timeline has it. `wait`: part of the workers' time in which they have nothing to compute until a signal
-    comes; `exposed_communication`: the part of it in which that signal comes from another rank. `events`: of the
-    simulation.
+    `step_s`: from the launch to the last event. Bytes that were moved, written back and loaded again ones included, and
+    FLOPs are of all ranks. `events`: of the simulation. What workers do, and shares of peaks, megakernel.timeline says
+    of the trace, as of any other.
     """
 
     step_s: float
     tokens_per_s: float
-    busy: dict[str, float | None]
-    overlap: dict[str, float | None]
-    wait: float
-    exposed_communication: float
     memory_bytes: float
+    cache_bytes: float
     link_bytes: float
     matrix_flops: float
     events: int
@@ -70,11 +62,10 @@ def simulate(
     costs: Costs | None = None,
     trace: bool = False,
     stall: Stall | None = None,
-    compute_bound: Collection[int] = (),
 ) -> Simulation:
     """Run one step, `table`, of `program` on `machine`.
 
-    `costs`: the table's for the machine by default. `compute_bound`: numbers of phases, for the overlap across workers.
+    `costs`: the table's for the machine by default.
     `trace`: keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends,
     or more signals arrive than a counter counts.
     """
@@ -86,53 +77,27 @@ def simulate(
     costs = costs or costs_of(machine)
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
-    work = make_work(program, table, costs, compute_bound)
+    work = make_work(program, table, costs)
     runs = _launched(program, work)
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
     result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
     _check(program, work, result)
-    lanes = program.ranks * program.workers
-    flops = _matrix_flops(program, table)
-    step: float = result.step_s
-
-    def part(amount: float, rate: float) -> float:
-        return amount / (rate * step * program.ranks)
-
     kept = None
     if trace:
         order = np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))
         header = TraceHeader(program.hash, "simulator", _TICK_S, read_s=0.0, clock_error_s=0.0, dropped=0)
         kept = Trace(header, intervals[order], slot_work(table)[None])
     rows = int((table.row_seq >= 0).sum())
-    many = program.ranks > 1
     return Simulation(
-        step_s=step,
-        tokens_per_s=rows / step,
-        busy={
-            "workers": result.compute_s / (lanes * step),
-            "matrix": part(flops, machine.matrix_flops),
-            "memory": part(result.memory_bytes, costs.memory_bytes_per_s),
-            "cache": part(result.cache_bytes, costs.cache_bytes_per_s),
-            "link": part(result.link_bytes, costs.egress_bytes_per_s) if many else None,
-        },
-        overlap={
-            "inside_worker": _ratio(result.inside_worker),
-            "across_workers": _ratio(result.across_workers),
-            "across_ranks": _ratio(result.across_ranks) if many else None,
-            "phases": _ratio(result.phases),
-        },
-        wait=result.wait_s / (lanes * step),
-        exposed_communication=result.remote_wait_s / (lanes * step),
+        step_s=result.step_s,
+        tokens_per_s=rows / result.step_s,
         memory_bytes=result.memory_bytes,
+        cache_bytes=result.cache_bytes,
         link_bytes=result.link_bytes,
-        matrix_flops=flops,
+        matrix_flops=_matrix_flops(program, table),
         events=result.events,
         trace=kept,
     )
-
-
-def _ratio(pair: ctypes.Array[ctypes.c_double]) -> float | None:
-    return float(pair[0] / pair[1]) if pair[1] else None
 
 
 def _launched(program: Program, work: Work) -> int:

@@ -8,7 +8,7 @@ sequence's KV head of one layer, and a row block of an activation buffer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from ...isa import (
     BUFFERS,
     DRAIN,
     EVERY,
-    MAX_PHASES,
     OWN,
     Buffer,
     Dims,
@@ -81,7 +80,7 @@ class _Tasks:
         return out
 
 
-def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: Collection[int]) -> Work:
+def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
     """One step of `program` as the simulator runs it. `table` is of its sizes, seen by any rank."""
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
@@ -120,9 +119,6 @@ def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: C
         table_of_records[name] = np.where(drain, DRAIN.columns(records)[operand], -1)
     waits = tasks.words(tasks.waits, "wait", WAIT)
     signals = tasks.words(tasks.signals, "signal", SIGNAL)
-    bound = np.full(MAX_PHASES + 1, 2, dtype=np.uint8)  # 2: neither
-    for phase in program.forward:
-        bound[phase.number] = phase.number in compute_bound
     return Work(
         ranks=program.ranks,
         workers=program.workers,
@@ -145,7 +141,6 @@ def make_work(program: Program, table: StepTable, costs: Costs, compute_bound: C
         waits=waits,
         signals=signals,
         key_bytes=keys.bytes,
-        compute_bound=bound,
     )
 
 

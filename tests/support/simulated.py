@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from atomic_steps import Item, Model, Table
 
-from megakernel.isa import CONTROL, MAX_PHASES, Operation, StepTable
+from megakernel.isa import CONTROL, Operation, StepTable
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime import Chunk, SampleRow, build_step
@@ -105,7 +105,6 @@ def hand_work(
         waits=waits,
         signals=signals,
         key_bytes=np.tile(np.array(keys or [0.0], np.float64), (ranks, 1)),
-        compute_bound=np.ones(MAX_PHASES + 1, np.uint8),
     )
 
 
