@@ -52,21 +52,21 @@ def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
 def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> Iterator[TracePacket]:
     workers = resolved.program.workers
     starts, ends = _flows(resolved, releaser)
-    labels = _Labels(resolved, cause)
+    labels = _Labels(resolved, cause, releaser)
     amounts = curves(resolved, _BINS)
     used = amounts.any(axis=(0, 2))
     uuid = 0
     for rank in range(resolved.program.ranks):
         uuid += 1
         process = uuid
-        yield _process(process, rank, resolved.trace.header.clock_error_s)
+        yield _process(process, rank, resolved.program.ranks, resolved.trace.header.clock_error_s)
         for resource in np.flatnonzero(used).tolist():
             uuid += 1
             yield from _counter(resolved, uuid, process, resource, amounts[rank, resource])
         for worker in range(workers):
             uuid += 1
             parent = uuid
-            yield _track(parent, process, f"worker {worker}", len(RESOURCES) + worker)
+            yield _track(parent, process, f"rank {rank} worker {worker}", len(RESOURCES) + worker)
             for order, (name, chosen) in enumerate(_tracks(resolved, rank * workers + worker)):
                 for nth, rows in enumerate(_rows(resolved, chosen)):
                     uuid += 1
@@ -118,16 +118,18 @@ def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, l
 class _Labels:
     """Names of slices: the phase, or for a wait what it waits for."""
 
-    def __init__(self, resolved: Resolved, cause: Causes) -> None:
-        self._resolved, self._names, self._which = resolved, cause.names, wait_causes(resolved, cause)
+    def __init__(self, resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> None:
+        self._resolved, self._names, self._releaser = resolved, cause.names, releaser
+        self._which = wait_causes(resolved, cause)
 
     def __getitem__(self, i: int) -> str:
         kind = int(self._resolved.rows["kind"][i])
         if kind == IntervalKind.PAGE_WAIT:
             return "waits for a page"
         if kind == IntervalKind.COUNTER_WAIT:
-            which = int(self._which[i])
-            return f"waits for {self._names[which] if which >= 0 else 'nothing'}"
+            which, by = int(self._which[i]), int(self._releaser[i])
+            other = self._resolved.phase(by).name if by >= 0 else "a signal of no phase"
+            return f"waits for {self._names[which] if which >= 0 else other}"
         return self._resolved.phase(i).name
 
 
@@ -139,12 +141,13 @@ def _packet() -> TracePacket:
     return packet
 
 
-def _process(uuid: int, rank: int, clock_error_s: float) -> TracePacket:
+def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePacket:
     packet = _packet()
     clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     packet.track_descriptor.uuid = uuid
     packet.track_descriptor.process.pid = rank + 1
-    packet.track_descriptor.process.process_name = f"rank {rank}{clocks}"
+    # Perfetto sorts processes by name: as many digits in each keep the ranks in order.
+    packet.track_descriptor.process.process_name = f"rank {rank:0{len(str(ranks - 1))}}{clocks}"
     packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
     return packet
 

@@ -128,7 +128,7 @@ def test_the_simulator_refuses_a_counter_beyond_the_block(program: Program) -> N
 )
 def test_the_native_simulator_checks_every_index(program: Program, table: str, field: str, value: int) -> None:
     costs = costs_of(machines.host(2))
-    work = make_work(program, decode_step(program.dims, 4, 16), costs, ())
+    work = make_work(program, decode_step(program.dims, 4, 16), costs)
     assert simulator.run(work, costs, (-1, -1, -1, 0.0), 0)[0].step_s > 0
     getattr(work, table)[field][0] = value
     with pytest.raises(MegakernelError, match="that it lacks: verify it"):
@@ -137,7 +137,7 @@ def test_the_native_simulator_checks_every_index(program: Program, table: str, f
 
 def test_the_native_simulator_checks_offsets(program: Program) -> None:
     costs = costs_of(machines.host(2))
-    work = make_work(program, decode_step(program.dims, 4, 16), costs, ())
+    work = make_work(program, decode_step(program.dims, 4, 16), costs)
     work.body[-1] += 100
     with pytest.raises(MegakernelError, match="that it lacks: verify it"):
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)

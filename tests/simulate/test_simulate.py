@@ -256,7 +256,7 @@ def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longe
     found = []
     for norm in (Norm.OWN, Norm.INSIDE):
         program = handmade(dims, forward=hand_llama(dims, norm))
-        work = make_work(program, step_of(program), costs, ())
+        work = make_work(program, step_of(program), costs)
         number = program.forward.by_name["gate_up_silu"].number
         found.append(work.tasks[work.records["first_task"][work.records["phase"] == number][0]])
     rows = dims.row_block

@@ -475,7 +475,10 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
         else:
             begin, started = open_at.pop(event.track_uuid)
             track = tracks[event.track_uuid]
-            worker, kind = int(tracks[track.parent_uuid].name.removeprefix("worker ")), track.name.removesuffix(" 2")
+            worker, kind = (
+                int(tracks[track.parent_uuid].name.removeprefix("rank 0 worker ")),
+                track.name.removesuffix(" 2"),
+            )
             notes = tuple((a.name, a.int_value) for a in started.debug_annotations if a.HasField("int_value"))
             family = started.categories[0]
             slices.append((worker, begin, packet.timestamp, kind, started.name, family, notes))
@@ -533,6 +536,16 @@ def test_page_is_one_file_without_references(tmp_path: Path) -> None:
     page = (tmp_path / "t.html").read_text()
     assert "@@" not in page and "http:" not in page and "https:" not in page
     assert " src=" not in page and 'href="data:,"' in page and page.count("href=") == 1
+
+
+def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
+    """Perfetto sorts them by name."""
+    body = [[record("attn_norm", (0, 1))] for _ in range(11)]
+    p = synthetic.program(synthetic.dims(1), [[]] * 11, body, [[]] * 11, counters=1, ranks=11)
+    ran = [row for rank in range(11) for row in rows((COMPUTE, 0, rank, 0, 0, 5), rank=rank)]
+    _, tracks = perfetto(p, synthetic.trace(p, ran), tmp_path)
+    names = [d.process.process_name for d in tracks.values() if d.HasField("process")]
+    assert names == sorted(names) and names[-1] == "rank 10" and "rank 02" in names
 
 
 def test_a_stall_shows_in_the_numbers_and_in_perfetto(tmp_path: Path) -> None:
