@@ -29,6 +29,7 @@ def register(add: AddVerb) -> None:
         "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
     )
     add_count(parser, "--prompt-tokens", 128, "tokens before the step")
+    add_count(parser, "--launches", 5, "decode steps to record, of which the median is shown")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument(
@@ -44,11 +45,23 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..program import Program
-    from ..timeline import compare, render, render_comparison, summarise, write_html, write_perfetto
+    from ..timeline import (
+        compare,
+        compare_launches,
+        render,
+        render_comparison,
+        render_launches,
+        summarise,
+        write_html,
+        write_perfetto,
+    )
     from ..trace import Trace
 
+    launches = None
     if args.program is None:
-        program, trace = _traced(args)
+        program, traces = _traced(args)
+        launches = compare_launches([summarise(program, one) for one in traces])
+        trace = traces[launches.median]
     elif args.trace is None:
         raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
     else:
@@ -68,9 +81,13 @@ def run(args: argparse.Namespace) -> int:
     if args.perfetto:
         write_perfetto(program, trace, args.perfetto)
     if args.json:
-        output.emit(asdict(summary) | ({"comparison": asdict(comparison)} if comparison else {}))
+        more = {"comparison": comparison, "recorded": launches}
+        output.emit(asdict(summary) | {name: asdict(what) for name, what in more.items() if what})
     else:
         render(summary, program, trace, output.stdout)
+        if launches and len(launches.step_s) > 1:
+            output.stdout.print()
+            render_launches(launches, output.stdout)
         if comparison:
             output.stdout.print()
             render_comparison(comparison, output.stdout)
@@ -79,12 +96,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _traced(args: argparse.Namespace) -> tuple[Program, Trace]:
-    from ..serving.latency import typical
-
+def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace]]:
+    """A program and its traces: the last step of a prompt, or as many decode steps of one bucket as are wanted."""
     with open_llm(args, max_seqs=1) as llm, output.busy(f"tracing a {args.phase} step"):
-        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=5)
-        step = prefill[-1] if args.phase == "prefill" else typical(decode)
-        if step.output.trace is None:
+        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=args.launches)
+        steps = prefill[-1:] if args.phase == "prefill" else decode
+        program = steps[-1].program
+        traces = [step.output.trace for step in steps if step.output.trace and step.program.hash == program.hash]
+        if not traces:
             raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
-        return step.program, step.output.trace
+        return program, traces

@@ -2,8 +2,19 @@
 
 from .compare import compare
 from .html import write_html
+from .launches import compare_launches
 from .perfetto import write_perfetto
 from .summary import summarise
-from .text import render, render_comparison, render_figures
+from .text import render, render_comparison, render_figures, render_launches
 
-__all__ = ["compare", "render", "render_comparison", "render_figures", "summarise", "write_html", "write_perfetto"]
+__all__ = [
+    "compare",
+    "compare_launches",
+    "render",
+    "render_comparison",
+    "render_figures",
+    "render_launches",
+    "summarise",
+    "write_html",
+    "write_perfetto",
+]

@@ -11,6 +11,7 @@ from ..isa import OperationFamily
 from ..program import Program
 from ..trace import Trace
 from .compare import Comparison
+from .launches import Launches
 from .resolve import WAIT, WORK, Resolved, resolve
 from .spans import Spans
 from .summary import Summary
@@ -58,6 +59,19 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
     console.print(table)
     if c.only_first or c.only_second:
         console.print(Text(f"{c.only_first:,} instructions only in the first, {c.only_second:,} only in the second"))
+
+
+def render_launches(launches: Launches, console: Console) -> None:
+    """Print in what launches differ: the step, then the waterfall's bars that differ by a hundredth of it."""
+    steps = launches.step_s
+    most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
+    title = f"{len(steps)} launches; what is shown is number {launches.median + 1}, the median"
+    table = _table(title, "", "median", "least", "most", "most in")
+    table.add_row("step", seconds(typical), seconds(min(steps)), seconds(steps[most]), f"{most + 1}")
+    for d in launches.differences:
+        if d.most_s - d.least_s >= 0.01 * typical:
+            table.add_row(Text(d.name), *map(seconds, (d.median_s, d.least_s, d.most_s)), f"{d.most_in + 1}")
+    console.print(table)
 
 
 def _times(ratio: float | None) -> str:

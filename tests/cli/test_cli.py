@@ -268,7 +268,9 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     page, perfetto, stem = tmp_path / "a.html", tmp_path / "a.pftrace", tmp_path / "kept"
     outputs = ["-o", str(page), "--perfetto", str(perfetto)]
     made = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--save", str(stem), *outputs)
-    assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= made.keys()
+    assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped", "waterfall"} <= made.keys()
+    launches = made.pop("recorded")
+    assert len(launches["step_s"]) == 5 and launches["step_s"][launches["median"]] == made["step_s"]
     assert page.stat().st_size > 0 and perfetto.stat().st_size > 0
     saved = [str(stem) + ".program", str(stem) + ".trace"]
     assert run_json(capsys, "timeline", *saved) == made
@@ -276,6 +278,8 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert status == 0 and "per step" in out and err.splitlines() == [f"wrote {page}", f"wrote {perfetto}"]
     prefill = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--phase", "prefill")
     assert prefill["intervals"] > 0
+    two = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--launches", "2")["recorded"]
+    assert len(two["step_s"]) == 2 and {d["name"] for d in two["differences"]} > {"dispatch and gaps"}
     assert "needs its trace file" in fails(capsys, "timeline", saved[0])
     assert "not a trace file" in fails(capsys, "timeline", saved[0], saved[0])
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))

@@ -21,7 +21,15 @@ from megakernel.errors import MegakernelError
 from megakernel.isa.record import ALL_RANKS
 from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
-from megakernel.timeline import compare, render, summarise, write_html, write_perfetto
+from megakernel.timeline import (
+    compare,
+    compare_launches,
+    render,
+    render_launches,
+    summarise,
+    write_html,
+    write_perfetto,
+)
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import resolve
 from megakernel.timeline.resources import curves, peaks, resources
@@ -561,3 +569,19 @@ def _longest_slice(packets: list[pb.TracePacket], tracks: dict[int, pb.TrackDesc
     compute = {uuid for uuid, track in tracks.items() if track.name == "compute"}
     times = [k.timestamp for k in packets if k.track_event.track_uuid in compute]
     return max(b - a for a, b in zip(times[::2], times[1::2], strict=True))
+
+
+def test_launches_are_compared_by_the_waterfall() -> None:
+    """In the second, the longest, each of the two workers waits 40 longer, for different things. The first is the
+    median."""
+    p = chain()
+    late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
+    steps = [stretched(1), (p, synthetic.trace(p, late, tick_s=SECOND)), stretched(1, keep=14)]
+    found = compare_launches([summarise(p, trace) for _, trace in steps])
+    assert found.step_s == [100, 140, 99] and found.median == 0
+    waits = {d.name: (d.most_s - d.median_s, d.most_in) for d in found.differences[:2]}
+    assert waits == {name: (pytest.approx(20), 1) for name in ("waits for attn_norm", "waits for qkv_rope")}
+    console = Console(width=120, record=True, file=io.StringIO())
+    render_launches(found, console)
+    text = console.export_text()
+    assert "number 1, the median" in text and "waits for attn_norm" in text and "140 s" in text
