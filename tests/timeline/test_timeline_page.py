@@ -208,6 +208,32 @@ def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
     assert len(shown) > 2 and f"of {len(bar.places)}:" in _text(node, "details")
 
 
+def test_an_instruction_stands_beside_those_of_its_phase(driver: Browser, files: dict[str, Path]) -> None:
+    """A stalled instruction is told as an outlier, and one click from any other of its phase leads to it."""
+    driver.open_timeline(files["page"])
+    p, t = synthetic.stalled()[:2]
+    r = resolve(p, t)
+    length = r.end - r.begin
+    worst = int(np.argmax(np.where(r.kind(IntervalKind.COMPUTE), length, 0)))
+    same = np.flatnonzero(r.kind(IntervalKind.COMPUTE) & (r.number == r.number[worst]))
+    driver.run("timeline.select(arguments[0])", int(same[same != worst][0]))
+    assert f"{len(same)} OF THIS PHASE" in _text(driver, "details") and "1 above 8 ×" in _text(driver, "details")
+    driver.run("document.querySelector('#details .link[data-walk]').click()")
+    assert driver.run("return timeline.selected()") == worst
+    ratio = length[worst] / np.sort(length[same])[len(same) // 2]
+    assert f"this one × {float(f'{ratio:.3g}'):g}" in _text(driver, "details")
+
+
+def test_a_link_keeps_the_view(driver: Browser, files: dict[str, Path]) -> None:
+    driver.open_timeline(files["page"])
+    driver.run("timeline.select(7); timeline.show(1e-3, 3e-3)")
+    _soon(lambda: bool(driver.run("return location.hash.endsWith('-7')")))
+    address, shown = driver.run("return location.href"), _range(driver)
+    driver.visit("about:blank", "true")
+    driver.visit(address, "window.timeline")
+    assert _range(driver) == pytest.approx(shown, abs=2e-9) and driver.run("return timeline.selected()") == 7
+
+
 def test_keys_alone_select_open_and_measure(driver: Browser, files: dict[str, Path]) -> None:
     """With the pointer away from the canvas: the cursor's row opens, the first interval in sight is selected."""
     driver.open_timeline(files["node"])

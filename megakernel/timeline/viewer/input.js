@@ -5,6 +5,20 @@ function setView(t0, t1) {
   t0 = Math.min(Math.max(t0, -margin), meta.span + margin - span);
   view.t0 = t0; view.t1 = t0 + span;
   request();
+  keepView();
+}
+// The address holds what is in sight and selected, so that a link to it shows the same.
+let keeping = 0;
+function keepView() {
+  clearTimeout(keeping);
+  keeping = setTimeout(() => history.replaceState(null, "", `#${[view.t0, view.t1].map(Math.round).join("-")}${selected >= 0 ? `-${selected}` : ""}`), 200);
+}
+function showLinked() {
+  const found = /^#(-?\d+)-(-?\d+)(?:-(\d+))?$/.exec(location.hash);
+  if (!found) return false;
+  if (found[3]) choose(Number(found[3]));
+  setView(Number(found[1]), Number(found[2]));
+  return true;
 }
 const fit = () => { view.scroll = 0; setView(-meta.span * 0.005, meta.span * 1.01); };
 const pan = (part) => setView(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
@@ -35,6 +49,7 @@ function select(i) {
   selected = i >= 0 && i < count ? i : -1;
   details();
   request();
+  keepView();
 }
 /** Select and bring into sight; a worker that is not shown opens its rank. */
 function choose(i) {
@@ -251,7 +266,7 @@ document.addEventListener("keydown", (e) => {
   e.preventDefault();
 });
 // A search goes through all intervals, so it waits until typing pauses.
-const PAUSE_MS = 120;
+const PAUSE_MS = 60;
 let typed = 0;
 function findNow() {
   clearTimeout(typed);

@@ -80,5 +80,5 @@ resize();
 theme(dark.matches ? "dark" : "light");
 headline();
 new ResizeObserver(resize).observe(canvas);
-fit();
+if (!showLinked()) fit();
 draw();

@@ -27,6 +27,7 @@ const shadeOfName = (name) => colours.shade[meta.phases.findIndex((phase) => pha
 
 function summary() {
   walks.length = 0;
+  spreads.clear();
   $("summary").innerHTML = (meta.comparison ? comparison(meta.comparison) : "") + sources.map(summaryOf).join("");
 }
 function summaryOf(source) {
@@ -82,6 +83,30 @@ function linkPlaces(source, links, from, to) {
 const longestLinks = (source, name) => linkPlaces(source, source.summary.critical_path.links.filter((l) => l.instruction === name), (l) => l.begin_s, (l) => l.end_s);
 const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.links, (l) => l.begin_s - l.gap_s, (l) => l.begin_s);
 
+// -- how long the instructions of a phase take
+const spreads = new Map(), BINS = 24, OUTLIER = 8; // times the median
+/** Of a trace's COMPUTE of a phase: the median, counts in bins of equal ratio, and a list of those far above the median. */
+function spreadOf(source, shade) {
+  return remembered(spreads, `${source.lane0} ${shade}`, () => {
+    const own = [];
+    for (let i = source.first; i < source.first + source.intervals; i++) if (kind[i] === COMPUTE && shadeOf[i] === shade) own.push(i);
+    own.sort((a, b) => length[a] - length[b]);
+    const median = length[own[own.length >> 1]], low = Math.max(length[own[0]], 1), high = Math.max(length[own[own.length - 1]], low + 1);
+    const bin = (units) => Math.min(BINS - 1, Math.floor((BINS * Math.log(Math.max(units, low) / low)) / Math.log(high / low)));
+    const bins = new Uint32Array(BINS);
+    for (const i of own) bins[bin(length[i])]++;
+    const far = own.filter((i) => length[i] > OUTLIER * median).reverse();
+    const at = (i) => ({ interval: i - source.first, begin_s: (begin[i] - source.shift) * meta.unit_s, end_s: (endOf(i) - source.shift) * meta.unit_s });
+    return { median, low, high, bin, bins, count: own.length, far: far.length, walk: walkTo(source, far.slice(0, WALKED).map(at), `${meta.phases[shade].name} above ${OUTLIER} × the median`) };
+  });
+}
+function histogram(usual, units) {
+  const most = Math.max(...usual.bins), mine = usual.bin(units);
+  const bars = [...usual.bins].map((n, b) => `<i style="height:${n ? Math.max(2, (40 * n) / most) : 0}px;background:${b === mine ? colours.accent : colours.curve}"></i>`);
+  const far = usual.far ? `<button class="link" ${usual.walk}>${usual.far.toLocaleString("en")} above ${OUTLIER} × the median</button>` : `none above ${OUTLIER} × the median`;
+  return `<h2>${usual.count.toLocaleString("en")} of this phase</h2><div class="histogram">${bars.join("")}</div><p>${time(usual.low)} to ${time(usual.high)}, ${far}</p>`;
+}
+
 /** From the least time to the step: each bar begins where the one before it ends. What is too short to see is one bar. */
 function waterfall(source) {
   const s = source.summary, fall = s.waterfall, colour = { least: colours.text, resource: colours.curve, work: colours.accent, wait: colours.wait, idle: colours.dim };
@@ -119,6 +144,8 @@ function details() {
   line("end", time(endOf(i) - source.shift, 6));
   line("duration", `<b>${time(length[i], 4)}</b>`);
   if (source.summary.launches > 1) line("launch", launch[i] + 1);
+  const usual = kind[i] === COMPUTE ? spreadOf(source, shadeOf[i]) : null;
+  if (usual?.median) line("usual", `${time(usual.median)}; this one × ${Number((length[i] / usual.median).toPrecision(3))}`);
   if (kind[i] === COUNTER_WAIT) line("waits for", escape(cause(i)));
   const wait = isWait(i) ? i : waitOf(i);
   if (wait >= 0 && releaser[wait] >= 0) {
@@ -151,7 +178,7 @@ function details() {
   const section = (title, content) => (content.length ? `<h2>${title}</h2><table>${content.join("")}</table>` : "");
   panel.innerHTML = `<h3><i class="swatch" style="background:${colours.shade[shadeOf[i]]}"></i>${escape(phase.name)}</h3>
     <p>${named(i)} · ${place(i)} · ${laneName(lane[i])} · ${family}</p><table>${lines.join("")}</table>
-    ${section("Operands", operandRows)}${section("Waits for", waits)}${section("Same instruction", parts)}
+    ${usual?.median ? histogram(usual, length[i]) : ""}${section("Operands", operandRows)}${section("Waits for", waits)}${section("Same instruction", parts)}
     ${section("Released", released)}${section("Regions (rows, columns)", boxes)}
     <h2>Meaning</h2>${phase.meaning.map((text) => `<p><code>${escape(text)}</code></p>`).join("")}`;
   document.querySelector("aside").scrollTop = 0;
