@@ -129,6 +129,12 @@ SETTINGS: dict[str, Setting] = {
             "65536",
             "--max-queued-requests",
         ),
+        Setting(
+            "api server count",
+            "processes that speak HTTP and turn text into tokens and back, beside the engine's",
+            "1",
+            "--api-server-count",
+        ),
         Setting("max body bytes", "size of a request's body", "16777216", "--max-body-bytes"),
         Setting(
             "request timeout", "seconds for a whole answer, or a stream's first token", "none", "--request-timeout"

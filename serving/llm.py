@@ -16,6 +16,7 @@ from ..runtime import choose_backend, create, join_ranks, rank_machine, register
 from ..scheduler import Options, step_seconds, with_matmul
 from ..scheduler.tune import Fastest
 from .batch import SCORED_ROWS
+from .codec import Codec
 from .engine import Engine, Step, Token
 from .memory import kv_capacity
 from .programs import Programs
@@ -111,6 +112,7 @@ class LLM:
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.codec = Codec(self.model, self.tokenizer)
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
@@ -200,12 +202,7 @@ class LLM:
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise MegakernelError where the model can never run that."""
         self.engine.check(prompt_ids, params)
-        if params.stop_strings and self.tokenizer is None:
-            raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-
-    def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """One for the reader of each choice."""
-        return [Transcript(params, self.tokenizer.stream() if self.tokenizer else None) for _ in range(params.n)]
+        self.codec.check(params)
 
     def chat(
         self,
@@ -219,17 +216,15 @@ class LLM:
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the answer."""
-        if self.tokenizer is None:
-            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
-        return self.tokenizer.apply_chat_template([dict(message) for message in messages])
+        return self.codec.chat_ids(messages)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of text")
-        return self.tokenizer.encode(prompt)
+        return self.codec.encode(prompt)
+
+    def transcripts(self, params: SamplingParams) -> list[Transcript]:
+        """One for the reader of each choice."""
+        return self.codec.transcripts(params)
 
     def trace_steps(self, prompt: Prompt, decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
         """Traced prefill steps of a prompt and the traced decode steps after it, each with `output.trace` set.

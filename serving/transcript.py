@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .engine import Token
 from .sampling import SamplingParams
 
 
@@ -16,6 +15,19 @@ class Decoder(Protocol):
 
     def add(self, token: int) -> str: ...
     def finish(self) -> str: ...
+
+
+class Generated(Protocol):
+    """What is told of a token. `top_logprobs` has the likeliest ids where they were asked for."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top_logprobs(self) -> dict[int, float]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
 
 
 class Transcript:
@@ -39,7 +51,7 @@ class Transcript:
     def text(self) -> str | None:
         return self._text if self._decoder else None
 
-    def add(self, token: Token) -> str:
+    def add(self, token: Generated) -> str:
         """Append a token: the text that became certain with it. The token of reason `stop` has no text."""
         if self.finish_reason is not None:
             return ""

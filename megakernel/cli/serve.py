@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -51,7 +52,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "allowed hosts": str.lower,
     "cors origin": str,
     **dict.fromkeys(("max model len", "max num seqs", "max num batched tokens"), positive),
-    **dict.fromkeys(("max queued requests", "max body bytes"), positive),
+    **dict.fromkeys(("api server count", "max queued requests", "max body bytes"), positive),
     **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
 }
 _SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
@@ -115,9 +116,11 @@ def _flags(path: Path) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     from ..serving.api.access import Access, local_names
+    from ..serving.api.frontend import Start
+    from ..serving.api.frontends import Frontends
     from ..serving.api.limits import Limits
-    from ..serving.api.server import Server, allow_connections, listen, url
-    from ..serving.api.service import Service
+    from ..serving.api.server import allow_connections, listen, url
+    from ..serving.engine_host import EngineHost
 
     given = {name: _value(args, name) for name in _TYPES}
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
@@ -126,7 +129,6 @@ def run(args: argparse.Namespace) -> int:
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how["kv_cache_dtype"] = given["kv cache dtype"]
     with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
-        ceilings = measured_ceilings(llm)
         limits = Limits(*(given[name] for name in _LIMITS))
         hosts = given["allowed hosts"]
         access = Access(
@@ -135,15 +137,42 @@ def run(args: argparse.Namespace) -> int:
             hosts=local_names(given["host"], sock.getsockname()[0]) if hosts is None else _names(hosts),
             origins=tuple(given["cors origin"] or ()),
         )
-        service = Service(llm, given["served model name"], access, limits, ceilings)
-        server = Server(
-            service,
-            on_ready=lambda: _ready(args.json, url(sock), service.names[0], llm),
-            on_drain=lambda name: output.stderr.print(f"{name}: finishing what has begun; again to end at once"),
-            drain_seconds=given["shutdown timeout"],
+        name = (given["served model name"] or [llm.model])[0]
+        host = EngineHost(
+            llm,
+            source=given["model"],
+            name=name,
+            frontends=given["api server count"],
+            max_waiting=limits.max_waiting,
+            ceilings=measured_ceilings(llm),
         )
-        server.run(sockets=[sock])
-        return 128 + signal.SIGINT if server.ended_by == signal.SIGINT else 0
+        address = url(sock)
+        frontends = Frontends(
+            listener=sock,
+            count=given["api server count"],
+            start=Start(
+                description=host.description,
+                number=0,
+                identity="",
+                names=given["served model name"],
+                access=access,
+                limits=limits,
+                drain_seconds=given["shutdown timeout"],
+                log_level=logging.getLogger().level,
+                listener=sock.fileno(),
+                parent=-1,
+            ),
+            on_gone=lambda identity: host.loop.forget(identity.encode()),
+            on_ready=lambda: _ready(args.json, address, name, llm),
+            on_drain=lambda name: output.stderr.print(f"{name}: finishing what has begun; again to end at once"),
+        )
+        host.loop.on_death = frontends.engine_died
+        host.start()
+        try:
+            frontends.run()
+        finally:
+            host.close()
+        return 128 + signal.SIGINT if frontends.ended_by == signal.SIGINT else 0
 
 
 def _names(hosts: list[str]) -> frozenset[str] | None:

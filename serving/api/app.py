@@ -44,13 +44,13 @@ _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The server as an ASGI application; its lifespan is the engine thread's."""
+    """The server as an ASGI application; its lifespan is that of the connection to the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
-        await service.engine.close()
+        service.engine.close()
 
     # The interactive pages load their scripts from elsewhere.
     app = FastAPI(
@@ -127,7 +127,7 @@ def create_app(service: Service) -> FastAPI:
         """The server's version."""
         return VersionResponse(version=version("megakernel"))
 
-    app.include_router(live_router(service.live))
+    app.include_router(live_router(service.engine))
     app.add_middleware(
         Gate,
         access=service.access,
@@ -143,4 +143,4 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _model(service: Service, name: str) -> Model:
-    return Model(id=name, created=service.started, root=service.llm.model, max_model_len=service.max_context)
+    return Model(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)

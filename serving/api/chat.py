@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from fastapi.responses import Response
 
 from .answers import Answers, Delta
+from .http import event
 from .logprobs import chat_logprobs, scores
 from .requests import ChatRequest
 from .responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatResponse, Usage
@@ -55,16 +56,26 @@ class _Chat(Answer):
         begun: set[int] = set()
         try:
             while not self._answers.finished:
+                events = []
                 for delta in await self._answers.take():
                     if delta.index not in begun:
                         begun.add(delta.index)
                         role = ChatDelta(role="assistant", content="")
-                        yield self._chunk([ChatChunkChoice(index=delta.index, delta=role)])
-                    yield self._chunk([self._choice(delta)])
+                        events.append(event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])))
+                    events.append(self._event(delta))
+                yield b"".join(events)
             if self._body.wants_usage_chunk:
-                yield self._chunk([], self._usage(self._answers.completion_tokens))
+                yield event(self._chunk([], self._usage(self._answers.completion_tokens)))
         finally:
             self._answers.close()
+
+    def _event(self, delta: Delta) -> bytes:
+        if delta.finish_reason is None and not self._body.logprobs and not self._shows_ids:
+            return self._text_event(delta.index, delta.text)
+        return event(self._chunk([self._choice(delta)]))
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
         return ChatChunk(**self._head, choices=choices, usage=usage).model_dump_json().encode()

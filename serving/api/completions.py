@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from fastapi.responses import Response
 
 from .answers import Answers, Delta
+from .http import event
 from .logprobs import Score, completion_logprobs, scores
 from .requests import CompletionRequest, Prompt
 from .responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
@@ -64,12 +65,20 @@ class _Completion(Answer):
     async def chunks(self) -> AsyncGenerator[bytes]:
         try:
             while not self._answers.finished:
-                for delta in await self._answers.take():
-                    yield self._response([self._choice(delta)], None).model_dump_json().encode()
+                yield b"".join(map(self._event, await self._answers.take()))
             if self._body.wants_usage_chunk:
-                yield self._response([], self._used()).model_dump_json().encode()
+                yield event(self._response([], self._used()).model_dump_json().encode())
         finally:
             self._answers.close()
+
+    def _event(self, delta: Delta) -> bytes:
+        plain = delta.index in self._offsets and delta.finish_reason is None and self._body.logprobs is None
+        if plain and not self._shows_ids and self._body.max_tokens != 0:
+            return self._text_event(delta.index, delta.text)
+        return event(self._response([self._choice(delta)], None).model_dump_json().encode())
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._response([CompletionChoice(index=index, text=text)], None).model_dump_json().encode()
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
         return CompletionResponse(**self._head, choices=choices, usage=usage)
@@ -108,6 +117,6 @@ class _Completion(Answer):
 
     def _prompt_scores(self, index: int) -> list[Score]:
         """The first token has none: nothing comes before it."""
-        prompt, request = self._prompts[index], self._answers.job.requests[index]
+        prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
         first: list[Score] = [(prompt[0], None, None)]
-        return first + list(zip(prompt[1:], request.prompt_logprobs, request.prompt_top_logprobs, strict=True))
+        return first + list(zip(prompt[1:], logprobs, tops, strict=True))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from ...errors import MegakernelError
-from ..async_engine import EngineDead, Overloaded
+from ..engine_client import EngineDead, Overloaded
 
 _SHOWN = 120  # characters of a client's own input that an error repeats
 _TYPES = {

@@ -129,10 +129,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Server-sent events: one per string of JSON, then `[DONE]`. An error that comes after the start is an event too.
+def event(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
 
-    The first event is there before this is made, so that a failure until then has a status of its own.
+
+class EventStream(Response):
+    """Server-sent events, then `[DONE]`. Each part has one event or several, and is one write. An error that comes
+    after the start is an event too.
+
+    The first part is there before this is made, so that a failure until then has a status of its own.
     """
 
     media_type = "text/event-stream"
@@ -148,17 +154,14 @@ class EventStream(Response):
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async def event(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-
-        await event(self._first)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        last = b""
         try:
-            async for data in self._rest:
-                await event(data)
+            async for part in self._rest:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as e:
             error = as_api_error(e)
             if error.status == 500:
                 log.exception("a stream failed")
-            await event(error.body())
-        await event(b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = event(error.body())
+        await send({"type": "http.response.body", "body": last + event(b"[DONE]"), "more_body": False})

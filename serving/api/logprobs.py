@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...model.tokenizer import Tokenizer
-from ..engine import Token
+from ..engine_client import Piece
 from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
@@ -13,7 +13,7 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
 Score = tuple[int, float | None, dict[int, float] | None]  # token, its log-probability, the likeliest ones
 
 
-def scores(tokens: Iterable[Token]) -> list[Score]:
+def scores(tokens: Iterable[Piece]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 

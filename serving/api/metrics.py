@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -12,121 +11,136 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..async_engine import AsyncEngine
-from ..live import Live
+from ..board import ENGINE_FIELDS, Board
+from ..counts import Counts
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-class _Histogram:
-    """Counts of values up to each of `bounds`, for one thread: the client library's own locks once per token."""
-
-    def __init__(self, name: str, what: str, bounds: Sequence[float]) -> None:
-        self.name, self.what, self.bounds = name, what, bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        family = HistogramMetricFamily(f"vllm:{self.name}", self.what, labels=list(labels))
-        buckets = list(zip(names, accumulate(self.counts), strict=True))
-        family.add_metric(list(labels.values()), buckets, self.total)
-        return family
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("from arrival to the first token", _SECONDS),
+    "inter_token_latency_seconds": ("between tokens of a choice", _SECONDS),
+    "e2e_request_latency_seconds": ("from arrival to a choice's end", _SECONDS),
+    "request_prompt_tokens": ("tokens of a prompt", _TOKENS),
+    "request_generation_tokens": ("tokens of a choice", _TOKENS),
+}
+_REASONS = ("stop", "length")
+# What a frontend writes on the board: of a histogram the sum, then how many values lie up to each bound and above.
+_FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
+_FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]
 
 
 class Metrics(Collector):
-    """What one server counts; told and read on its event loop alone."""
+    """What the frontends of a server count, this one in row `number` of the board; told on its event loop alone."""
 
-    def __init__(self, engine: AsyncEngine, live: Live, model: str) -> None:
+    def __init__(self, board: Board, number: int, *, kv_page: int, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._engine, self._live = engine, live
+        self.row = board.row(number, _FIELDS)
+        self._engine = board.row(0, ENGINE_FIELDS)
+        self._rows = [board.row(i, _FIELDS) for i in range(1, board.rows)]
+        self._kv_page = kv_page
         self._labels = {"model_name": model, "engine": "0"}
-        self._prompt_tokens = self._generated = 0
-        self._finished: Counter[str] = Counter()
-        self._ttft = _Histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
-        self._itl = _Histogram("inter_token_latency_seconds", "between tokens of a choice", _SECONDS)
-        self._e2e = _Histogram("e2e_request_latency_seconds", "from arrival to a choice's end", _SECONDS)
-        self._prompt_length = _Histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
-        self._output_length = _Histogram("request_generation_tokens", "tokens of a choice", _TOKENS)
 
     def prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         for prompt in prompts:
-            self._prompt_tokens += len(prompt)
-            self._prompt_length.observe(len(prompt))
+            self._add("prompt_tokens", len(prompt))
+            self._observe("request_prompt_tokens", len(prompt))
 
     def first_token(self, seconds: float) -> None:
-        self._generated += 1
-        self._ttft.observe(seconds)
+        self._add("generation_tokens", 1)
+        self._observe("time_to_first_token_seconds", seconds)
 
     def next_token(self, seconds: float) -> None:
-        self._generated += 1
-        self._itl.observe(seconds)
+        self._add("generation_tokens", 1)
+        self._observe("inter_token_latency_seconds", seconds)
 
     def finished(self, reason: str, seconds: float, tokens: int) -> None:
-        self._finished[reason] += 1
-        self._e2e.observe(seconds)
-        self._output_length.observe(tokens)
+        self._add(reason, 1)
+        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("request_generation_tokens", tokens)
+
+    def _add(self, name: str, value: float) -> None:
+        self.row.numbers[self.row.at[name]] += value
+
+    def _observe(self, name: str, value: float) -> None:
+        numbers, at = self.row.numbers, self.row.at[name]
+        numbers[at] += value
+        numbers[at + 1 + bisect_left(_HISTOGRAMS[name][1], value)] += 1
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape reads."""
-        engine, stats = self._engine, self._engine.stats
+        self.row.count_cpu()
+        engine = self._engine.get
         names, values = list(self._labels), list(self._labels.values())
         for name, what, value in (
-            ("num_requests_running", "sequences in the batch", stats.running),
-            ("num_requests_waiting", "sequences that wait for their first step", engine.waiting),
-            ("kv_cache_usage_perc", "share of the KV pages in use, 0 to 1", stats.pages_used / stats.pages),
+            ("num_requests_running", "sequences in the batch", engine("running")),
+            ("num_requests_waiting", "sequences that wait for their first step", engine("waiting")),
+            ("kv_cache_usage_perc", "share of the KV pages in use, 0 to 1", engine("pages_used") / engine("pages")),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=names)
             gauge.add_metric(values, value)
             yield gauge
         what = "tokens that a step gives a sequence, on average since the start"
         gauge = GaugeMetricFamily("megakernel:tokens_per_step", what, labels=names)
-        gauge.add_metric(values, stats.counts.tokens_per_step)
+        gauge.add_metric(values, Counts(int(engine("generated")), int(engine("turns"))).tokens_per_step)
         yield gauge
-        cache = {"block_size": str(engine.engine.dims.kv_page), "num_gpu_blocks": str(stats.pages)}
+        cache = {"block_size": str(self._kv_page), "num_gpu_blocks": str(int(engine("pages")))}
         info = GaugeMetricFamily("vllm:cache_config_info", "size of the KV cache", labels=[*names, *cache])
         info.add_metric([*values, *cache.values()], 1)
         yield info
         for name, what, value in (
-            ("prompt_tokens", "prompt tokens accepted", self._prompt_tokens),
-            ("generation_tokens", "tokens generated", self._generated),
-            ("num_preemptions", "sequences that gave up their pages and wait again", stats.preemptions),
-            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
-            ("prefix_cache_hits", "of them, those that it held", stats.prefix_hits),
-            ("spec_decode_num_draft_tokens", "proposed tokens that steps verified", stats.counts.proposed),
-            ("spec_decode_num_accepted_tokens", "of them, those that were right", stats.counts.accepted),
+            ("prompt_tokens", "prompt tokens accepted", self._total("prompt_tokens")),
+            ("generation_tokens", "tokens generated", self._total("generation_tokens")),
+            ("num_preemptions", "sequences that gave up their pages and wait again", engine("preemptions")),
+            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", engine("prefix_queries")),
+            ("prefix_cache_hits", "of them, those that it held", engine("prefix_hits")),
+            ("spec_decode_num_draft_tokens", "proposed tokens that steps verified", engine("proposed")),
+            ("spec_decode_num_accepted_tokens", "of them, those that were right", engine("accepted")),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=names)
             counter.add_metric(values, value)
             yield counter
         success = CounterMetricFamily("vllm:request_success", "choices finished", labels=[*names, "finished_reason"])
-        for reason in ("stop", "length"):
-            success.add_metric([*values, reason], self._finished[reason])
+        for reason in _REASONS:
+            success.add_metric([*values, reason], self._total(reason))
         yield success
-        for histogram in (self._ttft, self._itl, self._e2e, self._prompt_length, self._output_length):
-            yield histogram.family(self._labels)
+        for name, (what, bounds) in _HISTOGRAMS.items():
+            yield self._histogram(name, what, bounds)
         # The record of steps: the quotient of two rates is the roofline fraction of any time.
-        totals, ceilings = self._live.totals(), self._live.ceilings
         for name, what, value in (
-            ("steps", "steps run", totals.steps),
-            ("step_seconds", "wall time of steps", totals.wall_s),
-            ("step_bound_seconds", "least time of those steps at the measured ceilings", totals.bound_s),
-            ("flops", "necessary FLOPs of steps", totals.flops),
-            ("bytes", "necessary bytes of steps, weights and KV", totals.bytes),
-            ("token_rows", "token rows computed, prompts included", totals.rows),
+            ("steps", "steps run", engine("steps")),
+            ("step_seconds", "wall time of steps", engine("wall_s")),
+            ("step_bound_seconds", "least time of those steps at the measured ceilings", engine("bound_s")),
+            ("flops", "necessary FLOPs of steps", engine("flops")),
+            ("bytes", "necessary bytes of steps, weights and KV", engine("bytes")),
+            ("token_rows", "token rows computed, prompts included", engine("rows")),
         ):
             yield CounterMetricFamily(f"megakernel:{name}", what, value=value)
+        cpu = CounterMetricFamily("megakernel:cpu_seconds", "CPU time of the processes", labels=["process"])
+        cpu.add_metric(["engine"], engine("cpu_s"))
+        cpu.add_metric(["frontends"], self._total("cpu_s"))
+        yield cpu
         for name, what, value in (
-            ("ceiling_flops_per_second", "multiply-adds that this machine does, as FLOPs", ceilings.flops),
-            ("ceiling_bytes_per_second", "bytes that this machine reads", ceilings.read_bytes_per_s),
+            ("ceiling_flops_per_second", "multiply-adds that this machine does, as FLOPs", engine("ceiling_flops")),
+            ("ceiling_bytes_per_second", "bytes that this machine reads", engine("ceiling_bytes")),
         ):
             yield GaugeMetricFamily(f"megakernel:{name}", what, value=value)
+
+    def _total(self, name: str) -> float:
+        return sum(row.get(name) for row in self._rows)
+
+    def _histogram(self, name: str, what: str, bounds: Sequence[float]) -> HistogramMetricFamily:
+        at, width = self.row.at[name], len(bounds) + 2
+        total, *counts = (
+            sum(column) for column in zip(*(row.numbers[at : at + width] for row in self._rows), strict=True)
+        )
+        ends = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        family = HistogramMetricFamily(f"vllm:{name}", what, labels=list(self._labels))
+        buckets = list(zip(ends, accumulate(counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, total)
+        return family

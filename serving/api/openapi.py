@@ -18,7 +18,7 @@ def describe(app: FastAPI, service: Service) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = made()
-            _bound(schema, service.llm.config.vocab)
+            _bound(schema, service.description.vocab)
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)

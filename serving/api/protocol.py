@@ -1,17 +1,25 @@
-"""uvicorn's HTTP/1.1 protocol, with errors in the server's shape and a limit on how long a head may take."""
+"""uvicorn's HTTP/1.1 protocol, with errors in the server's shape and limits on how large and how late a head may be."""
 
 from __future__ import annotations
 
 import asyncio
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import APIError
 
+_MOST_HEAD = 1 << 16  # bytes
 
-class Protocol(H11Protocol):
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+class Protocol(HttpToolsProtocol):
     """A connection is closed when a head is not there `timeout_keep_alive` seconds after the last answer, or at all."""
+
+    _in_head = True  # the rest of a head is what comes next
+    _head = 0  # bytes of it so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -24,16 +32,35 @@ class Protocol(H11Protocol):
         if waiting is None:
             return
         # A refused request is answered before its body has come, which is then dropped as it comes.
-        answered = self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE
-        if answered and self.timeout_keep_alive_task is None:
+        idle = self._in_head or self.cycle.response_complete
+        if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
         else:
             waiting.cancel()
 
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name, value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def _count(self, *parts: bytes) -> None:
+        self._head += sum(map(len, parts))
+        if self._head > _MOST_HEAD:
+            raise _HeadTooLarge
+
     def send_400_response(self, msg: str) -> None:
         body = APIError(400, "this is no HTTP request, or its head is too large").body()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()

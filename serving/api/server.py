@@ -1,20 +1,18 @@
-"""The process around the application: its socket, its signals, its end."""
+"""The server around the application: its socket, and how it begins and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import uvicorn
 
 from ...errors import MegakernelError
-from ..async_engine import Overloaded
+from ..engine_client import Overloaded
 from .app import create_app
 from .protocol import Protocol
 from .service import Service
@@ -48,15 +46,13 @@ def url(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal, then finishes what it has begun; a second signal ends the process at once.
+    """One frontend's server: it serves until SIGTERM or `end`, then finishes what it has begun.
 
-    `on_ready` is called when connections are accepted, `on_drain` with the signal's name when it stops accepting. What
-    is not finished `drain_seconds` later gets a 503.
+    `on_ready` is called on the event loop when connections are accepted. What is not finished `drain_seconds` after
+    the end gets a 503.
     """
 
-    def __init__(
-        self, service: Service, *, on_ready: Callable[[], None], on_drain: Callable[[str], None], drain_seconds: float
-    ) -> None:
+    def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
         config = uvicorn.Config(
             create_app(service),
             http=Protocol,
@@ -69,13 +65,15 @@ class Server(uvicorn.Server):
             timeout_keep_alive=_IDLE,
         )
         super().__init__(config)
-        self.ended_by: signal.Signals | None = None
-        self._service, self._on_ready, self._on_drain = service, on_ready, on_drain
-        self._drain_seconds = drain_seconds
+        self._service, self._on_ready, self._drain_seconds = service, on_ready, drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._service.metrics.row.count_cpu()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -88,24 +86,13 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal that ended the server is not raised again."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in wanted}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+        """Only SIGTERM ends it, and is not raised again."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: self.end())
+        yield
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + sig)
-        self.ended_by = signal.Signals(sig)
+    def end(self) -> None:
         self.should_exit = True
-        self._on_drain(self.ended_by.name)
 
 
 def allow_connections() -> None:

@@ -9,66 +9,62 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi.responses import Response
 
 from ...errors import MegakernelError
-from ...machine import host
 from ...model.tokenizer import Tokenizer
-from ...roofline import Ceilings, machine_ceilings
-from ..async_engine import AsyncEngine
-from ..live import Live
-from ..llm import LLM
+from ..board import Board
+from ..codec import Codec
+from ..engine_client import EngineClient
 from ..sampling import SamplingParams
+from ..seam import Description
 from .access import Access
 from .answers import Answers
 from .errors import APIError, shortened
-from .http import EventStream
+from .http import EventStream, event
 from .limits import Limits, max_values
 from .metrics import Metrics
 from .requests import Message, Prompt, Sampled
 from .responses import Usage
 
 T = TypeVar("T")
+encode_json = msgspec.json.Encoder().encode
+_MARK = secrets.token_hex(16)  # where a text stands in a chunk
 
 
 class Service:
-    """A model, its engine's thread and the server's limits. The first of `names` is what answers carry."""
+    """What one frontend serves: a model behind its names, with limits. The first of `names` is what answers carry."""
 
     def __init__(
         self,
-        llm: LLM,
+        description: Description,
+        tokenizer: Tokenizer | None,
+        number: int,
+        identity: str,
         names: list[str] | None = None,
         access: Access | None = None,
         limits: Limits | None = None,
-        ceilings: Ceilings | None = None,
     ) -> None:
-        """`ceilings` are those that steps are held against; without them the nominal ones of this machine."""
-        self.llm = llm
+        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before."""
+        self.description = description
+        self.codec = Codec(description.name, tokenizer)
         self.access, self.limits = access or Access(), limits or Limits()
-        self.names = names or [llm.model]
-        self._longest = llm.tokenizer.longest_token() if llm.tokenizer else 0
+        self.names = names or [description.name]
+        self._longest = tokenizer.longest_token() if tokenizer else 0
         self.started = int(time.time())
-        self.engine = AsyncEngine(llm.engine, max_waiting=self.limits.max_waiting)
-        self.live = Live(
-            ceilings or machine_ceilings(host(llm.threads)),
-            self.engine.stats,
-            tied=llm.config.tied,
-            max_seqs=llm.engine.dims.max_seqs,
-            about=llm.about
-            | {"model": self.names[0], "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"},
-        )
-        self.engine.on_step.append(lambda step, seconds: self.live.add(step, seconds, self.engine.stats))
-        self.engine.wants_trace = lambda: self.live.tracing
-        self.metrics = Metrics(self.engine, self.live, self.names[0])
+        self.engine = EngineClient(description, identity)
+        board = Board(description.board, description.rows)
+        self.metrics = Metrics(board, number, kv_page=description.kv_page, model=self.names[0])
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.llm.tokenizer
+        return self.codec.tokenizer
 
     @property
     def max_context(self) -> int:
         """Tokens that a prompt and its continuation may reach."""
-        return self.llm.engine.dims.max_context
+        return self.description.max_context
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises a 404 for one that is not served."""
@@ -86,7 +82,7 @@ class Service:
         self._check_text(text)
         tokenizer = self.tokenizer
         if add_special or tokenizer is None:
-            return await asyncio.to_thread(self.llm.encode, text)
+            return await asyncio.to_thread(self.codec.encode, text)
         return await asyncio.to_thread(tokenizer.encode, text, add_special=False)
 
     async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
@@ -100,20 +96,20 @@ class Service:
         texts = [part for part in parts if isinstance(part, str)]
         self._check_text(*texts)
         if texts:
-            return await asyncio.to_thread(lambda: list(map(self.llm.encode, parts)))
+            return await asyncio.to_thread(lambda: list(map(self.codec.encode, parts)))
         return [part for part in parts if not isinstance(part, str)]
 
     async def encode_chat(self, messages: list[Message]) -> list[int]:
         plain = [message.plain() for message in messages]
         self._check_text("".join(message["content"] for message in plain))
-        return await asyncio.to_thread(self.llm.chat_ids, plain)
+        return await asyncio.to_thread(self.codec.chat_ids, plain)
 
     async def decode(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise MegakernelError(f"{self.names[0]} has no tokenizer: token ids have no text")
         self.check_count(ids)
-        vocab = self.llm.config.vocab
+        vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
             raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
         return await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
@@ -157,10 +153,9 @@ class Service:
             )
 
     def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
-        """Start to generate. Raises MegakernelError where a prompt can never run, Overloaded and EngineDead."""
-        for prompt in prompts:
-            self.llm.check(prompt, params)
-        return Answers(self.engine, self.metrics, prompts, params, lambda: self.llm.transcripts(params))
+        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found."""
+        self.codec.check(params)
+        return Answers(self.engine, self.metrics, prompts, params, lambda: self.codec.transcripts(params))
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
@@ -196,12 +191,24 @@ class Answer(ABC):
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
         self._head["model"] = model
         self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+        self._around: dict[int, list[bytes]] = {}  # what stands before and after a text in the chunks of a choice
 
     @abstractmethod
     async def whole(self) -> bytes: ...
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[bytes]: ...
+
+    @abstractmethod
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """The chunk of a choice that brings text and nothing else."""
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """The same as an event, fast: only the text differs from one to the next."""
+        if (around := self._around.get(index)) is None:
+            around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
+        before, after = around
+        return before + encode_json(text) + after
 
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))

@@ -50,9 +50,9 @@ def live(llm: LLM) -> Iterator[Live]:
 def slow(live: Live) -> Iterator[Live]:
     """The server with steps of at least 20 ms, so that a request can be met half-way."""
     nap = sleeping(0.02)
-    live.service.engine.on_step.append(nap)
+    live.host.loop.on_step.append(nap)
     yield live
-    live.service.engine.on_step.remove(nap)
+    live.host.loop.on_step.remove(nap)
     until(live.at_rest)
 
 
@@ -83,7 +83,7 @@ def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator
     until(live.at_rest)
     with serving(llm, **options) as server:
         if step_s:
-            server.service.engine.on_step.append(sleeping(step_s))
+            server.host.loop.on_step.append(sleeping(step_s))
         yield server
 
 
@@ -227,7 +227,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> No
     def observe(step: Step, seconds: float) -> None:
         requests.update(token.request for token in step.tokens if token.request.params.max_tokens == most)
 
-    slow.service.engine.on_step.append(observe)
+    slow.host.loop.on_step.append(observe)
     if stream:
         events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
@@ -237,7 +237,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> No
         texts, reasons = ([choice[key] for choice in answer["choices"]] for key in ("text", "finish_reason"))
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
-    slow.service.engine.on_step.pop()
+    slow.host.loop.on_step.pop()
     until(slow.at_rest)
     # The engine was told, and generated no further.
     assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
@@ -343,7 +343,7 @@ def test_a_body_without_its_content_type_is_told(live: Live) -> None:
 
 
 def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live.service.llm, "encode", Mock(side_effect=ValueError("secret")))
+    monkeypatch.setattr(live.service.codec, "encode", Mock(side_effect=ValueError("secret")))
     status, _, data = live.request("POST", COMPLETIONS, {"prompt": "x"})
     assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
 
@@ -380,13 +380,13 @@ def test_limits(llm: LLM, live: Live) -> None:
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
         error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
         assert "1 prompts with n=4 are more than the 3 that may wait" in error["message"]
-        engine = small.service.engine
+        loop = small.host.loop
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
-            until(lambda: engine.stats.running == 3)
+            until(lambda: loop.engine.stats.running == 3)
             with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one of them runs too
-                until(lambda: engine.stats.running == 4)
+                until(lambda: loop.engine.stats.running == 4)
                 with small.send(COMPLETIONS, LONG):
-                    until(lambda: engine.waiting == 3)
+                    until(lambda: loop._waiting() == 3)
                     status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "1")
         assert "3 sequences wait already, of at most 3" in error_of(data)["message"]
@@ -432,9 +432,9 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
-    owners = slow.service.engine._owners
+    owners = slow.host.loop.owners
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
-    until(lambda: slow.service.engine.stats.running == 4)
+    until(lambda: slow.host.loop.engine.stats.running == 4)
     running = set(owners)
     sock = slow.send(COMPLETIONS, {**LONG, "stream": stream})
     until(lambda: len(owners) == 5)
@@ -452,8 +452,8 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
     body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
     sock = slow.send(COMPLETIONS, {**LONG, **body, "stream": stream})
-    until(lambda: slow.service.engine.stats.running == 1)
-    [request] = slow.service.engine._owners
+    until(lambda: slow.host.loop.engine.stats.running == 1)
+    [request] = slow.host.loop.owners
     [choice] = request.choices
     if phase == "decode":
         until(lambda: choice.outputs > 2)
@@ -468,7 +468,7 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
     """Its answer is generated to the end meanwhile; the pages are free though nothing was read."""
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
-        until(lambda: live.service.engine.stats.pages_used == 0)
+        until(lambda: live.host.loop.engine.stats.pages_used == 0)
     until(live.at_rest)
 
 
@@ -477,7 +477,7 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
 
 def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     observe = Mock(side_effect=ValueError("in the observer"))
-    live.service.engine.on_step.append(observe)
+    live.host.loop.on_step.append(observe)
     assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
     assert observe.call_count == 1 and "in the observer" in caplog.text
 
@@ -508,7 +508,7 @@ def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
         with server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 3}):
             until(lambda: server.request("GET", "/health")[0] == 503)
             assert b"no step has ended for" in server.request("GET", "/health")[2]
-        server.service.engine.on_step.clear()
+        server.host.loop.on_step.clear()
         until(lambda: server.request("GET", "/health")[0] == 200)
 
 

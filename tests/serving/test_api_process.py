@@ -30,7 +30,7 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]
         line = running.stdout.readline()
         assert line, running.stderr.read()
         facts = json.loads(line)
-        yield running, facts, Live(None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
+        yield running, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
 
 
 @contextmanager

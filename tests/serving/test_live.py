@@ -19,7 +19,7 @@ from engine_support import CONFIG, fake_engine
 from megakernel import LLM, SamplingParams
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
-from megakernel.serving import live_routes
+from megakernel.serving import live_routes, looks
 from megakernel.serving.batch import Stats
 from megakernel.serving.counts import Counts
 from megakernel.serving.engine import Engine
@@ -124,7 +124,7 @@ def tiny(backend: str) -> Iterator[Served]:
     """A server of a model that has a name with a tag in it, with steps of at least 5 ms."""
     checkpoint = RandomCheckpoint("<b>tiny</b>", replace(CONFIG, max_context=4096))
     with LLM(checkpoint, backend=backend, max_seqs=4) as llm, serving(llm) as server:
-        server.service.engine.on_step.append(lambda step, seconds: time.sleep(0.005))
+        server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.005))
         yield server
 
 
@@ -132,7 +132,7 @@ needs_browser = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
 def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_routes, "TRACE_WAIT_S", 0.05)
+    monkeypatch.setattr(looks, "TRACE_WAIT_S", 0.05)
     with tiny("null") as server:
         assert json.loads(server.request("GET", "/roofline")[2])["total"]["steps"] == 0
         assert server.request("GET", "/")[2] == (Path(live_routes.__file__).parent / "live.html").read_bytes()
@@ -163,7 +163,7 @@ def test_page_under_load_and_timeline() -> None:
         assert page.log() == []
         page.visit(f"{server.url}/timeline", "document.getElementById('headline').textContent.includes('intervals')")
         assert page.log() == []
-        assert not server.service.live.tracing
+        assert not server.host.live.tracing
 
 
 _CANVAS_COLOURS = """

@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any
 
-from megakernel import LLM
+from megakernel import LLM, machine
+from megakernel.roofline import machine_ceilings
 from megakernel.serving.api.access import Access
 from megakernel.serving.api.limits import Limits
 from megakernel.serving.api.server import Server, listen, url
 from megakernel.serving.api.service import Service
+from megakernel.serving.engine_host import EngineHost
 
 
 @dataclass
 class Live:
-    """A server of this process. `service.engine` belongs to the server's thread: look, do not call."""
+    """A frontend and an engine's host as threads of this process, between them what is between processes."""
 
+    host: EngineHost
     service: Service
     server: Server
     url: str
@@ -69,29 +72,33 @@ class Live:
 
     def at_rest(self) -> bool:
         """Nobody is known any more, and every page is free."""
-        engine = self.service.engine
-        stats = engine.stats
-        return not (
-            engine._jobs or engine._open or engine._owners or stats.running or stats.waiting or stats.pages_used
-        )
+        loop, stats = self.host.loop, self.host.loop.engine.stats
+        known = loop.owners or loop._jobs or loop._open or self.service.engine._choices
+        return not (known or stats.running or stats.waiting or stats.pages_used)
 
 
 @contextmanager
 def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None = None, **limits: Any) -> Iterator[Live]:
     """A server on a free port, gone afterwards."""
-    service = Service(llm, names, access, Limits(**limits))
+    allowed = Limits(**limits)
+    ceilings = machine_ceilings(machine.host(llm.threads))
+    name = (names or [llm.model])[0]
+    host = EngineHost(llm, source="", name=name, frontends=1, max_waiting=allowed.max_waiting, ceilings=ceilings)
+    service = Service(host.description, llm.tokenizer, 1, "frontend", names, access, allowed)
     ready = Event()
     sock = listen("127.0.0.1", 0)
-    server = Server(service, on_ready=ready.set, on_drain=lambda name: None, drain_seconds=10)
+    server = Server(service, on_ready=ready.set, drain_seconds=10)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
+    host.start()
     thread.start()
     assert ready.wait(30)
     try:
-        yield Live(service, server, address, port)
+        yield Live(host, service, server, address, port)
     finally:
-        server.should_exit = True
+        server.end()
         thread.join(30)
+        host.close()
         assert not thread.is_alive()
 
 

@@ -1,0 +1,261 @@
+"""An engine in another process, as a frontend's event loop sees it.
+
+All that has come is read at once, so a frontend that is late finds several tokens of a choice together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import NamedTuple
+
+import zmq
+
+from ..errors import MegakernelError
+from .board import ENGINE_FIELDS, Board
+from .sampling import SamplingParams
+from .seam import (
+    REASONS,
+    Abort,
+    Dead,
+    Description,
+    Hello,
+    Look,
+    Refused,
+    Stop,
+    Submit,
+    Tokens,
+    decode_seen,
+    decode_to_frontend,
+    encode,
+    prompt_bytes,
+    token_rows,
+)
+
+_AT_ONCE = 64  # messages that are read before others have their turn
+
+
+class EngineDead(MegakernelError):
+    """The engine stopped; no request can be answered any more."""
+
+
+class Overloaded(MegakernelError):
+    """Too much waits already; trying again later may work."""
+
+
+class Piece(NamedTuple):
+    """A token of one choice. `at` is when its step ended, in seconds of `perf_counter`."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    finish_reason: str | None
+    at: float
+
+
+@dataclass(eq=False)
+class Job:
+    """Prompts that were submitted together, for the event loop's thread alone.
+
+    `open` counts the choices that have not ended; choice c of prompt p is number p * n + c. `scores` has, once its
+    first choice has begun, the log-probabilities and the likeliest ids of a prompt's tokens from the second on.
+    """
+
+    first: int
+    prompts: int
+    n: int
+    submitted_at: float
+    open: int
+    scores: dict[int, tuple[list[float], list[dict[int, float]]]] = field(default_factory=dict)
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    _error: Exception | None = None
+    _waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> dict[int, list[Piece]]:
+        """What was generated since the last call, by number of the choice: at least one; there must be more to come.
+
+        Raises what the job failed with.
+        """
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        pieces, self._pieces = self._pieces, {}
+        return pieces
+
+    def put(self, number: int, piece: Piece) -> None:
+        if (pieces := self._pieces.get(number)) is None:
+            self._pieces[number] = [piece]
+            self._wake()
+        else:
+            pieces.append(piece)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """The engine of `description`, whose frontend's name is `name`. For one event loop, from `start` on."""
+
+    def __init__(self, description: Description, name: str) -> None:
+        self.dead: EngineDead | None = None
+        self.row = Board(description.board, description.rows).row(0, ENGINE_FIELDS)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._requests = self._connect(description.requests, name)
+        self._looks = self._connect(description.looks, name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next = 0
+        self._choices: dict[int, Job] = {}  # those that are open, by their number at the engine
+        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
+
+    def _connect(self, address: str, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, name.encode())
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.connect(address)
+        return socket
+
+    def start(self) -> None:
+        """Begin to read, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        for socket, read in ((self._requests, self._read), (self._looks, self._read_looks)):
+            self._loop.add_reader(socket.get(zmq.FD), read)
+        self._send(Hello())
+        self._loop.call_soon(self._read_looks)
+
+    def close(self) -> None:
+        """Abort what is left, and read no more."""
+        self.fail_all(Overloaded("the server has stopped"))
+        for socket in (self._requests, self._looks):
+            if self._loop is not None:
+                self._loop.remove_reader(socket.get(zmq.FD))
+            socket.close(linger=1000)
+        self._context.term()
+
+    def submit(self, prompts: Seq[Seq[int]], params: SamplingParams) -> Job:
+        """Have prompts continued. The job fails with Overloaded, EngineDead, or, where it can never run, with
+        MegakernelError; then none of its prompts runs. Raises EngineDead at once where that is known.
+        """
+        if self.dead is not None:
+            raise self.dead
+        count = len(prompts) * params.n
+        job = Job(self._next, len(prompts), params.n, perf_counter(), count)
+        self._next += count
+        for number in range(job.first, self._next):
+            self._choices[number] = job
+        self._send(Submit(job.first, [prompt_bytes(prompt) for prompt in prompts], params))
+        return job
+
+    def stop(self, job: Job, number: int) -> None:
+        """End one choice where its reader found a stop string; nothing where it has ended."""
+        if self._choices.pop(job.first + number, None):
+            job.open -= 1
+            self._send(Stop(job.first, *divmod(number, job.n)))
+
+    def abort(self, job: Job) -> None:
+        """Generate no more for a job; nothing happens where it has ended."""
+        if job.open:
+            self._drop(job)
+            self._send(Abort(job.first))
+
+    def fail_all(self, error: MegakernelError) -> None:
+        """Abort every job; whoever reads one gets `error`."""
+        for job in set(self._choices.values()):
+            self.abort(job)
+            job.fail(error)
+
+    def die(self, why: str) -> None:
+        """Nothing is generated any more: tell everybody who reads a job."""
+        self.dead = EngineDead(why)
+        for job in set(self._choices.values()):
+            self._drop(job)
+            job.fail(self.dead)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(self.dead)
+
+    def stalled_for(self) -> float:
+        """Seconds for which there was work and no step ended; 0 without work."""
+        return monotonic() - self.row.get("progress_at") if self.row.get("open") else 0.0
+
+    async def look(self, what: str) -> bytes | None:
+        """ROOFLINE or TIMELINE, None where there is nothing to show yet."""
+        if self.dead is not None:
+            raise self.dead
+        number, self._next = self._next, self._next + 1
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._looks.send(encode(Look(number, what)))
+        asyncio.get_running_loop().call_soon(self._read_looks)
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
+    def _send(self, message: Hello | Submit | Stop | Abort) -> None:
+        self._requests.send(encode(message))
+        # The file descriptor tells of a change only once, and sending may have taken note of it.
+        assert self._loop is not None
+        self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take what has come."""
+        if self._requests.closed:
+            return
+        for _ in range(_AT_ONCE):
+            try:
+                message = decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case Tokens():
+                    self._deliver(message)
+                case Refused(first, why, later):
+                    if job := self._choices.get(first):
+                        self._drop(job)
+                        job.fail(Overloaded(why) if later else MegakernelError(why))
+                case Dead(why):
+                    self.die(why)
+        assert self._loop is not None
+        self._loop.call_soon(self._read)
+
+    def _deliver(self, tokens: Tokens) -> None:
+        choices, at, tops = self._choices, tokens.at, tokens.tops
+        for score in tokens.scores:
+            if job := choices.get(score.choice):
+                job.scores[(score.choice - job.first) // job.n] = score.logprobs, score.tops
+        for row, (number, token, logprob, code) in enumerate(token_rows(tokens)):
+            job = choices.get(number)
+            if job is None:
+                continue  # generated before the engine knew that nobody wants it
+            top = tops.get(row, _NO_TOP) if tops else _NO_TOP
+            job.put(number - job.first, Piece(token, logprob, top, REASONS[code], at))
+            if code:
+                del choices[number]
+                job.open -= 1
+
+    def _drop(self, job: Job) -> None:
+        for number in range(job.first, job.first + job.n * job.prompts):
+            self._choices.pop(number, None)
+        job.open = 0
+
+    def _read_looks(self) -> None:
+        while not self._looks.closed:
+            try:
+                seen = decode_seen(self._looks.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            future = self._asked.get(seen.number)
+            if future is not None and not future.done():
+                future.set_result(seen.content)
+
+
+_NO_TOP: dict[int, float] = {}

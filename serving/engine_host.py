@@ -1,0 +1,64 @@
+"""What the engine's process runs for its frontends: the engine's loop, the record of its steps, the board."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import zmq
+
+from ..errors import MegakernelError
+from ..roofline import Ceilings
+from .board import ENGINE_FIELDS, Board
+from .engine import Step
+from .engine_loop import EngineLoop
+from .live import Live
+from .llm import LLM
+from .looks import Looks
+from .seam import Description
+
+
+class EngineHost:
+    """An LLM's engine for `frontends` frontends at a time. `close` ends everything but the LLM."""
+
+    def __init__(self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings):
+        """`source` names the tokenizer, `name` the model, to people; steps are held against `ceilings`."""
+        engine, dims = llm.engine, llm.engine.dims
+        folder = tempfile.mkdtemp(prefix="megakernel-")  # which nobody else may enter
+        self.description = Description(
+            source=source,
+            name=llm.model,
+            vocab=llm.config.vocab,
+            max_context=dims.max_context,
+            kv_page=dims.kv_page,
+            folder=folder,
+            rows=1 + frontends,
+        )
+        self._row = Board(self.description.board, 1 + frontends, create=True).row(0, ENGINE_FIELDS)
+        self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self.loop = EngineLoop(engine, self._context, self.description.requests, self._row, max_waiting=max_waiting)
+        except zmq.ZMQError as e:
+            raise MegakernelError(f"cannot make a socket in {folder}: {e}; set TMPDIR to another folder") from e
+        about = {"model": name, "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"}
+        self.live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=dims.max_seqs, about=llm.about | about)
+        self.loop.on_step.append(self._record)
+        self.loop.wants_trace = lambda: self.live.tracing
+        self._looks = Looks(self.live, self.description.looks)
+
+    def start(self) -> None:
+        self._looks.start()
+        self.loop.start()
+
+    def close(self) -> None:
+        self.loop.close()
+        self._looks.close()
+        self._context.term()
+        shutil.rmtree(self.description.folder, ignore_errors=True)
+
+    def _record(self, step: Step, seconds: float) -> None:
+        self.live.add(step, seconds, self.loop.engine.stats)
+        totals = self.live.totals()
+        names = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")
+        self._row.put(**{name: getattr(totals, name) for name in names})

@@ -1,0 +1,252 @@
+"""An engine in a thread of its own, asked by frontends over ZeroMQ.
+
+The thread takes what was asked since the last step, runs a step, and sends each frontend its tokens in one message. A
+message never waits for its reader: a frontend that reads slowly has its tokens kept, at most `max_tokens` of them for
+each choice. How many choices may wait is bounded over all frontends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic, perf_counter
+
+import zmq
+
+from ..errors import MegakernelError
+from .board import Row
+from .engine import Engine, Step
+from .jobs import Job, Owner, by_frontend
+from .request import Request
+from .seam import (
+    Abort,
+    Close,
+    Dead,
+    Gone,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    encode,
+    prompt_ids,
+)
+
+log = logging.getLogger(__name__)
+
+CONTROL = b"server"  # who may send Gone and Close
+
+
+class EngineLoop:
+    """Runs `engine`, which nobody else may call from `start` to the end of `join`.
+
+    `address` is where frontends connect. `max_waiting` bounds the choices that wait for their first step; what comes
+    beyond it is refused. `on_step` is called after each step, in the engine's thread, with the step and the seconds
+    since the one before, or since work came. `on_death` is called in that thread when the engine has failed.
+    """
+
+    def __init__(
+        self, engine: Engine, context: zmq.Context[zmq.Socket[bytes]], address: str, row: Row, *, max_waiting: int
+    ) -> None:
+        self.engine = engine
+        self.row = row
+        self.on_step: list[Callable[[Step, float], None]] = []
+        self.wants_trace: Callable[[], bool] = lambda: False  # asked before a step
+        self.on_death: Callable[[], None] = lambda: None
+        self._max_waiting = max_waiting
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._control = context.socket(zmq.DEALER)
+        self._control.set(zmq.IDENTITY, CONTROL)
+        self._control.connect(address)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stop_compiling = threading.Event()
+        self._compiler = threading.Thread(
+            target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
+        )
+        # The thread's own.
+        self.owners: dict[Request, Owner] = {}  # of requests that have something open
+        self._jobs: dict[tuple[bytes, int], Job] = {}
+        self._open = 0  # choices of theirs
+        self._frontends: set[bytes] = set()
+        self._gone: set[bytes] = set()
+        self._closing = False
+        self._step_began = 0.0
+        self._tell()
+
+    def start(self) -> None:
+        """Begin to step. Programs are compiled ahead of need."""
+        self._thread.start()
+        self._compiler.start()
+
+    def forget(self, frontend: bytes) -> None:
+        """Abort all that a frontend has asked for, which has ended. Call it, and `close`, from one thread."""
+        self._control.send(encode(Gone(frontend)))
+
+    def close(self) -> None:
+        """End the threads, after the step and the program that they are at, and abort what is left."""
+        self._stop_compiling.set()
+        self._control.send(encode(Close()))
+        self._thread.join()
+        self._compiler.join()
+        self._control.close(linger=0)
+        self._socket.close(linger=1000)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for frontend, message in self._received():
+                    self._handle(frontend, message)
+                if not self.engine.idle:
+                    self._step()
+                self._tell()
+            for request in list(self.owners):
+                self.engine.abort(request)
+        except Exception as e:
+            log.exception("the engine stopped")
+            reason = str(e) if isinstance(e, MegakernelError) else "its log says why"
+            self._die(f"the engine stopped, restart the server: {reason}")
+
+    def _die(self, why: str) -> None:
+        """Tell everybody, also those who ask later, until the loop is closed."""
+        for frontend in self._frontends:
+            self._socket.send_multipart([frontend, encode(Dead(why))])
+        self.on_death()
+        while True:
+            frontend, data = self._socket.recv_multipart()
+            if frontend == CONTROL and isinstance(decode_to_engine(data), Close):
+                return
+            self._socket.send_multipart([frontend, encode(Dead(why))])
+
+    def _received(self) -> Iterator[tuple[bytes, ToEngine]]:
+        """What has come; where nothing else is to do, at least one message is waited for."""
+        if self.engine.idle:
+            self._step_began = 0.0
+            self._socket.poll()
+        while True:
+            try:
+                frontend, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield frontend, decode_to_engine(data)
+
+    def _handle(self, frontend: bytes, message: ToEngine) -> None:
+        if frontend == CONTROL:
+            if isinstance(message, Close):
+                self._closing = True
+            elif isinstance(message, Gone):
+                self._gone.add(message.frontend)
+                self._frontends.discard(message.frontend)
+                for job in [job for job in self._jobs if job[0] == message.frontend]:
+                    self._abort(*job)
+            return
+        if frontend in self._gone:
+            return
+        self._frontends.add(frontend)
+        match message:
+            case Submit():
+                self._submit(frontend, message)
+            case Stop():
+                self._stop(frontend, message)
+            case Abort(first):
+                self._abort(frontend, first)
+
+    def _submit(self, frontend: bytes, asked: Submit) -> None:
+        """Queue a job's prompts, all or none."""
+        n, count = asked.params.n, len(asked.prompts) * asked.params.n
+        waiting = self._waiting()
+        later = False
+        try:
+            if count > self._max_waiting:
+                raise MegakernelError(
+                    f"{len(asked.prompts)} prompts with n={n} are more than the {self._max_waiting} that may wait"
+                )
+            if waiting + count > self._max_waiting:
+                later = True
+                raise MegakernelError(
+                    f"{waiting} sequences wait already, of at most {self._max_waiting}: try again later"
+                )
+            prompts = [prompt_ids(prompt) for prompt in asked.prompts]
+            for prompt in prompts if len(prompts) > 1 else ():  # `add` checks too, but then others are queued already
+                self.engine.check(prompt, asked.params)
+            requests = [self.engine.add(prompt, asked.params) for prompt in prompts]
+        except MegakernelError as e:
+            self._socket.send_multipart([frontend, encode(Refused(asked.first, str(e), later))])
+            return
+        if not self._jobs:
+            self.row.put(progress_at=monotonic())
+        job = self._jobs[frontend, asked.first] = Job(frontend, asked.first, count, requests)
+        self._open += count
+        for index, request in enumerate(requests):
+            self.owners[request] = Owner(job, asked.first + index * n, n)
+
+    def _stop(self, frontend: bytes, asked: Stop) -> None:
+        job = self._jobs.get((frontend, asked.first))
+        request = job.requests[asked.prompt] if job else None
+        if request in self.owners and request.choices[asked.choice].finish_reason is None:
+            self.engine.stop(request, asked.choice)
+            self._ended(request, 1)
+
+    def _abort(self, frontend: bytes, first: int) -> None:
+        if job := self._jobs.get((frontend, first)):
+            for request in job.requests:
+                if owner := self.owners.get(request):
+                    self.engine.abort(request)
+                    self._ended(request, owner.open)
+
+    def _ended(self, request: Request, choices: int) -> None:
+        """So many more of a request's choices have ended; with the last one it is forgotten, and so is its job."""
+        owner = self.owners[request]
+        owner.open -= choices
+        owner.job.open -= choices
+        self._open -= choices
+        if not owner.open:
+            del self.owners[request]
+        if not owner.job.open:
+            del self._jobs[owner.job.frontend, owner.job.first]
+
+    def _step(self) -> None:
+        began = self._step_began or perf_counter()
+        step = self.engine.step(trace=self.wants_trace())
+        now = self._step_began = perf_counter()
+        self.row.put(progress_at=monotonic())
+        messages, ended = by_frontend(step, self.owners, now)
+        for frontend, tokens in messages.items():
+            self._socket.send_multipart([frontend, encode(tokens)])
+        for request in ended:
+            self._ended(request, 1)
+        for observer in list(self.on_step):
+            try:
+                observer(step, now - began)
+            except Exception:
+                log.exception("an observer of steps failed; it is not called again")
+                self.on_step.remove(observer)
+
+    def _waiting(self) -> int:
+        """Choices that take part in no step yet."""
+        return max(0, self._open - self.engine.stats.running)
+
+    def _tell(self) -> None:
+        """Write down how the engine is, for whoever asks a frontend."""
+        stats = self.engine.stats
+        counts = stats.counts
+        self.row.put(
+            open=self._open,
+            running=stats.running,
+            waiting=self._waiting(),
+            pages=stats.pages,
+            pages_used=stats.pages_used,
+            preemptions=stats.preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            generated=counts.generated,
+            turns=counts.turns,
+            proposed=counts.proposed,
+            accepted=counts.accepted,
+        )
+        self.row.count_cpu()

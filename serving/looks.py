@@ -1,0 +1,77 @@
+"""Answers questions about an engine's steps, which may take a while, beside the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..timeline import write_html
+from .live import Live
+from .seam import ROOFLINE, TIMELINE, Look, Seen, decode_look, encode
+
+TRACE_WAIT_S = 10.0  # for a step to trace
+
+
+class Looks:
+    """A thread that answers at `address` from the record `live`, several questions at a time."""
+
+    def __init__(self, live: Live, address: str) -> None:
+        self._live, self._address = live, address
+        self._loop = asyncio.new_event_loop()
+        self._serving: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="looks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; who still waits for an answer gets none."""
+        self._loop.call_soon_threadsafe(lambda: self._serving and self._serving.cancel())
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._serving = self._loop.create_task(self._serve())
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(_until_cancelled(self._serving))
+
+    async def _serve(self) -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(self._address)
+        answers: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                frontend, data = await socket.recv_multipart()
+                task = asyncio.ensure_future(self._answer(socket, frontend, decode_look(data)))
+                answers.add(task)
+                task.add_done_callback(answers.discard)
+        finally:
+            for task in answers:
+                task.cancel()
+            context.destroy(linger=0)
+
+    async def _answer(self, socket: zmq.asyncio.Socket, frontend: bytes, look: Look) -> None:
+        content = await asyncio.to_thread({ROOFLINE: self._roofline, TIMELINE: self._timeline}[look.what])
+        await socket.send_multipart([frontend, encode(Seen(look.number, content))])
+
+    def _roofline(self) -> bytes:
+        return msgspec.json.encode(self._live.snapshot())
+
+    def _timeline(self) -> bytes | None:
+        traced = self._live.trace(TRACE_WAIT_S)
+        if traced is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "timeline.html"
+            write_html(*traced, path)
+            return path.read_bytes()
+
+
+async def _until_cancelled(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])
