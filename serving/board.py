@@ -26,7 +26,7 @@ ENGINE_FIELDS = [
 class Row:
     """Named numbers in a row of a board. A name is a field, or several numbers in a row (`width`)."""
 
-    def __init__(self, numbers: memoryview, fields: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, numbers: memoryview[float], fields: Sequence[tuple[str, int]]) -> None:
         self.numbers = numbers
         self.at: dict[str, int] = {}
         end = 0

@@ -127,8 +127,8 @@ class EngineClient:
     def start(self) -> None:
         """Begin to read, on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        for socket, read in ((self._requests, self._read), (self._looks, self._read_looks)):
-            self._loop.add_reader(socket.get(zmq.FD), read)
+        self._loop.add_reader(self._requests.fileno(), self._read)
+        self._loop.add_reader(self._looks.fileno(), self._read_looks)
         self._send(Hello())
         self._loop.call_soon(self._read_looks)
 
@@ -137,7 +137,7 @@ class EngineClient:
         self.fail_all(Overloaded("the server has stopped"))
         for socket in (self._requests, self._looks):
             if self._loop is not None:
-                self._loop.remove_reader(socket.get(zmq.FD))
+                self._loop.remove_reader(socket.fileno())
             socket.close(linger=1000)
         self._context.term()
 
@@ -192,7 +192,8 @@ class EngineClient:
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
         self._looks.send(encode(Look(number, what)))
         asyncio.get_running_loop().call_soon(self._read_looks)
         try:

@@ -18,7 +18,7 @@ from .sampling import SamplingParams
 REASONS = (None, "stop", "length", "abort")  # why a choice ended, by its code in `Tokens.reasons`
 
 
-class _Record(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class _Record(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
