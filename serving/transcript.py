@@ -61,6 +61,12 @@ class Transcript:
         self.finish_reason = token.finish_reason
         if self._decoder is None:
             return ""
+        if not self._stop:
+            piece = "" if token.finish_reason == "stop" else self._decoder.add(token.token_id)
+            if token.finish_reason is not None:
+                piece += self._decoder.finish()
+            self._text += piece
+            return piece
         stopped = token.finish_reason != "stop" and self._append(self._decoder.add(token.token_id))
         if token.finish_reason is not None and not stopped:
             stopped = self._append(self._decoder.finish())  # text that was held back as half a character

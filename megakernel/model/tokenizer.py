@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         self._piece, self._strip = _decoder(backend)
+        self._known = [_Known(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in it count as such.
@@ -61,7 +62,7 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""
-        return TextStream(lambda token: self.token_bytes(token, skip_special=skip_special), self._strip)
+        return TextStream(self._known[skip_special].__getitem__, self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
         """The bytes that `token` adds to a text; a character may begin in one token and end in another."""
@@ -84,6 +85,17 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         return ids
+
+
+class _Known(dict[int, bytes]):
+    """Bytes of the tokens that were asked for before."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = self._token_bytes(token)
+        return found
 
 
 class TextStream:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import shutil
 import socket
@@ -21,6 +22,7 @@ from .limits import Limits
 from .server import Server, allow_connections
 from .service import Service
 
+_GC_THRESHOLD = 50_000  # objects, of Python's default 700
 READY = b"R"  # what a frontend says to its parent when it accepts connections
 
 
@@ -54,6 +56,9 @@ def main(start: Start) -> int:
     service = Service(
         start.description, tokenizer, start.number, start.identity, start.names, start.access, start.limits
     )
+    # What is there now stays. Nothing that a token makes is part of a cycle, so cycles are looked for less often.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
 
     def gone() -> None:
