@@ -55,6 +55,7 @@ def register(add: AddVerb) -> None:
         help="requests per second at random moments (Poisson), or inf (default: inf)",
     )
     add_count(parser, "--max-concurrency", None, "requests in flight (default: no limit)")
+    add_count(parser, "--processes", 1, "processes that send the requests")
     add_count(parser, "--runs", 1, "runs of each server")
     parser.add_argument(
         "--goodput",
@@ -92,6 +93,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "stream": not args.disable_stream,
         "goodput": dict(args.goodput) if args.goodput else None,
         "seed": args.seed,
+        "processes": args.processes,
     }
     with output.progress("answered") as advance:
         runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)
@@ -208,6 +210,9 @@ def show(figures: dict[str, Any]) -> None:
     if own := figures["server"]:
         text = f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
         lines.append(("steps", text))
+    if cpu := figures["cpu_us_per_token"]:
+        spent = ", ".join(f"{kind} {value:.1f} µs" for kind, value in cpu.items())
+        lines.append(("CPU per token", f"{spent}; the client busy for {figures['client_busy']:.0%} of the time"))
     for url, other in figures["vs"].items():
         ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
         lines.append(("versus", output.bold(ratio, f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
@@ -220,5 +225,5 @@ def show(figures: dict[str, Any]) -> None:
         values = [figures[key][column] for column in ("mean", "median", "p99")]
         table.add_row(name, *("-" if value is None else f"{value * 1e3:,.1f}" for value in values))
     output.stdout.print(table)
-    for error in filter(None, [*figures["errors"], figures.get("roofline_error")]):
+    for error in filter(None, [*figures["errors"], figures.get("roofline_error"), figures["client_error"]]):
         output.stderr.print(f"megakernel: warning: {error}")

@@ -15,6 +15,7 @@ import sys
 
 import msgspec
 
+from ...errors import MegakernelError
 from ...model import load_tokenizer
 from ..seam import Description
 from .access import Access
@@ -81,4 +82,7 @@ def main(start: Start) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start)))
+    try:
+        sys.exit(main(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start)))
+    except MegakernelError as e:
+        sys.exit(f"megakernel: error: {e}")

@@ -20,6 +20,7 @@ from .workload import Job
 _LINE_LIMIT = 1 << 24  # bytes of one event
 _CONNECT_S = 30.0
 _READ = 1 << 16
+_CPU = 'megakernel:cpu_seconds_total{process="'
 
 
 class Server:
@@ -37,8 +38,20 @@ class Server:
         self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
+        self._key = api_key
         self._free: list[_Connection] = []
         self.events = 0  # answers and pieces of answers so far, as a sign of life
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What makes another one like it."""
+        return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
+
+    async def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds of the server's processes so far, by kind, where it says so."""
+        _, body = await self.get("/metrics")
+        lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
+        return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
     async def discover(self) -> None:
         """Take the first model that the server names where none was given."""

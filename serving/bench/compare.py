@@ -11,7 +11,8 @@ from typing import Any
 from ..counts import Counts
 from .client import Server
 from .drive import drive
-from .report import report
+from .processes import drive_from
+from .report import cpu_time, report
 from .workload import Workload
 
 _WARM_UP_TOKENS = 4  # output tokens of the requests that warm a server up
@@ -27,6 +28,7 @@ class Load:
     goodput: dict[str, float] | None = None
     seed: int = 0
     warm_up: int = 8  # requests before each server's first run, with short answers
+    processes: int = 1  # that send
 
 
 async def alternate(
@@ -48,8 +50,9 @@ async def alternate(
     for number in range(runs * len(servers)):
         which = number % len(servers)
         server = servers[which]
-        record = await server.get_json("/roofline")
-        outcomes = await drive(
+        record, cpu = await server.get_json("/roofline"), await server.cpu_seconds()
+        outcomes, client_s = await drive_from(
+            load.processes,
             server,
             workload.again(number // len(servers)),
             rate=load.rate,
@@ -59,7 +62,10 @@ async def alternate(
             on_done=partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None,
         )
         steps = _steps(record, await server.get_json("/roofline"))
-        figures[which].append(report(outcomes, load.goodput) | {"server": steps})
+        spent = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in (await server.cpu_seconds()).items()}
+        figure = report(outcomes, load.goodput)
+        figure |= cpu_time(spent | {"client": client_s}, figure["output_tokens"], figure["duration_s"], load.processes)
+        figures[which].append(figure | {"server": steps})
     return figures
 
 

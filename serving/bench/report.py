@@ -16,6 +16,7 @@ from ...roofline import Ceilings, Work, bound, fraction_error, step_work
 from .workload import Job
 
 _MOST_ERRORS = 5  # kinds that a report names
+_BUSY = 0.9  # share of a process's time from which on it counts as the limit
 
 
 @dataclass
@@ -79,6 +80,24 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
         "itl_s": spread(gaps),
         "e2e_s": spread([o.latency for o in good]),
         "errors": [f"{count} x {text}" for text, count in errors.most_common(_MOST_ERRORS)],
+    }
+
+
+def cpu_time(spent: dict[str, float], tokens: int, duration: float, processes: int) -> dict[str, Any]:
+    """CPU time of each side of a run by what it generated, and how busy the client's processes were, 0 to 1.
+
+    `client_error` says that the client, and not the server, may have been the limit.
+    """
+    busy = spent["client"] / processes / duration
+    error = (
+        f"the client computed for {busy:.0%} of the time, so it may have been the limit, not the server: take more"
+        " --processes"
+    )
+    return {
+        "cpu_s": spent,
+        "cpu_us_per_token": {kind: seconds / tokens * 1e6 for kind, seconds in spent.items()} if tokens else None,
+        "client_busy": busy,
+        "client_error": error if busy > _BUSY else None,
     }
 
 

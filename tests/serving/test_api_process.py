@@ -7,58 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_support import Live
-from commands import command, fails
+from commands import fails
+from serve_process import SMALL, begin_stream, process, rest, started
 
 from megakernel.cli.serve import _TYPES
 from megakernel.settings import SETTINGS
 
-SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
-
-
-@contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
-    """A server on a free port, what it says when it is ready, and a way to talk to it."""
-    with started("--json", *flags) as running:
-        assert running.stdout is not None and running.stderr is not None
-        line = running.stdout.readline()
-        assert line, running.stderr.read()
-        facts = json.loads(line)
-        yield running, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
-
-
-@contextmanager
-def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = command("serve", "--port", "0", "--threads", "1", *SMALL, *flags)
-    running = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.communicate()
-
-
-def begin_stream(server: Live, tokens: int) -> socket.socket:
-    """A stream whose first event has come."""
-    body = {"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True, "n": 2}
-    sock = server.send("/v1/completions", body)
-    assert sock.recv(100_000).startswith(b"HTTP/1.1 200 OK")
-    return sock
-
-
-def rest(sock: socket.socket) -> bytes:
-    return sock.makefile("rb").read()
-
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
-    with process("--model", model, "--served-model-name", "one", "two") as (server, facts, live):
+    flags = ("--served-model-name", "one", "two", "--api-server-count", "2")
+    with process("--model", model, *flags) as (server, facts, live):
         assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
         assert facts["kv_tokens"] >= 2048
         with begin_stream(live, 1000) as sock:
@@ -165,7 +128,7 @@ def test_mixed_traffic(model: str) -> None:
     """Seconds of benchmarks/correctness/soak.py, whose ten minutes are in benchmarks/results."""
     script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
-    serve = ["--model", model, "--backend", "null", "--max-model-len", "256", *SMALL[:4]]
+    serve = ["--model", model, "--backend", "null", "--max-model-len", "256", "--api-server-count", "2", *SMALL[:4]]
     arguments = [sys.executable, str(script), *flags, "--", *serve]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

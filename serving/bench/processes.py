@@ -1,0 +1,99 @@
+"""The same load from several processes, because one may not keep up with a server; and what it costs in CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+from .client import Server
+from .drive import drive
+from .report import Outcome
+from .workload import Workload
+
+_LOOK_S = 0.2  # between two looks at how far the processes are
+
+
+async def drive_from(
+    processes: int,
+    server: Server,
+    workload: Workload,
+    *,
+    rate: float,
+    max_concurrency: int | None,
+    seed: int,
+    stream: bool,
+    on_done: Callable[[int, int], None] | None,
+) -> tuple[list[Outcome], float]:
+    """As `drive`, from so many processes: the outcomes, and the CPU seconds of the clients.
+
+    Each process sends every `processes`th job, with its share of the rate and of the requests in flight.
+    """
+    how: dict[str, Any] = {"rate": rate / processes, "stream": stream}
+    processes = min(processes, len(workload.jobs), max_concurrency or len(workload.jobs))
+    if processes == 1:
+        before = time.process_time()
+        outcomes = await drive(
+            server, workload, max_concurrency=max_concurrency, seed=seed, on_done=on_done, rate=rate, stream=stream
+        )
+        return outcomes, time.process_time() - before
+    context = multiprocessing.get_context("spawn")
+    count: Synchronized[int] = context.Value("q", 0)
+    shares = [replace(workload, jobs=workload.jobs[i::processes]) for i in range(processes)]
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(processes, context, _share, (count,)) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, _LOOK_S) for _ in shares))  # all have started
+        parts = [
+            loop.run_in_executor(
+                pool,
+                _part,
+                server.spec,
+                share,
+                how
+                | {
+                    "seed": seed + i,
+                    "max_concurrency": max_concurrency and (max_concurrency + i) // processes,
+                },
+            )
+            for i, share in enumerate(shares)
+        ]
+        while (await asyncio.wait(parts, timeout=_LOOK_S, return_when=asyncio.FIRST_EXCEPTION))[1]:
+            if on_done:
+                on_done(count.value, len(workload.jobs))
+            if any(part.done() and part.exception() for part in parts):
+                break
+        done = await asyncio.gather(*parts)
+    found = [outcome for outcomes, _ in done for outcome in outcomes]
+    return found, sum(seconds for _, seconds in done)
+
+
+_count: Synchronized[int]
+
+
+def _share(count: Synchronized[int]) -> None:
+    """In each process: where all of them count the answered requests."""
+    global _count
+    _count = count
+
+
+def _part(spec: dict[str, Any], share: Workload, how: dict[str, Any]) -> tuple[list[Outcome], float]:
+    """One process's part of the load."""
+
+    def count(done: int, of: int) -> None:
+        with _count.get_lock():
+            _count.value += 1
+
+    async def send() -> list[Outcome]:
+        server = Server(**spec)
+        try:
+            return await drive(server, share, on_done=count, **how)
+        finally:
+            await server.close()
+
+    before = time.process_time()
+    return asyncio.run(send()), time.process_time() - before

@@ -1,0 +1,205 @@
+"""A server of several processes: what the death or the sleep of one does to the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from api_support import Live, serving, until
+from commands import command
+from serve_process import SMALL, begin_stream, process, rest
+
+from megakernel import LLM
+
+COMPLETIONS = "/v1/completions"
+END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+TWO = ("--api-server-count", "2")
+BRIEF = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return sorted(child for child in found if state(child) not in "ZX")
+
+
+def state(pid: int) -> str:
+    """The letter that the system has for what a process does; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+@contextmanager
+def asleep(pid: int) -> Iterator[None]:
+    """A process that does nothing for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(pid) == "T")
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def stream_of(frontend: int, other: int, live: Live) -> socket.socket:
+    """A stream that this frontend serves, because the other one cannot."""
+    with asleep(other):
+        return begin_stream(live, 1900)
+
+
+def to_end(stream: socket.socket) -> bytes:
+    """What comes until a stream's end, or until its connection ends."""
+    text = b""
+    while not text.endswith(END) and (piece := stream.recv(1 << 20)):
+        text += piece
+    return text
+
+
+def value(live: Live, name: str) -> float:
+    """The sum of a metric's values."""
+    lines = live.request("GET", "/metrics")[2].decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def at_rest(live: Live) -> bool:
+    return not any(value(live, f"vllm:{name}") for name in ("num_requests", "kv_cache_usage_perc"))
+
+
+def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
+    with process("--model", model, *TWO) as (server, _, live):
+        first, second = children(server.pid)
+        live.post(COMPLETIONS, BRIEF)
+        with stream_of(first, second, live) as lost, stream_of(second, first, live) as kept:
+            with asleep(server.pid):  # so that nothing ends of itself
+                os.kill(first, signal.SIGKILL)
+                assert b"[DONE]" not in rest(lost)
+            assert to_end(kept).endswith(END)
+        until(lambda: len(children(server.pid)) == 2)
+        assert first not in children(server.pid)
+        with asleep(second):  # so that the new one must answer
+            live.post(COMPLETIONS, BRIEF)
+            until(lambda: at_rest(live))
+            # What the dead one had counted is not lost: two requests of three tokens, and some of a stream of two.
+            assert value(live, "vllm:request_success_total") == 4
+            assert value(live, "vllm:generation_tokens_total") > 3 + 2 * 1900 + 3
+        server.terminate()
+        _, err = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "a frontend ended with status -9, and another one takes its place" in err
+
+
+def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
+    with process("--model", model, *TWO) as (server, _, live):
+        first, second = children(server.pid)
+        with stream_of(first, second, live) as late:
+            with asleep(first):
+                for _ in range(3):
+                    live.post(COMPLETIONS, BRIEF)
+                until(lambda: at_rest(live))  # the stream's tokens wait for its frontend
+            text = to_end(late)
+            assert text.endswith(END)
+            assert text.count(b"data: {") < 2 * 1900  # a late one sends several tokens in an event
+        until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1900)
+
+
+def test_the_death_of_the_engine_is_told_to_everybody(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with process("--model", model, *TWO) as (server, _, live):
+        first, second = children(server.pid)
+        with stream_of(first, second, live) as one, stream_of(second, first, live) as two:
+            os.kill(server.pid, signal.SIGKILL)
+            for stream in (one, two):
+                text = rest(stream)
+                assert b'"code":503' in text and b"the engine's process ended, restart the server" in text
+        assert server.wait(timeout=30) == -signal.SIGKILL
+        until(lambda: state(first) in "XZ" and state(second) in "XZ")
+        with pytest.raises(OSError):
+            live.request("GET", "/health")
+    assert not list(tmp_path.iterdir())
+
+
+def patched(patch: str, *flags: str) -> subprocess.Popen[str]:
+    """`megakernel serve`, on a port of its own, in a process that has run `patch` before."""
+    line = command("serve", "--json", "--port", "0", "--threads", "1", *SMALL, *flags)
+    line[line.index("-c") + 1] = f"{patch}\n{line[line.index('-c') + 1]}"
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_an_engine_that_fails_ends_the_server(model: str) -> None:
+    patch = """
+from megakernel.serving.engine import Engine
+step, left = Engine.step, list(range(20))
+def fail(self, **options):
+    left.pop()
+    return step(self, **options)
+Engine.step = fail
+"""
+    server = patched(patch, "--model", model, *TWO)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().partition('"url": "http://127.0.0.1:')[2].partition('"')[0])
+        with begin_stream(Live(None, None, None, "", port), 1900) as stream:  # type: ignore[arg-type]
+            text = rest(stream)
+        assert b'"code":503' in text and b"the engine stopped, restart the server" in text
+        _, err = server.communicate(timeout=30)
+        assert server.returncode == 1
+        assert "IndexError" in err and err.endswith("megakernel: error: the engine stopped: its log says why\n")
+    finally:
+        server.kill()
+
+
+def test_a_frontend_that_cannot_start_ends_the_server(model: str, tmp_path: Path) -> None:
+    patch = f"""
+import megakernel.serving.engine_host as host
+made = host.Description
+host.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "none")!r}}}))
+"""
+    server = patched(patch, "--model", model)
+    out, err = server.communicate(timeout=60)
+    assert server.returncode == 1 and out == ""
+    said, last = err.splitlines()
+    assert said.startswith("megakernel: error: ") and "none" in said
+    assert last == "megakernel: error: a frontend ended with status 1 before it accepted connections"
+
+
+def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
+    with (
+        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
+        serving(llm) as live,
+    ):
+        live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
+        loop = live.service.engine._loop
+        assert loop is not None
+        loop.call_later(0.05, time.sleep, 0.2)
+        body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+        events = [event["choices"][0]["token_ids"] for event in live.events(COMPLETIONS, body)]
+        assert sum(map(len, events)) == 200 and len(events) < 200
+
+
+def test_nothing_but_the_server_says_who_is_gone(model: str) -> None:
+    """A frontend's own word that another one, or the server, has ended counts for nothing."""
+    from megakernel.serving.seam import Close, Gone, encode
+
+    with (
+        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
+        serving(llm) as live,
+    ):
+        client = live.service.engine
+        assert client._loop is not None
+        for message in (Gone(b"frontend"), Close()):
+            client._loop.call_soon_threadsafe(client._requests.send, encode(message))
+        assert live.post(COMPLETIONS, {**BRIEF, "prompt": [5]})["usage"]["completion_tokens"] == 3

@@ -1,0 +1,49 @@
+"""`megakernel serve` as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from api_support import Live
+from commands import command
+
+SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
+    """A server on a free port, what it says when it is ready, and a way to talk to it."""
+    with started("--json", *flags) as running:
+        assert running.stdout is not None and running.stderr is not None
+        line = running.stdout.readline()
+        assert line, running.stderr.read()
+        facts = json.loads(line)
+        yield running, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
+
+
+@contextmanager
+def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    arguments = command("serve", "--port", "0", "--threads", "1", *SMALL, *flags)
+    running = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def begin_stream(server: Live, tokens: int) -> socket.socket:
+    """A stream whose first event has come."""
+    body = {"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True, "n": 2}
+    sock = server.send("/v1/completions", body)
+    assert sock.recv(100_000).startswith(b"HTTP/1.1 200 OK")
+    return sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    return sock.makefile("rb").read()
