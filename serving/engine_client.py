@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import NamedTuple
 
+import msgspec
 import zmq
 
 from ..errors import MegakernelError
@@ -45,7 +45,7 @@ class Overloaded(MegakernelError):
     """Too much waits already; trying again later may work."""
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, gc=False):
     """A token of one choice. `at` is when its step ended, in seconds of `perf_counter`."""
 
     token_id: int
@@ -89,15 +89,13 @@ class Job:
     def put(self, number: int, piece: Piece) -> None:
         if (pieces := self._pieces.get(number)) is None:
             self._pieces[number] = [piece]
-            self._wake()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
         else:
             pieces.append(piece)
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

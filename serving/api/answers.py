@@ -95,22 +95,22 @@ class Answers:
             return  # generated before the engine knew of the stop string
         if (delta := deltas.get(index)) is None:
             delta = deltas[index] = Delta(index, index // self._params.n)
-        last_at = self._last_at[index]
+        metrics, last_at, before = self._metrics, self._last_at[index], len(delta.tokens)
         for piece in pieces:
             delta.text += transcript.add(piece)
             delta.tokens.append(piece)
-            self.completion_tokens += 1
             at = piece.at
             if last_at:
-                self._metrics.next_token(at - last_at)
+                metrics.next_token(at - last_at)
             else:
-                self._metrics.first_token(at - self.job.submitted_at)
+                metrics.first_token(at - self.job.submitted_at)
             last_at = at
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = _REASONS[transcript.finish_reason]
                 assert reason is not None
                 self._engine.stop(self.job, index)  # nothing, where the engine ended it
                 self._left -= 1
-                self._metrics.finished(reason, at - self.job.submitted_at, len(transcript.token_ids))
+                metrics.finished(reason, at - self.job.submitted_at, len(transcript.token_ids))
                 break
         self._last_at[index] = last_at
+        self.completion_tokens += len(delta.tokens) - before

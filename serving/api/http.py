@@ -17,6 +17,7 @@ from .limits import BODY_SECONDS, Limits, has_more_values
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_DIRECT = "megakernel.send"  # in a scope: the server's own `send`, which middleware has not wrapped
 
 
 class ClientGone(Exception):
@@ -43,6 +44,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        scope[_DIRECT] = send
         try:
             self._access.check(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"] in self._takes_body:
@@ -151,7 +153,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            await while_connected(receive, self._send(send))
+            # Middleware looks at the start of an answer only, and a stream has many parts.
+            await while_connected(receive, self._send(scope.get(_DIRECT, send)))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
