@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -22,6 +23,7 @@ from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving.api import http as api_http
+from megakernel.serving.bench import Server
 from megakernel.serving.engine import Engine, Step
 from megakernel.serving.request import Request
 
@@ -500,6 +502,17 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
     assert value("cache_config_info") == 1
     lengths = values("request_generation_tokens_bucket")
     assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
+
+
+def test_the_server_tells_its_cpu_time(live: Live) -> None:
+    def spent() -> dict[str, float]:
+        return asyncio.run(Server(live.url).cpu_seconds())
+
+    before = spent()
+    live.post(COMPLETIONS, {**LONG, "max_tokens": 50})
+    after = spent()
+    assert set(before) == set(after) == {"engine", "frontends"}
+    assert all(after[kind] > before[kind] > 0 for kind in after)
 
 
 def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:

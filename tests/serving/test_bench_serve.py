@@ -22,7 +22,7 @@ from megakernel.model.families import forward
 from megakernel.roofline import step_work
 from megakernel.serving.bench import Job, Load, Server, Workload, alternate, least_work
 from megakernel.serving.bench.drive import drive
-from megakernel.serving.bench.report import Outcome, report
+from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
 
@@ -314,3 +314,36 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert status == 1 and "6 failed" in out
     for flags in (["--goodput", "x:1"], ["--goodput", "ttft:0"], ["--request-rate", "0"], ["--request-rate", "x"]):
         assert run(capsys, *FLAGS, *flags)[0] == 2
+
+
+# -- several processes, and CPU time
+
+
+def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--dataset",
+        "random",
+        "--random-input-len",
+        "8",
+        "--random-output-len",
+        "4",
+        "--random-range-ratio",
+        "0.9",
+    ]
+    with running(FakeServer(delay_s=0.01)) as fake:
+        command = ["bench", "serve", "--base-url", fake.url, *flags, "--num-prompts", "24", "--max-concurrency", "5"]
+        figures = run_json(capsys, *command, "--processes", "2")
+        sent = sorted(tuple(request["prompt"]) for request in fake.requests[8:])  # behind those that warm up
+        assert fake.most_running <= 8 and (figures["completed"], figures["failed"]) == (24, 0)
+        assert figures["max_in_flight"] <= 5 and figures["cpu_s"]["client"] > 0
+        fake.requests.clear()
+        run_json(capsys, *command)
+        assert sorted(tuple(request["prompt"]) for request in fake.requests[8:]) == sent
+
+
+def test_a_client_that_was_the_limit_says_so() -> None:
+    figures = cpu_time({"engine": 1.0, "client": 9.5}, tokens=1000, duration=5.0, processes=2)
+    assert figures["cpu_us_per_token"] == pytest.approx({"engine": 1000, "client": 9500})
+    assert figures["client_busy"] == pytest.approx(0.95) and "take more --processes" in figures["client_error"]
+    idle = cpu_time({"client": 2.0}, tokens=0, duration=5.0, processes=1)
+    assert idle["client_error"] is None and idle["cpu_us_per_token"] is None
