@@ -331,7 +331,19 @@ def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
         "0.9",
     ]
     with running(FakeServer(delay_s=0.01)) as fake:
-        command = ["bench", "serve", "--base-url", fake.url, *flags, "--num-prompts", "24", "--max-concurrency", "5"]
+        command = [
+            "bench",
+            "serve",
+            "--base-url",
+            fake.url,
+            "--model",
+            "random:smollm2-135m",
+            *flags,
+            "--num-prompts",
+            "24",
+            "--max-concurrency",
+            "5",
+        ]
         figures = run_json(capsys, *command, "--processes", "2")
         sent = sorted(tuple(request["prompt"]) for request in fake.requests[8:])  # behind those that warm up
         assert fake.most_running <= 8 and (figures["completed"], figures["failed"]) == (24, 0)
