@@ -30,6 +30,7 @@ from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, join_ranks
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu import ranks as cpu_ranks
+from megakernel.runtime.cpu.processes import peers
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.cpu.processes.heaps import SHARED
 from megakernel.runtime.cpu.processes.peers import RankGone
@@ -257,6 +258,30 @@ def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
             llm.generate([list(range(100))], params, on_step=lambda _: os.kill(backend.processes[0], signal.SIGKILL))
         [after] = llm.generate([list(range(100))], params)
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+@pytest.mark.parametrize("moment", ["in a launch", "between launches"])
+def test_a_rank_that_the_system_stops_is_named_and_the_next_launch_works(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP ends no process and closes nothing. A rank that is ended by force gets no chance to continue."""
+    backend = opened(2, deadlock_s=0.3)
+    program = compiled(2)
+    [victim] = backend.processes
+    if moment == "in a launch":
+        before = bits(backend.launch(program, prompts(program)))
+        os.kill(victim, signal.SIGSTOP)
+        expected = r"rank 0 worker \d waits in .* value \d+, expected"
+    else:  # with a program that it does not have yet
+        os.kill(victim, signal.SIGSTOP)
+        expected = rf"rank 1 \(process {victim}\) has not answered for 1 s: the next launch starts all ranks anew"
+    with monkeypatch.context() as patient, pytest.raises(MegakernelError, match=expected):
+        patient.setattr(peers, "_SILENCE_S", 1)
+        backend.launch(program, prompts(program))
+    assert not Path(f"/proc/{victim}").exists()
+    after = bits(backend.launch(program, prompts(program)))
+    assert moment == "between launches" or after == before
+    backend.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

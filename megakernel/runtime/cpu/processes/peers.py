@@ -14,6 +14,8 @@ from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
 _LAST_WORDS_S = 0.5  # a process whose channel has closed ends within this, or is made to
+# The longest answer is that to a tensor of gigabytes, which is packed, or to a heap, which is allocated in full.
+_SILENCE_S = 120
 
 
 class RankGone(MegakernelError):
@@ -49,7 +51,13 @@ class Peer:
         self._owed += 1
 
     def answer(self) -> tuple[Done | Ended, list[int]]:
-        """The next answer and its descriptors. Raises RankGone, and MegakernelError where the rank could not obey."""
+        """The next answer and its descriptors. Raises RankGone, and MegakernelError where the rank could not obey.
+
+        A process that the system has stopped answers nothing. Its silence is counted in seconds that this process has
+        waited, because both may have been stopped.
+        """
+        if not any(channel.ready([self.fileno()], 1.0) for _ in range(_SILENCE_S)):
+            raise self._gone(f"has not answered for {_SILENCE_S} s")
         try:
             message, descriptors = self._channel.receive()
         except Gone:
@@ -60,11 +68,11 @@ class Peer:
         assert isinstance(message, Done | Ended)
         return message, descriptors
 
-    def _gone(self) -> RankGone:
+    def _gone(self, fate: str = "") -> RankGone:
         self._owed, self.gone = 0, True
         words = self.last_words()
         return RankGone(
-            f"rank {self.rank} (process {self.pid}) {self._fate()}{words and f' ({words})'}: "
+            f"rank {self.rank} (process {self.pid}) {fate or self._fate()}{words and f' ({words})'}: "
             + ("the next launch starts all ranks anew" if self._process else "start the job again")
         )
 
