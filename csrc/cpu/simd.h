@@ -103,14 +103,46 @@ MK_INLINE F32 rounded(F32 v, float) { return v; }
 
 MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
+// The first n of kLanes elements, and zeros. What follows in memory is not read: another thread may be
+// storing it.
+template <class T>
+struct Part {
+  T lanes[kLanes];
+};
+
+template <class T>
+MK_INLINE Part<T> part(const T* p, int n) {
+  Part<T> to{};
+#if defined(__AVX512F__)
+  const uint32_t mask = (1u << n) - 1;
+  if constexpr (sizeof(T) == 4) {
+    const __m512i v = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), p);
+    memcpy(&to, &v, sizeof v);
+  } else if constexpr (sizeof(T) == 2) {
+    const __m256i v = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
+    memcpy(&to, &v, sizeof v);
+  } else {
+    const __m128i v = _mm_maskz_loadu_epi8(static_cast<__mmask16>(mask), p);
+    memcpy(&to, &v, sizeof v);
+  }
+#else
+  T* end = to.lanes;
+  MK_UNROLL for (int width = kLanes / 2; width; width /= 2) {
+    if (n & width) {
+      memcpy(end, p, width * sizeof(T));
+      end += width;
+      p += width;
+    }
+  }
+#endif
+  return to;
+}
+
 // The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a
 // value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
-  if (n >= kLanes) return load(p);
-  T part[kLanes] = {};
-  for (int i = 0; i < n; ++i) part[i] = p[i];
-  return load(part);
+  return n >= kLanes ? load(p) : load(part(p, n).lanes);
 }
 
 template <class T>
@@ -162,6 +194,10 @@ MK_INLINE F32 load_half(const uint16_t* p) {
   const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));
   const F32 small = __builtin_convertvector((I32)mantissa, F32) * 0x1p-24f;
   return (F32)((U32)select(exponent == 0, small, (F32)wide) | (half & 0x8000) << 16);
+}
+
+MK_INLINE F32 load_half(const uint16_t* p, int n) {
+  return n >= kLanes ? load_half(p) : load_half(part(p, n).lanes);
 }
 
 // A number that is not negative as float16: nearest, ties to even.

@@ -1,50 +1,61 @@
-"""The CPU interpreter with more threads than cores, under a race detector."""
+"""Many threads on the streams of several ranks. `tests/support/sanitized.py thread` runs this under a race detector."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import numpy as np
+import pytest
+from cpu_support import Array, RandomCheckpoint, fill
+from handmade import make_dims, make_program, make_queue_program
 
-from race_detector import need_race_detector
+from megakernel.isa import Dims, Dtype, StepTable
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.config import ModelConfig
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step, check_step
+from megakernel.runtime.cpu import CpuBackend
 
-ROOT = Path(__file__).parents[2]
-# One SIMD width is enough, and takes a third of the time to build.
-FLAGS = ["-std=c++20", "-O0", "-g1", "-fsanitize=thread", "-Wno-tsan", "-fPIC", "-shared", "-pthread"]
-FLAGS += ["-DMK_SIMD=portable", "-DMK_LANES=4", "-Davx2_kernels=portable_kernels", "-Davx512_kernels=portable_kernels"]
-FLAGS += ["-Davx512bf16_kernels=portable_kernels"]
-
-_LAUNCHES = """
-import ctypes, sys
-sys.path[:0] = {tests!r}
-from megakernel.runtime.cpu import native
-native.load = lambda: ctypes.CDLL({library!r})
-from test_cpu_interpreter import *
-backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=6)
-fill(backend)
-table, expected = mixed_table(), None
-for workers in (1, 2, 5, 7):
-    program = forward_program(workers)
-    for traced in (False, True, False):
-        logits = backend.launch(program, table, trace=traced).logits[[0, 1, 3]]
-        expected = logits.copy() if expected is None else expected
-        np.testing.assert_array_equal(logits, expected)
-backend.close()
-"""
+CONFIG = ModelConfig(vocab=83, hidden=48, ffn=72, layers=2, heads=12, kv_heads=4, head_dim=24, max_context=200)
+PAGES = 40
 
 
-def test_threads_that_take_over_streams_race_nowhere(tmp_path: Path) -> None:
-    """Six threads share up to seven streams, so most launches hand some of them over. All bits are equal."""
-    need_race_detector(tmp_path)
-    library = tmp_path / "native.so"
-    sources = sorted(map(str, (ROOT / "csrc" / "cpu").glob("*.cpp")))
-    subprocess.run(["g++", *FLAGS, *sources, "-o", str(library)], check=True)
-    detector = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True).stdout
-    tests = [str(Path(__file__).parent), str(ROOT / "tests" / "support")]
-    script = _LAUNCHES.format(tests=tests, library=str(library))
-    environment = {**os.environ, "LD_PRELOAD": detector.strip(), "MEGAKERNEL_SIMD": "portable"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert (done.stderr, done.returncode) == ("", 0)
+def dims(tp: int, dtype: Dtype, quantised: bool) -> Dims:
+    """Row blocks of 4 tokens, so that several of them store to each page of 16 tokens."""
+    sizes = {"row_block": 4, "tokens": 40, "logit_rows": 4, "tp": tp, "dtype": int(dtype)}
+    return make_dims(CONFIG, **sizes, quantised_kv=int(quantised))
+
+
+def table(dims: Dims) -> StepTable:
+    """A prompt that goes on inside a page, another from its start, and a row that decodes."""
+    rng = np.random.default_rng(6)
+    first, second = (rng.integers(0, CONFIG.vocab, n).tolist() for n in (21, 11))
+    chunks = [
+        Chunk(0, 37, first, [3, 14, 9, 4], [SampleRow(20)]),
+        Chunk(1, 0, second, [5], [SampleRow(10)]),
+        Chunk(2, 70, [1], [7, 8, 10, 11, 12], [SampleRow(0)]),
+    ]
+    made = build_step(dims, chunks)
+    check_step(made)
+    return made
+
+
+def logits(program: Program, threads: int) -> list[Array]:
+    kind = Dtype(program.dims.dtype)
+    checkpoint = RandomCheckpoint(weight_dims(CONFIG, kind), biased=False)
+    backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=kind, threads=threads)
+    if program.dims.tp == 1 and not program.dims.quantised_kv:
+        fill(backend)  # the tokens before the step's, too
+    out = [backend.launch(program, table(program.dims), trace=n == 1).logits[:3].copy() for n in range(3)]
+    backend.close()
+    return out
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_threads_change_no_bits(tp: int, dtype: Dtype, quantised: bool) -> None:
+    """More threads than streams, and more streams than threads: most launches hand some streams over."""
+    sizes = dims(tp, dtype, quantised)
+    expected = logits(make_program(CONFIG, sizes, 1), 1)[0]
+    for make, workers, threads in ((make_program, 3, 2), (make_program, 2, 8), (make_queue_program, 3, 3)):
+        for found in logits(make(CONFIG, sizes, workers), threads):
+            np.testing.assert_array_equal(found, expected)

@@ -37,14 +37,14 @@ struct Strip {
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
-// One in a cache already.
+// One in a cache already, of memory that has room for whole vectors and that nobody else writes.
 struct NearStrip {
   const float* now;
 
   NearStrip right(int columns) const { return {now + columns}; }
   NearStrip down(int rows, int64_t stride) const { return {now + rows * stride}; }
   MK_INLINE void fetch(int, int64_t) const {}
-  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
+  MK_INLINE F32 row(int t, int64_t stride, int, F32) const { return load(now + t * stride); }
 };
 
 // Of quantised keys: rows are elements, columns tokens of a page. Blocks of elements lie one after the other,
@@ -59,10 +59,12 @@ struct KeyStrip {
   }
   MK_INLINE int64_t at(int t, int64_t stride) const { return (t + t / kKvUnit * kKvScale) * stride; }
   MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + at(t, stride)); }
-  MK_INLINE F32 scale(int t, int64_t stride) const {
-    return load_half(reinterpret_cast<const uint16_t*>(scales + at(t, stride)));
+  MK_INLINE F32 scale(int t, int64_t stride, int n) const {
+    return load_half(reinterpret_cast<const uint16_t*>(scales + at(t, stride)), n);
   }
-  MK_INLINE F32 row(int t, int64_t stride, int, F32 scale) const { return load(now + at(t, stride)) * scale; }
+  MK_INLINE F32 row(int t, int64_t stride, int n, F32 scale) const {
+    return load(now + at(t, stride), n) * scale;
+  }
 };
 
 // Of quantised values: rows are tokens of a page, columns elements of one block of `width`.
@@ -105,7 +107,7 @@ void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last,
   for (int t = 0; t < k; ++t) {
     if constexpr (std::is_same_v<S, KeyStrip>) {
       if (t % kKvUnit == 0) {
-        MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb);
+        MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb, v + 1 < V ? kLanes : last);
       }
     }
     F32 row[V];
@@ -221,9 +223,10 @@ struct Cache {
         this->strip(token, [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, row); });
     if constexpr (kQuantised) {
       const int8_t* block = strip.now;
+      const int tokens = lower_of(d.kv_page, end - (token - token % d.kv_page));
       for (int at = 0; at * kKvUnit < d.head_dim * d.kv_page; at += d.kv_page, block += kv_block_bytes(d)) {
-        for (int t = 0; t < d.kv_page; t += kLanes)
-          store(scales + at + t, load_half(reinterpret_cast<const uint16_t*>(block) + t));
+        for (int t = 0; t < tokens; t += kLanes)
+          store(scales + at + t, load_half(reinterpret_cast<const uint16_t*>(block) + t, tokens - t));
       }
       return ValuePage{d, strip.now, strip.next, scales, token % d.kv_page};
     } else {
@@ -251,25 +254,24 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token % d.kv_block}; }
   NearStrip value(int token) const { return {scratch.values + token % d.kv_block * value_stride()}; }
 
-  // Keys as whole vectors: others may be storing those of later tokens meanwhile, whose scores softmax_row
-  // masks.
+  // Of keys beyond the last token, which others may be storing meanwhile, nothing is read.
   template <class T>
   Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
     const int start = block * d.kv_block, n = d.head_dim;
     const int64_t from = cache.key_stride(), key_to = key_stride(), value_to = value_stride();
     for (int begin = 0; begin < tokens; begin += d.kv_page) {
-      for (int t = 0; t < d.kv_page; t += kLanes) {
+      const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
+      for (int t = 0; t < rows; t += kLanes) {
         const auto column = cache.key(start + begin + t);
         F32 scale{};
         float* out = scratch.keys + begin + t;
         for (int e = 0; e < n; ++e, out += key_to) {
           if constexpr (Cache<T>::kQuantised) {
-            if (e % kKvUnit == 0) scale = column.scale(e, from);
+            if (e % kKvUnit == 0) scale = column.scale(e, from, rows - t);
           }
-          store(out, column.row(e, from, kLanes, scale));
+          store(out, column.row(e, from, rows - t, scale));
         }
       }
-      const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
       const auto row = cache.value(start + begin);
       float* out = scratch.values + begin * value_to;
       for (int t = 0; t < rows; ++t, out += value_to) {
@@ -319,9 +321,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
   const int start = block * d.kv_block, tokens = visible_tokens(d, positions[rows - 1], block);
   dense(
-      rows * group, (tokens + kLanes - 1) / kLanes * kLanes, queries, d.head_dim,
-      [&](int token) { return kv.key(start + token); }, kv.key_stride(), d.head_dim, scores, d.kv_block,
-      false);
+      rows * group, tokens, queries, d.head_dim, [&](int token) { return kv.key(start + token); },
+      kv.key_stride(), d.head_dim, scores, d.kv_block, false);
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
