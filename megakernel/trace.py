@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MegakernelError, file_errors
+from .errors import MegakernelError, file_errors, whole_file
 
 
 class Role(IntEnum):
@@ -112,8 +112,8 @@ class Trace:
         if self.attention is not None:
             fields["attention"], block = self.attention.shape, self.attention.tobytes()
         header = json.dumps(fields).encode()
-        with file_errors(f"write trace {path}"):
-            path.write_bytes(_MAGIC + len(header).to_bytes(8, "little") + header + block + self.intervals.tobytes())
+        with whole_file(path, f"trace {path}") as part:
+            part.write_bytes(_MAGIC + len(header).to_bytes(8, "little") + header + block + self.intervals.tobytes())
 
     @staticmethod
     def load(path: Path) -> Trace:
@@ -134,5 +134,5 @@ class Trace:
             intervals = np.frombuffer(data, DTYPE, offset=start)
             _check(header, attention)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-            raise MegakernelError(f"trace file {path} is damaged: {ascii(str(e))[1:-1][:200]}") from e
+            raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}") from e
         return Trace(header, intervals, attention)

@@ -1,53 +1,84 @@
-"""Does any file crash its readers? Changes programs, traces and machine files, and reads each in a child process.
+"""Does any file crash its readers? Changes files of every kind at random, and reads each in a child process.
 
-    python benchmarks/correctness/hostile_files.py --count 3000 -o benchmarks/results/hostile-files.json
+    python benchmarks/correctness/hostile_files.py --count 8000 -o benchmarks/results/hostile-files.json
 
 A mutant follows from its kind and number alone: `--kind traces --first 17 --count 1` makes one again. Every reader must
 take it or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed
-makes the run end with exit status 1.
+makes the run end with exit status 1. Such a mutant is shrunk to the changed bytes that are enough. `--sanitized` does
+it all with a native library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from hostile_files import KINDS, good_programs, try_mutant
+import hostile_files
+import hostile_models
+from mutants import FINE, Kind, Mutant, rng_of, shrink, try_data, try_mutants
 from record import options, write
+from sanitized import build, reports
 
-FINE = {"ok", "refused"}
+KINDS = hostile_files.KINDS | hostile_models.KINDS
+
+
+def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
+    """The changes that are enough for the same reader to fail."""
+
+    def fails(data: bytes) -> bool:
+        found = try_data(kind, replace(mutant, data=data), folder)
+        return any(found.get(reader, "ok") not in FINE for reader, outcome in stages.items() if outcome not in FINE)
+
+    return shrink(mutant, fails) if mutant.data else []
+
+
+def sanitized() -> int:
+    """The same command with another library."""
+    with tempfile.TemporaryDirectory() as name:
+        environment = os.environ | build(Path(name), "address,undefined")
+        command = [sys.executable, *(a for a in sys.argv if a != "--sanitized")]
+        status = subprocess.run(command, env=environment).returncode
+        print(found := reports(Path(name)), end="")
+    return status or bool(found)
 
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--kind", choices=KINDS, help="only this one")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only this one; may be repeated")
     parser.add_argument("--count", type=int, default=1000, help="mutants of each kind (default: 1000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
+    parser.add_argument("--sanitized", action="store_true", help="with sanitizers in the native library")
     args = parser.parse_args()
-    good_programs()  # before children are made
+    if args.sanitized:
+        return sanitized()
+    hostile_files.good_programs()  # before children are made
     found: dict[str, dict[str, int]] = {}
     failures = []
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in [args.kind] if args.kind else KINDS:
+    seeds = range(args.first, args.first + args.count)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in args.kind or KINDS:
             counts: Counter[str] = Counter()
-            for seed in range(args.first, args.first + args.count):
-                for reader, outcome in try_mutant(kind, seed, Path(folder)).items():
-                    counts[f"{reader}: {outcome if outcome in FINE else outcome.split()[0]}"] += 1
-                    if outcome not in FINE:
-                        failures.append({"kind": kind, "number": seed, "reader": reader, "outcome": outcome})
-                        print(f"{kind} {seed}, {reader}: {outcome}", flush=True)
+            for seed, stages in try_mutants(kind, KINDS[kind], seeds, folder):
+                counts.update(f"{r}: {outcome if outcome in FINE else 'failed'}" for r, outcome in stages.items())
+                bad = {reader: outcome for reader, outcome in stages.items() if outcome not in FINE}
+                if bad:
+                    changes = smallest(KINDS[kind], KINDS[kind].make(rng_of(kind, seed), seed), stages, folder)
+                    failures.append({"kind": kind, "number": seed, "readers": bad, "changes": changes})
+                    print(f"{kind} {seed}: {bad}; enough is {changes[:8]}", flush=True)
             found[kind] = dict(sorted(counts.items()))
-            print(
-                f"{kind}: {args.count} mutants",
-                *(f"{count:6} {what}" for what, count in found[kind].items()),
-                sep="\n  ",
-            )
-    write(args.output, {"mutants_of_each_kind": args.count, "readers": found, "failures": failures})
+            lines = (f"{count:6} {what}" for what, count in found[kind].items())
+            print(f"{kind}: {args.count} mutants", *lines, sep="\n  ", flush=True)
+    library = "sanitized" if "LD_PRELOAD" in os.environ else "as installed"
+    write(args.output, {"mutants_of_each_kind": args.count, "library": library, "readers": found, "failures": failures})
     return 1 if failures else 0
 
 

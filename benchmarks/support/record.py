@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megakernel.errors import whole_file
 from megakernel.machine import cpu_count, processor
 
 
@@ -42,9 +43,8 @@ def write(path: Path | None, figures: dict[str, Any]) -> None:
 
 def put(path: Path, figures: dict[str, Any]) -> None:
     """A file that holds all of `figures` or, where this process ends meanwhile, what it held before."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text(figures) + "\n")
-    part.replace(path)
+    with whole_file(path, f"figures to {path}") as part:
+        part.write_text(text(figures) + "\n")
 
 
 def text(value: Any, margin: str = "") -> str:

@@ -23,7 +23,11 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
   } catch (const std::bad_alloc&) {
     last_error = "out of memory";
   } catch (const std::exception& e) {
-    last_error = e.what();
+    try {
+      last_error = e.what();
+    } catch (const std::bad_alloc&) {
+      last_error = "out of memory";  // so short that it needs none
+    }
   }
   return failure;
 }
@@ -109,15 +113,19 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
 // 0: done; 1: still running; -1: aborted, mk_error() names what was waited for, and before another launch of
 // the program mk_reset is needed.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
-  switch (engine->interpreter->wait(std::chrono::milliseconds(timeout_ms))) {
-    case mk::Status::kDone:
-      return 0;
-    case mk::Status::kRunning:
-      return 1;
-    default:
-      last_error = engine->interpreter->error();
-      return -1;
-  }
+  return guarded(
+      [&] {
+        switch (engine->interpreter->wait(std::chrono::milliseconds(timeout_ms))) {
+          case mk::Status::kDone:
+            return 0;
+          case mk::Status::kRunning:
+            return 1;
+          default:
+            last_error = engine->interpreter->error();
+            return -1;
+        }
+      },
+      -1);
 }
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
@@ -169,12 +177,16 @@ MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t
   engine->interpreter->delay = {segment, layer, record, ns};
 }
 
-// Number of intervals of the last traced launch; copies them where `out` is not null.
+// Number of intervals of the last traced launch, or -1 on failure; copies them where `out` is not null.
 MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
-  const std::vector<mk::Interval> all = engine->interpreter->intervals();
-  if (out != nullptr && !all.empty()) memcpy(out, all.data(), all.size() * sizeof(mk::Interval));
-  *dropped = engine->interpreter->dropped();
-  return static_cast<int64_t>(all.size());
+  return guarded(
+      [&] {
+        const std::vector<mk::Interval> all = engine->interpreter->intervals();
+        if (out != nullptr && !all.empty()) memcpy(out, all.data(), all.size() * sizeof(mk::Interval));
+        *dropped = engine->interpreter->dropped();
+        return static_cast<int64_t>(all.size());
+      },
+      int64_t{-1});
 }
 
 // Seconds that reading the clock takes.

@@ -132,26 +132,29 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   traced_ = trace;
   failed_ = false;
   error_.clear();
-  ++program.launches;
+  out_of_memory_.store(false, std::memory_order_relaxed);
   cursors_ = std::vector<Cursor>(int64_t{ranks_} * program.workers);
-  left_.store(0, std::memory_order_relaxed);
   for (size_t i = 0; i < cursors_.size(); ++i) {
     Cursor& c = cursors_[i];
     c.rank = first_rank_ + static_cast<int>(i) / program.workers;
     c.worker = static_cast<int>(i) % program.workers;
     c.next = program.begin(kPrologue, program.stream(c.rank, c.worker));
     if (trace) c.intervals.reserve(interval_bound(c));
+  }
+  deal_streams();
+  ++program.launches;  // from here on nothing can fail
+  left_.store(0, std::memory_order_relaxed);
+  for (Cursor& c : cursors_) {
     if (settle(c)) {
       left_.fetch_add(1, std::memory_order_relaxed);
     } else {
       c.hold.store(Hold::kEnded, std::memory_order_relaxed);
     }
   }
-  deal_streams();
   for (Progress& p : progress_) p.instructions.store(0, std::memory_order_relaxed);
   seen_progress_ = 0;
   seen_at_ = std::chrono::steady_clock::now();
-  pool_.start([this](int thread) { traced_ ? run<true>(thread) : run<false>(thread); }, [this] { finish(); });
+  pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
 }
 
 // In turn; where there are enough threads, each serves one rank.
@@ -207,10 +210,24 @@ Status Interpreter::wait(std::chrono::milliseconds limit) {
   return Status::kRunning;
 }
 
+void Interpreter::serve(int thread) {
+  try {
+    traced_ ? run<true>(thread) : run<false>(thread);
+  } catch (const std::bad_alloc&) {
+    out_of_memory_.store(true, std::memory_order_relaxed);
+    abort();
+  }
+}
+
 // On the last thread of a launch.
 void Interpreter::finish() {
   failed_ = aborted();
-  if (failed_) error_ = describe_block();
+  if (!failed_) return;
+  try {
+    error_ = out_of_memory_.load(std::memory_order_relaxed) ? "out of memory" : describe_block();
+  } catch (const std::bad_alloc&) {
+    error_ = "out of memory";  // so short that it needs none
+  }
 }
 
 void Interpreter::reset(Program& program) {

@@ -110,6 +110,7 @@ class Interpreter {
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
+  void serve(int thread);  // `run`, where memory may run out
   template <bool kTrace>
   Visit visit(Cursor& cursor, int thread);
   template <bool kTrace>
@@ -158,6 +159,7 @@ class Interpreter {
   std::vector<Progress> progress_;
   bool traced_ = false;
   bool failed_ = false;
+  std::atomic<bool> out_of_memory_{false};
   uint64_t seen_progress_ = 0;
   std::chrono::steady_clock::time_point seen_at_;
 

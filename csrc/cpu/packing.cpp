@@ -235,6 +235,9 @@ Columns columns_of(const Matrix& m, int64_t index) {
 Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   constexpr int64_t kAlign = 64;
   const int64_t panels = matrix.panels();
+  const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
+  std::vector<std::thread> pool;
+  pool.reserve(n);
   std::vector<Columns> columns;
   std::vector<int64_t> begin{0};
   for (int64_t p = 0; p < panels; ++p) {
@@ -250,11 +253,14 @@ Packed pack(const Matrix& matrix, Arena& arena, int threads) {
       pack_panel(columns[p], data);
     }
   };
-  std::vector<std::thread> pool;
-  const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
-  for (int64_t t = 1; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
+  int64_t t = 1;
+  try {
+    for (; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
+  } catch (const std::exception&) {  // no room for another thread: this one does the rest
+  }
   work(0, panels / n);
-  for (std::thread& t : pool) t.join();
+  work(panels * t / n, panels);
+  for (std::thread& thread : pool) thread.join();
   return out;
 }
 

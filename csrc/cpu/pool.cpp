@@ -3,10 +3,18 @@
 namespace mk {
 
 Pool::Pool(int threads) {
-  for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
+  threads_.reserve(threads);
+  try {
+    for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

@@ -21,6 +21,7 @@ class Pool {
 
  private:
   void serve(int thread);
+  void end();
 
   std::mutex mutex_;
   std::condition_variable work_, idle_;

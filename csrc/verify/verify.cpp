@@ -1,7 +1,7 @@
-// The C interface that scheduler/verify/native.py loads. Functions give -1 where memory runs out,
+// The C interface that scheduler/verify/native.py loads. Functions give -1 where memory or threads run out,
 // and -2 where their arguments name rows, phases or buffers that there are not.
 #include <algorithm>
-#include <new>
+#include <exception>
 
 #include "check.h"
 #include "reach.h"
@@ -16,7 +16,7 @@ MK_API int32_t mk_verify_order(const Graph* graph, int32_t* missing, int32_t* or
   if (!is_sound(*graph)) return -2;
   try {
     return topological_order(*graph, missing, order);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
 }
@@ -46,7 +46,7 @@ MK_API int64_t mk_verify_data(const Graph* graph, const int32_t* order, const St
     const int64_t count = std::min<int64_t>(most, static_cast<int64_t>(walk.found.size()));
     std::copy_n(walk.found.begin(), count, found);
     return count;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
 }

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, whole_file
 from . import output
 from .options import PaperModel, paper_model
 
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
         svg = render_plot(hardware, points, title, RATE[dtype])
         style = "<style>body{margin:0}svg{display:block;width:100vw;height:100vh}</style>"
         page = f"<!doctype html><meta charset=utf-8><title>Roofline</title>{style}{svg}"
-        args.plot.write_text(svg if args.plot.suffix == ".svg" else page)
+        with whole_file(args.plot, f"plot {args.plot}") as part:
+            part.write_text(svg if args.plot.suffix == ".svg" else page)
         output.stderr.print(f"wrote {args.plot}")
     if args.json:
         output.emit(facts)

@@ -4,7 +4,7 @@ from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space
 from .costs import attention_cost, cost, itemsize, kv_bytes
 from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
-from .dtypes import Dtype, from_f32, to_f32
+from .dtypes import Dtype, all_finite, from_f32, to_f32
 from .items import slot_work
 from .link import link_bytes
 from .loads import loads
@@ -49,6 +49,7 @@ __all__ = [
     "StepTable",
     "Units",
     "accesses",
+    "all_finite",
     "attention_cost",
     "attention_pages",
     "ceil_div",

@@ -53,22 +53,41 @@ class Dtype(IntEnum):
 
 
 class Block(NamedTuple):
-    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h says what the bytes mean."""
+    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h says what the bytes mean.
+
+    `scales`: where the float16s of scale and minimum begin. All other bytes are whole numbers.
+    """
 
     weights: int
     bytes: int
+    scales: tuple[int, ...]
 
 
 BLOCKS = {
-    Dtype.Q8_0: Block(32, 34),
-    Dtype.Q4_0: Block(32, 18),
-    Dtype.Q4_1: Block(32, 20),
-    Dtype.Q5_0: Block(32, 22),
-    Dtype.Q5_1: Block(32, 24),
-    Dtype.Q4_K: Block(256, 144),
-    Dtype.Q5_K: Block(256, 176),
-    Dtype.Q6_K: Block(256, 210),
+    Dtype.Q8_0: Block(32, 34, (0,)),
+    Dtype.Q4_0: Block(32, 18, (0,)),
+    Dtype.Q4_1: Block(32, 20, (0, 2)),
+    Dtype.Q5_0: Block(32, 22, (0,)),
+    Dtype.Q5_1: Block(32, 24, (0, 2)),
+    Dtype.Q4_K: Block(256, 144, (0, 2)),
+    Dtype.Q5_K: Block(256, 176, (0, 2)),
+    Dtype.Q6_K: Block(256, 210, (208,)),
 }
+_INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
+
+
+def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
+    """Whether elements or rows of blocks of `dtype` hold neither a NaN nor an infinity.
+
+    As whole numbers those are the largest floats of either sign. Two maxima take a tenth of the time of `isfinite`.
+    """
+    if dtype.quantised:
+        blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
+        scales = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in BLOCKS[dtype].scales)
+        return all(all_finite(scale, Dtype.F16) for scale in scales)
+    signed, unsigned, most = np.dtype(f"i{a.itemsize}"), np.dtype(f"u{a.itemsize}"), _INFINITY[dtype]
+    negative = most | 1 << 8 * a.itemsize - 1
+    return a.size == 0 or (int(a.view(signed).max()) < most and int(a.view(unsigned).max()) < negative)
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:

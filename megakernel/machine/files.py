@@ -65,7 +65,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as e:  # TOML's own errors, bytes that are no text, integers that are too long
-        raise MegakernelError(f"machine file {path} is not valid TOML: {ascii(str(e))[1:-1][:200]}") from e
+        raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
     if unknown:
         raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: take one of {', '.join(_SECTIONS)}")

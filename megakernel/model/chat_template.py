@@ -1,57 +1,105 @@
-"""Chat templates: untrusted Jinja programs from model files, run in Jinja's sandbox."""
+"""Chat templates: untrusted Jinja programs from model files, run in Jinja's sandbox in a process with limits."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from contextlib import suppress
+from pathlib import Path
 
 import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import MegakernelError
+from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
+from .template_worker import environment
+
+_WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A compiled template with the globals and whitespace rules that Hugging Face's templates are written for."""
+    """A template. Its process starts when it is first rendered, and ends with this object.
+
+    The sandbox keeps a template from files and from Python's inner objects, not from loops and from numbers without
+    end, and Jinja computes constants as early as it compiles. So only the syntax is checked here.
+    """
 
     def __init__(self, source: str, origin: str) -> None:
-        self._origin = origin
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._source, self._origin = source, origin
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        if len(source) > MOST_TEMPLATE_CHARACTERS:
+            raise self._error("broken", f"it has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}")
         try:
-            self._template = environment.from_string(source)
+            environment().parse(source)
         except (jinja2.TemplateError, RecursionError) as e:
-            raise MegakernelError(f"the chat template of {origin} is broken: {e}") from e
+            raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
         """The prompt's text, up to where the assistant's answer begins. `special`: bos_token and the like."""
+        values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **special}
+        with self._lock:
+            if self._process is None:
+                self._process = self._start()
+                self._ask(self._process, self._source)
+            return self._ask(self._process, values)
+
+    def _start(self) -> subprocess.Popen[str]:
+        limits = (MOST_TEMPLATE_SECONDS, MOST_TEMPLATE_BYTES, MOST_PROMPT_CHARACTERS)
+        command = [sys.executable, "-P", str(_WORKER), *map(str, limits)]
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, tools=None, **special)
-        except Exception as e:  # a template can fail in any way a Python expression can
-            raise MegakernelError(f"the chat template of {self._origin} failed: {e or type(e).__name__}") from e
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+                process_group=0,  # Ctrl-C is for this process
+            )
+        except OSError as e:
+            raise MegakernelError(f"cannot start a process for the chat template: {e.strerror}") from e
+        weakref.finalize(self, _end, process)
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], values: object) -> str:
+        """The text that the process answers. A process that has ended, or is left in the middle, is not asked again."""
+        assert process.stdin is not None and process.stdout is not None
+        self._process = None
+        try:
+            process.stdin.write(json.dumps(values) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:
+            _end(process)
+            raise
+        if not line:
+            _end(process)
+            if process.returncode == -signal.SIGPROF:
+                raise self._error("failed", f"it computes for more than {MOST_TEMPLATE_SECONDS} s")
+            raise self._error("failed", f"it needs more than {MOST_TEMPLATE_BYTES >> 20} MiB, or its process was ended")
+        [(kind, text)] = json.loads(line).items()
+        if kind == "broken":
+            _end(process)
+        else:
+            self._process = process
+        if kind != "text":
+            raise self._error(kind, text)
+        return str(text)
+
+    def _error(self, how: str, why: str) -> MegakernelError:
+        return MegakernelError(f"the chat template of {self._origin} {'is ' * (how == 'broken')}{how}: {why}")
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; here it is only text."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # of what was still to be written
+            pipe.close()
+    process.wait()

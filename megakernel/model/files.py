@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors
-from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
+from ..isa import BUFFERS, Buffer, Dtype, all_finite, from_f32, to_f32
 from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
 from .config import ModelConfig
 from .families import forward, weights
@@ -98,6 +98,7 @@ class FileCheckpoint:
         out = []
         for index, name in enumerate(self._naming.names(buffer, layer)):
             rows = self._tensors.rows(name, 0, self._tensors.shapes[name][0])
+            self._check_finite(name, rows)
             data = np.ascontiguousarray(rows).view(np.uint8)
             halved = index < self._naming.halved.get(buffer, 0)
             out.append(Rows(self._tensors.dtype(name), _interleave(data, self.config.head_dim) if halved else data))
@@ -115,7 +116,15 @@ class FileCheckpoint:
         kind = self._tensors.dtype(name)
         for start in range(0, len(out), step):
             rows = self._tensors.rows(name, start, min(start + step, len(out)))
+            self._check_finite(name, rows)
             out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
+
+    def _check_finite(self, name: str, rows: NDArray[np.generic]) -> None:
+        """One such weight makes every token's numbers meaningless, and no later message could name it."""
+        if not all_finite(rows, self._tensors.dtype(name)):
+            raise MegakernelError(
+                f"tensor {name} in {self._tensors.where(name)} holds a NaN or an infinity: fetch the file again"
+            )
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import Dtype
 from .files import check_ranges, map_file
+from .limits import MOST_METADATA_ELEMENTS, MOST_STRING_BYTES
 
 _SCALARS: dict[int, str] = {
     GGUFValueType.UINT8: "<u1",
@@ -45,6 +46,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
+        self._elements = 0
 
     def bytes(self, size: int) -> bytes:
         begin = self.offset
@@ -63,14 +65,30 @@ class _Cursor:
         return int.from_bytes(self.bytes(8), "little")
 
     def string(self) -> str:
-        return self.bytes(self.u64()).decode("utf-8")
+        size = self.u64()
+        if size > MOST_STRING_BYTES:
+            raise MegakernelError(
+                f"{self._path} is damaged: a string of {size} bytes before byte {self.offset} is longer than "
+                f"{MOST_STRING_BYTES}"
+            )
+        return self.bytes(size).decode("utf-8")
+
+    def count(self, number: int) -> int:
+        """`number` itself, of things that are about to be read."""
+        self._elements += number
+        if self._elements > MOST_METADATA_ELEMENTS:
+            raise MegakernelError(
+                f"{self._path} is damaged: it announces {number} elements before byte {self.offset}; "
+                f"all together may be {MOST_METADATA_ELEMENTS}"
+            )
+        return number
 
     def value(self) -> Any:
         kind = self.u32()
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
-            kind, length = self.u32(), self.u64()
+            kind, length = self.u32(), self.count(self.u64())
             if kind == GGUFValueType.STRING:
                 return [self.string() for _ in range(length)]
             return self._numbers(kind, length)
@@ -128,7 +146,7 @@ class GgufFile:
         version = cursor.u32()
         if version not in (2, 3):
             raise MegakernelError(f"{self.path} has GGUF version {version}; 2 and 3, little-endian, are supported")
-        tensors, entries = cursor.u64(), cursor.u64()
+        tensors, entries = cursor.count(cursor.u64()), cursor.count(cursor.u64())
         for _ in range(entries):
             key = cursor.string()
             if key in self.metadata:

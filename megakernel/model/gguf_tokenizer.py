@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from ..errors import MegakernelError
 from .chat_template import ChatTemplate
 from .gguf_file import GgufFile
+from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
 # The published splitting rules. Qwen2's is Llama 3's with every digit on its own; Tekken is Mistral's, which also cuts
@@ -46,6 +47,10 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     tokens, types = get("tokens"), get("token_type", [])
     if not _strings(tokens) or not isinstance(types, list) or len(types) > len(tokens):
         raise MegakernelError(f"{file.path}: the tokenizer's tokens or their types are missing or malformed")
+    if (most := max(map(len, tokens))) > MOST_TOKEN_CHARACTERS:
+        raise MegakernelError(
+            f"{file.path}: a token has {most} characters; a token has at most {MOST_TOKEN_CHARACTERS}"
+        )
     model, pre = get("model"), get("pre")
     if model == "gpt2":
         backend = _byte_level(file, tokens, get("merges"), pre)
@@ -64,7 +69,10 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
             ]
         )
 
-    special = {f"{n}_token": tokens[i] for n in ("bos", "eos") if isinstance(i := get(f"{n}_token_id"), int)}
+    named = {n: get(f"{n}_token_id") for n in ("bos", "eos")}
+    if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
+        raise MegakernelError(f"{file.path}: the id of a special token lies outside of the {len(tokens)} tokens")
+    special = {f"{n}_token": tokens[i] for n, i in named.items() if isinstance(i, int)}
     # Where the file does not say, these kinds of vocabulary are used with BOS.
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
@@ -117,7 +125,7 @@ def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
     """SentencePiece's BPE joins the two neighbours whose union has the best score, so scores rank the merges."""
-    if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)):
+    if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)) or _strings(scores):
         raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
     known = set(tokens)
     ranked = sorted((i for i, kind in enumerate(types) if kind == _NORMAL), key=lambda i: -scores[i])

@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, whole_file
 from ..isa import Dtype, from_f32, to_f32
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
@@ -42,20 +42,19 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     for name, shape in expected_shapes(config, naming).items():
         tensor_type = stored if len(shape) == 2 else Type.F32
         writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, tensor_type), tensor_type)
-    part = path.with_suffix(".part")
-    writer.write_header_to_file(part)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
-    for _, tensor in tensors_of(checkpoint, naming, compute):
-        if tensor.ndim == 1:
-            writer.write_tensor_data(to_f32(tensor))
-        else:
-            values = to_f32(tensor)
-            writer.write_tensor_data(quantise(values, kind) if kind.quantised else from_f32(values, kind))
-    writer.close()
-    part.replace(path)
+    with whole_file(path, f"GGUF file {path}") as part:
+        writer.write_header_to_file(part)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for _, tensor in tensors_of(checkpoint, naming, compute):
+            if tensor.ndim == 1:
+                writer.write_tensor_data(to_f32(tensor))
+            else:
+                values = to_f32(tensor)
+                writer.write_tensor_data(quantise(values, kind) if kind.quantised else from_f32(values, kind))
+        writer.close()
 
 
 def _add_config(writer: Any, config: ModelConfig) -> None:

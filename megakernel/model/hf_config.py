@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import MegakernelError
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES, Family
-from .limits import check_config
+from .limits import MOST_JSON_BYTES, check_config
 
 # Read below.
 _READ = {
@@ -57,6 +57,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or one clear error."""
     try:
+        if (size := path.stat().st_size) > MOST_JSON_BYTES:
+            raise MegakernelError(f"{path} has {size} bytes; such a file has at most {MOST_JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise MegakernelError(f"{path} does not exist: is {path.parent} a Hugging Face model folder?") from e
@@ -134,7 +136,7 @@ class _Keys:
             return default
         if value is None:
             raise MegakernelError(f"{self.source}: {key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
             raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not a whole number")
         return value
 
@@ -212,11 +214,14 @@ def _number(table: dict[str, Any], key: str, source: str, default: float) -> flo
 
 def _ids(value: Any, key: str, source: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
         raise MegakernelError(f"{source}: {key} is {_short(value)}, not token ids")
     return tuple(ids)
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,14 +1,34 @@
-"""Checks that every source of a configuration shares."""
+"""The limits of a model's files, each with its reason, and the checks that every source of a configuration shares."""
 
 from __future__ import annotations
 
 import math
 
 from ..errors import MegakernelError
+from ..isa.record import MOST_LAYERS
 from .config import ModelConfig, RopeKind
 
 # Sizes are int32 in the instruction set; products of two of them are computed in 64 bits.
 _LARGEST = 2**31 - 1
+# Token ids index arrays of the vocabulary, such as a row of logits. The largest vocabularies have 2^18 tokens.
+MOST_VOCABULARY = 1 << 24
+# The largest published chat templates have 20,000 characters. Jinja parses in linear time.
+MOST_TEMPLATE_CHARACTERS = 1 << 20
+# Of one compilation or rendering, which takes milliseconds. It is processor time, so a busy machine changes nothing.
+MOST_TEMPLATE_SECONDS = 2.0
+# A process with Python and Jinja takes 50 MB, and a prompt of the longest request a few copies.
+MOST_TEMPLATE_BYTES = 1 << 30
+# Four times the bytes of the longest HTTP request.
+MOST_PROMPT_CHARACTERS = 1 << 26
+# JSON is read as a whole. The largest published tokenizers have 40 MB.
+MOST_JSON_BYTES = 1 << 28
+# Of a GGUF file. Its metadata's elements are Python objects once they are read; a large vocabulary has 2^20 with its
+# merges and scores.
+MOST_METADATA_ELEMENTS = 1 << 22
+# Of a string in a GGUF file. The longest is the chat template.
+MOST_STRING_BYTES = 1 << 22
+# A SentencePiece vocabulary is made into merges by cutting each token everywhere. Published tokens have up to 512.
+MOST_TOKEN_CHARACTERS = 1 << 12
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
@@ -20,6 +40,9 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
     for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
         if not 0 < getattr(config, name) <= _LARGEST:
             raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {_LARGEST}")
+    for name, most in (("layers", MOST_LAYERS), ("vocab", MOST_VOCABULARY)):
+        if getattr(config, name) > most:
+            raise refuse(f"{name} is {getattr(config, name)}; it must be at most {most}")
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be shared evenly by {config.kv_heads} key/value heads")
     if config.head_dim % 8:

@@ -113,14 +113,14 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
     """One header entry, checked against itself: the byte range has the size that shape and dtype ask for."""
 
     def whole(values: Any) -> bool:
-        return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+        return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
 
     if not (isinstance(entry, dict) and whole(entry.get("shape")) and whole(entry.get("data_offsets"))):
         raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} makes no sense")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         known = ", ".join(_DTYPES)
-        raise MegakernelError(f"tensor {name} in {path} has type {dtype}, which is not supported, only {known}")
+        raise MegakernelError(f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported, only {known}")
     size = math.prod(shape) * _DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
         raise MegakernelError(

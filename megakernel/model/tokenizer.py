@@ -15,6 +15,7 @@ import tokenizers
 from ..errors import MegakernelError
 from .chat_template import ChatTemplate
 from .hf_config import read_json
+from .limits import MOST_VOCABULARY
 
 
 class Tokenizer:
@@ -84,6 +85,8 @@ class Tokenizer:
             ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
+        except Exception as e:  # the package raises bare Exception, where the files lack what they refer to
+            raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
         return ids
 
 
@@ -123,10 +126,13 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
+    _check_ids(read_json(path), path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the package raises bare Exception
-        raise MegakernelError(f"cannot read {path}: {e}") from e
+    except BaseException as e:  # the package raises bare Exception, and its panics are none
+        if isinstance(e, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise MegakernelError(f"cannot read {path}: {str(e)[:500]}") from e
     backend.no_truncation()
     backend.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
@@ -134,10 +140,22 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     return Tokenizer(backend, eos_ids=eos_ids, template=_hf_template(folder, config), special=special)
 
 
+def _check_ids(declared: dict[str, Any], path: Path) -> None:
+    """The package makes room for the largest id."""
+    model, added = declared.get("model"), declared.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    for number in ids:
+        if not isinstance(number, int) or not 0 <= number < MOST_VOCABULARY:
+            raise MegakernelError(f"{path}: token id {number!s:.60} is not a number below {MOST_VOCABULARY}")
+
+
 def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    # A lone surrogate is part of no text.
+    return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
 
 
 def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
@@ -159,7 +177,7 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
     A vocabulary has one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
     "▁" is a space and "<0x0A>" a byte.
     """
-    declared = json.loads(backend.to_str()).get("decoder") or {}
+    declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

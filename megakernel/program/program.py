@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, whole_file
 from ..isa import Column, Dims, Forward, Phase
 from ..isa.record import WORDS, Records, phase_number
 from . import header
@@ -172,13 +172,8 @@ class Program:
 
     def save(self, path: Path) -> None:
         """Write atomically: a reader never sees half a file."""
-        part = path.with_name(path.name + ".part")
-        try:
+        with whole_file(path, f"program {path}") as part:
             part.write_bytes(self.to_bytes())
-            part.replace(path)
-        except OSError as e:
-            part.unlink(missing_ok=True)
-            raise MegakernelError(f"cannot write program {path}: {e.strerror}") from e
 
     @staticmethod
     def load(path: Path) -> Program:

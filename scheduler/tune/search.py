@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...errors import whole_file
 from ...isa import target_of
 from ...isa.dims import Units
 from ...library import load
@@ -122,7 +123,6 @@ def _load(file: Path, seconds: float) -> Found | None:
 
 
 def _save(file: Path, found: Found, seconds: float) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(asdict(found) | {"seconds": seconds}, indent=1))
-    part.replace(file)
+    with whole_file(file, f"what was found to {file}") as part:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(found) | {"seconds": seconds}, indent=1))

@@ -179,3 +179,12 @@ def test_frequencies_are_those_of_transformers(head_dim: int, scaling: dict[str,
     # Torch's power is not correctly rounded: a few differ by one unit in the last place.
     np.testing.assert_allclose(ours, theirs, rtol=2.0**-23, atol=0)
     assert (ours == theirs).mean() >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("key", "number"), [("num_hidden_layers", 10**8), ("vocab_size", 2 * 10**9), ("hidden_size", 10**400)]
+)
+def test_sizes_have_limits(key: str, number: int) -> None:
+    """Whoever reads the file has not yet made room for anything."""
+    with pytest.raises(MegakernelError, match=r"must be at most|not a whole number"):
+        parse(**{key: number})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from model_helpers import tiny_gguf, weight_count
+from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
@@ -46,12 +47,15 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
             np.testing.assert_array_equal(got, from_f32(wanted, stored))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def arbitrary(*shape: int, seed: int) -> NDArray[np.uint8]:
+    """Bytes of which bit 6 is 0: in whatever byte a float's exponent begins, it is not that of an infinity."""
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8) & 0xBF
+
+
 @pytest.mark.parametrize("kind", gguf.quants._type_traits, ids=lambda kind: kind.name)
 def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> None:
-    """Arbitrary bytes, so scales may be infinite or no number: the loader passes on what the package makes of them."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    rows = np.random.default_rng(int(kind)).integers(0, 256, (256, 512 // block * size), dtype=np.uint8)
+    rows = arbitrary(256, 512 // block * size, seed=int(kind))
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, kind)})
     got = open_checkpoint(str(tmp_path / "m.gguf")).load(Buffer.W_DOWN, 0, Dtype.F32)
     np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
@@ -61,8 +65,8 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
 @pytest.mark.parametrize("weights", ["auto", "the same"])
 def test_blocks_that_the_file_has_are_kept(tmp_path: Path, dtype: Dtype, weights: str) -> None:
     """Scales are smaller or larger than quantising anew would make them."""
-    assert tuple(BLOCKS[dtype]) == gguf.GGML_QUANT_SIZES[Type[dtype.name]]
-    rows = np.random.default_rng(4).integers(0, 256, (256, dtype.row_bytes(512)), dtype=np.uint8)
+    assert BLOCKS[dtype][:2] == gguf.GGML_QUANT_SIZES[Type[dtype.name]]
+    rows = arbitrary(256, dtype.row_bytes(512), seed=4)
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type[dtype.name])})
     name = dtype.name.lower() if weights == "the same" else weights
     checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), name)
@@ -191,3 +195,24 @@ def test_the_real_model(smollm2: Path) -> None:
         wanted = [gguf.quants.dequantize(stored[name].data, stored[name].tensor_type).ravel() for name in names]
         np.testing.assert_array_equal(got.ravel(), np.concatenate(wanted))
     assert weight_count(config) == 134_515_008
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: Dtype) -> None:
+    """Every other byte of a block may have any value."""
+    block, name = BLOCKS[kind], "blk.0.ffn_down.weight"
+    rows = np.full((256, 512 // block.weights, block.bytes), 0xFF, np.uint8)
+    for at in block.scales:
+        rows[..., at : at + 2] = np.frombuffer(np.float16(-65504).tobytes(), np.uint8)
+    for at in (None, *block.scales):
+        if at is not None:
+            rows[-1, -1, at : at + 2] = np.frombuffer(np.float16(-np.inf).tobytes(), np.uint8)
+        path = tmp_path / "m.gguf"
+        tiny_gguf(path, raw={name: (rows.reshape(256, -1), Type[kind.name])})
+        checkpoint = open_checkpoint(str(path))
+        if at is None:
+            checkpoint.stored(Buffer.W_DOWN, 0)
+            continue
+        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf holds a NaN or an infinity"):
+            checkpoint.stored(Buffer.W_DOWN, 0)
+        rows[-1, -1, at : at + 2] = 0

@@ -20,6 +20,7 @@ from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import weights
+from megakernel.model.safetensors_checkpoint import SafetensorsFiles
 
 HEADS, KV_HEADS, HEAD_DIM = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 
@@ -230,3 +231,37 @@ def test_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(MegakernelError, match="only safetensors"):
         open_checkpoint(str(tmp_path))
+
+
+def read(checkpoint: Checkpoint) -> None:
+    if Buffer.W_DOWN in checkpoint.storage:
+        checkpoint.stored(Buffer.W_DOWN, 1)
+    else:
+        checkpoint.load(Buffer.W_DOWN, 1, checkpoint.dtype)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    """The largest numbers are weights like others."""
+    saved(tmp_path, dtype)
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = load_file(tmp_path / "model.safetensors")[name]
+    for last in (torch.finfo(dtype).max, torch.finfo(dtype).min, value):
+        weight[-1, -1] = last
+        rewrite(tmp_path, **{name: weight})
+        checkpoint = open_checkpoint(str(tmp_path))
+        if last is not value:
+            read(checkpoint)
+            continue
+        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors holds a NaN or an infinity"):
+            read(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [[], {}, None, 7, "I64", "\x1b[2J"])
+def test_types_of_tensors_are_names(tmp_path: Path, dtype: Any) -> None:
+    text = json.dumps({"x": {"dtype": dtype, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    with pytest.raises(MegakernelError, match=r"has type .*, which is not supported") as raised:
+        SafetensorsFiles(tmp_path)
+    assert str(raised.value).isprintable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from functools import cache
 from itertools import pairwise
@@ -19,6 +20,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
+from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.gguf_file import GgufFile
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
@@ -355,3 +357,58 @@ def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
     tiny_gguf(path, tokenizer__ggml__model="llama", tokenizer__ggml__tokens=tokens, llama__vocab_size=len(tokens))
     with pytest.raises(MegakernelError, match="scores or token types are missing"):
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 7 ** (10 ** 9) }}", "computes for more than|needs more than"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "computes for more than 2.0 s",
+        ),
+        (
+            "{% set ns = namespace(x=messages) %}" + "{% set ns.x = ns.x + ns.x %}" * 40,
+            "MemoryError|needs more than 1024 MiB",
+        ),
+        ("{{ 'x' * 10 ** 8 }}", "it gives 100000000 characters, more than"),
+        ("{{ raise_exception('\x1b[2J') }}", r"failed: \\x1b\[2J"),
+    ],
+    ids=["power", "loops", "doubling", "long", "escape"],
+)
+def test_templates_have_limits(tmp_path: Path, template: str, why: str) -> None:
+    """Of time, memory and length; the tokenizer still encodes, and answers another conversation as before."""
+    tokenizer = loaded(hf_folder(tmp_path, byte_backend(), chat_template=template))
+    for _ in range(2):
+        with pytest.raises(MegakernelError, match=why):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+
+
+def test_the_process_of_a_template_ends_with_it() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", "a test")
+    assert template.render([{"content": "\ud800 é"}], {}) == "\ud800 é"
+    assert template._process is not None
+    pid = template._process.pid
+    del template
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("number", [2 * 10**9, -1, "7", 0.5])
+@pytest.mark.parametrize("where", ["vocabulary", "added"])
+def test_token_ids_have_limits(tmp_path: Path, where: str, number: Any) -> None:
+    folder = hf_folder(tmp_path, byte_backend())
+    declared = json.loads((folder / "tokenizer.json").read_text())
+    if where == "vocabulary":
+        declared["model"]["vocab"]["ab"] = number
+    else:
+        declared["added_tokens"][0]["id"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(declared))
+    with pytest.raises(MegakernelError, match=f"token id {number} is not a number below 16777216"):
+        loaded(folder)
+
+
+def test_lone_surrogates_in_special_tokens_are_no_tokens(tmp_path: Path) -> None:
+    tokenizer = loaded(hf_folder(tmp_path, byte_backend(), eos_token="\ud800"))
+    assert tokenizer.special == {}

@@ -1,32 +1,25 @@
-"""Damaged and hostile files: programs, traces and machine files, changed at random but reproducibly.
-
-A mutant is made of a good file by a generator that its number seeds. Its readers then do what a person would have them
-do, in a child process of their own with limits on time and memory.
-"""
+"""Programs, traces and machine files that are damaged or hostile, and what a person does with them."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import resource
-import signal
-import traceback
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mutants import EDGES, Kind, Mutant, Rng, Stage, change_json, scramble
 from small_programs import CONFIG
 
 from megakernel import machine as machines
 from megakernel import program as programs
 from megakernel.cli.simulate import decode_step
-from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
@@ -38,15 +31,9 @@ from megakernel.scheduler.verify import verify
 from megakernel.timeline import summarise, write_html, write_perfetto
 from megakernel.trace import Trace
 
-Rng = np.random.Generator
 PAGES = 16
 DEADLOCK_S = 0.2
-LIMIT_S = 10  # a reader that takes longer hangs
-MEMORY = 6 << 30  # bytes of address space of a child
 _KNOWN = Path(machines.__file__).with_name("known")
-# Values on the far side of some limit, of every type that JSON and TOML have.
-_EDGES = (0, -1, 1, 2, 255, 65536, 1 << 24, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 63, 10**400)
-_ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
 
 
 @dataclass(frozen=True)
@@ -86,70 +73,13 @@ def machine_texts() -> list[str]:
 # -- changes
 
 
-def scramble(data: bytes, rng: Rng) -> bytes:
-    """Some bytes other than they were, gone, doubled or cut off."""
-    out = bytearray(data)
-    for _ in range(int(rng.integers(1, 4))):
-        if not out:
-            break
-        at = int(rng.integers(len(out) if rng.random() < 0.5 else min(len(out), 2048)))
-        size = int(rng.integers(1, 9))
-        match int(rng.integers(5)):
-            case 0:
-                out[at] ^= 1 << int(rng.integers(8))
-            case 1:
-                out[at : at + size] = rng.bytes(size)
-            case 2:
-                del out[at : at + size]
-            case 3:
-                out[at:at] = out[at : at + size]
-            case _:
-                del out[at:]
-    return bytes(out)
-
-
-def odd_value(rng: Rng, old: object) -> Any:
-    """A value that is near the old one, or of another type, or past a limit."""
-    if isinstance(old, int) and not isinstance(old, bool) and rng.random() < 0.4:
-        return old + int(rng.choice([-2, -1, 1, 2, 7, 64]))
-    values = (*_EDGES, *_ODD) if rng.random() < 0.7 else _EDGES
-    return values[int(rng.integers(len(values)))]
-
-
-def change_json(value: Any, rng: Rng) -> Any:
-    """A copy in which one place, anywhere inside, is another value, gone or doubled."""
-    places = [*_places(value)]
-    if not places:
-        return odd_value(rng, value)
-    value = json.loads(json.dumps(value))
-    path, key = places[int(rng.integers(len(places)))]
-    inside = value
-    for step in path:
-        inside = inside[step]
-    chance = rng.random()
-    if chance < 0.1:
-        del inside[key]
-    elif chance < 0.2 and isinstance(inside, list):
-        inside.insert(key, inside[key])
-    else:
-        inside[key] = odd_value(rng, inside[key])
-    return value
-
-
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield path, key
-        yield from _places(inner, (*path, key))
-
-
 def odd_word(rng: Rng, old: int) -> int:
     """A word near the old one, with a bit flipped, or anything."""
     near = [
         old - 1,
         old + 1,
         old ^ 1 << int(rng.integers(32)),
-        int(rng.choice(_EDGES[:-2])),
+        int(rng.choice(EDGES[:-2])),
         int(rng.integers(1 << 32)),
     ]
     return near[int(rng.integers(len(near)))] & 0xFFFFFFFF
@@ -225,11 +155,17 @@ def _reshaped(array: np.ndarray, rng: Rng) -> np.ndarray:
     return np.concatenate([array, array[:1]]) if chance < 0.2 else _change_words(array, rng)
 
 
-def trace_file(good: Good, rng: Rng, folder: Path) -> bytes:
+@cache
+def _trace_bytes(good_name: str) -> bytes:
+    [good] = [good for good in good_programs() if good.name == good_name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "good.trace"
+        good.trace.save(path)
+        return path.read_bytes()
+
+
+def trace_file(data: bytes, rng: Rng) -> bytes:
     """The trace's file: its bytes, its header or its intervals changed."""
-    path = folder / "good.trace"
-    good.trace.save(path)
-    data = path.read_bytes()
     end = 16 + int.from_bytes(data[8:16], "little")
     kind = rng.random()
     if kind < 0.3:
@@ -261,10 +197,7 @@ def machine_file(text: str, rng: Rng) -> bytes:
 # -- readers
 
 
-Stage = tuple[str, Callable[[], Any]]
-
-
-def _uses(program: Program, good: Good) -> list[Stage]:
+def _uses(program: Program, good: Good) -> Iterator[Stage]:
     """What may be done with a program: each by itself."""
 
     def virtual() -> None:
@@ -283,7 +216,7 @@ def _uses(program: Program, good: Good) -> list[Stage]:
             backend.launch(program, decode_step(program.dims, 1, 16))
         backend.close()
 
-    return [
+    yield from [
         ("verify", lambda: verify(program)),
         ("disasm", lambda: list(disassemble(program))),
         ("simulate", virtual),
@@ -298,39 +231,51 @@ def _look(program: Program, trace: Trace) -> None:
     write_perfetto(program, trace, Path(os.devnull))
 
 
-def _program_stages(seed: int, folder: Path) -> Iterator[Stage]:
-    rng = np.random.default_rng([0, seed])
-    good = good_programs()[seed % len(good_programs())]
-    path = folder / "mutant.program"
-    path.write_bytes(program_file(good, rng))
+def _seal(data: bytes) -> bytes:
+    return data[:8] + hashlib.sha256(data[40:]).digest() + data[40:]
+
+
+def _good(seed: int) -> Good:
+    return good_programs()[seed % len(good_programs())]
+
+
+def _program(rng: Rng, seed: int) -> Mutant:
+    good = _good(seed)
+    return Mutant("mutant.program", good.program.to_bytes(), program_file(good, rng), _seal, good)
+
+
+def _read_program(path: Path, mutant: Mutant) -> Iterator[Stage]:
     loaded: list[Program] = []
     yield "load", lambda: loaded.append(Program.load(path))
     if loaded:
-        yield from _uses(loaded[0], good)
+        yield from _uses(loaded[0], mutant.context)
 
 
-def _object_stages(seed: int, folder: Path) -> Iterator[Stage]:
-    rng = np.random.default_rng([1, seed])
-    good = good_programs()[seed % len(good_programs())]
-    yield from _uses(program_object(good, rng), good)
+def _object(rng: Rng, seed: int) -> Mutant:
+    good = _good(seed)
+    return Mutant("no file", context=(program_object(good, rng), good))
 
 
-def _trace_stages(seed: int, folder: Path) -> Iterator[Stage]:
-    rng = np.random.default_rng([2, seed])
-    good = good_programs()[seed % len(good_programs())]
-    path = folder / "mutant.trace"
-    path.write_bytes(trace_file(good, rng, folder))
+def _trace(rng: Rng, seed: int) -> Mutant:
+    good = _good(seed)
+    data = _trace_bytes(good.name)
+    return Mutant("mutant.trace", data, trace_file(data, rng), context=good)
+
+
+def _read_trace(path: Path, mutant: Mutant) -> Iterator[Stage]:
     loaded: list[Trace] = []
     yield "load", lambda: loaded.append(Trace.load(path))
     if loaded:
-        yield "timeline", lambda: _look(good.program, loaded[0])
+        yield "timeline", lambda: _look(mutant.context.program, loaded[0])
 
 
-def _machine_stages(seed: int, folder: Path) -> Iterator[Stage]:
-    rng = np.random.default_rng([3, seed])
+def _machine(rng: Rng, seed: int) -> Mutant:
     texts = machine_texts()
-    path = folder / "mutant.toml"
-    path.write_bytes(machine_file(texts[seed % len(texts)], rng))
+    text = texts[seed % len(texts)]
+    return Mutant("mutant.toml", text.encode(), machine_file(text, rng))
+
+
+def _read_machine(path: Path, mutant: Mutant) -> Iterator[Stage]:
     good = good_programs()[-1]
     machine: list[machines.Machine] = []
     yield "hardware", lambda: machines.hardware(str(path))
@@ -342,70 +287,9 @@ def _machine_stages(seed: int, folder: Path) -> Iterator[Stage]:
         yield "simulate", lambda: simulate(good.program, replace(machine[0], workers=2), table)
 
 
-KINDS: dict[str, Callable[[int, Path], Iterator[Stage]]] = {
-    "program files": _program_stages,
-    "programs in memory": _object_stages,
-    "traces": _trace_stages,
-    "machine files": _machine_stages,
+KINDS = {
+    "program files": Kind(_program, _read_program),
+    "programs in memory": Kind(_object, lambda _, mutant: _uses(*mutant.context)),
+    "traces": Kind(_trace, _read_trace),
+    "machine files": Kind(_machine, _read_machine),
 }
-
-
-# -- in a child
-
-
-def try_mutant(kind: str, seed: int, folder: Path) -> dict[str, str]:
-    """How each reader of a mutant ended, in a child process: "ok", "refused", or what went wrong."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        with os.fdopen(write, "w", buffering=1, errors="backslashreplace") as out:
-            _child(kind, seed, folder, out)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        events = [json.loads(line) for line in lines]
-    status = os.waitpid(child, 0)[1]
-    stages: dict[str, str] = dict(events)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        what = "hang" if number == signal.SIGALRM else f"signal {signal.Signals(number).name}"
-        stages[events[-1][0] if events else "start"] = what
-    elif os.WEXITSTATUS(status):
-        stages[events[-1][0] if events else "start"] = f"exit {os.WEXITSTATUS(status)}"
-    return stages
-
-
-def _child(kind: str, seed: int, folder: Path, out: Any) -> None:
-    """Never returns."""
-    status = 0
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        for stage, run in KINDS[kind](seed, folder):
-            signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-            out.write(json.dumps([stage, "no answer"]) + "\n")
-            out.write(json.dumps([stage, _outcome(run)]) + "\n")
-    except BaseException:  # of the script, not of a reader
-        out.write(json.dumps(["script", traceback.format_exc()[-900:]]) + "\n")
-        status = 1
-    finally:
-        with contextlib.suppress(Exception):
-            out.flush()
-        os._exit(status)
-
-
-def _outcome(run: Callable[[], Any]) -> str:
-    try:
-        run()
-        return "ok"
-    except MegakernelError as e:
-        text = str(e)
-        return "refused" if text.isprintable() and len(text) < 1000 else f"unclear: {text[:300]!r}"
-    except MemoryError:
-        return "memory"
-    except BaseException as e:
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        return f"traceback {type(e).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(e)[:80]}"

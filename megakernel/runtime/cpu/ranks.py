@@ -343,8 +343,9 @@ class CpuRanks:
         """Of the last traced launch, by rank, worker and begin in nanoseconds; and how many did not fit."""
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
-        intervals = np.zeros(count, dtype=DTYPE)
-        self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped))
+        intervals = np.zeros(max(count, 0), dtype=DTYPE)
+        if count < 0 or self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped)) < 0:
+            raise native.error()
         return intervals, dropped.value
 
     def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int, forward: Forward) -> None:

@@ -1,0 +1,87 @@
+"""Renders one chat template, as a process of its own: a template is a program, and who wrote it is not known.
+
+The first line of standard input is the template; each further line is what to render it with, and gets one line of
+JSON in answer: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or
+takes too much memory. Nothing of the package is imported, so that the process starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training; here it is only text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The globals and whitespace rules that Hugging Face's templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _answer(kind: str, make: Callable[[], str | None], most: int) -> dict[str, str]:
+    try:
+        text = make() or ""
+        return {"text": text} if len(text) <= most else {kind: f"it gives {len(text)} characters, more than {most}"}
+    except Exception as e:  # a template can fail in any way a Python expression can
+        return {kind: (str(e) or type(e).__name__)[:500]}
+
+
+def main(cpu_seconds: float, memory_bytes: int, most_characters: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the input
+    lines = iter(sys.stdin.readline, "")
+    source = json.loads(next(lines))
+    template: jinja2.Template | None = None
+
+    def compile() -> None:
+        nonlocal template
+        template = environment().from_string(source)
+
+    def timed(kind: str, make: Callable[[], str | None]) -> None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        answer = json.dumps(_answer(kind, make, most_characters))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+    timed("broken", compile)
+    for line in lines:
+        values = json.loads(line)
+        assert template is not None
+        timed("failed", lambda values=values: template.render(values))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,231 @@
+"""Changed files, and readers that try them in child processes with limits.
+
+A mutant follows from its kind and its number alone. A child reads one mutant after the other until one ends it; the
+next child goes on behind that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megakernel.errors import MegakernelError
+
+Rng = np.random.Generator
+Stage = tuple[str, Callable[[], Any]]
+LIMIT_S = 10  # a reader that takes longer hangs
+MEMORY = 6 << 30  # bytes of address space of a child
+FINE = {"ok", "refused"}
+# Values on the far side of some limit, of every type that JSON and TOML have.
+EDGES = (0, -1, 1, 2, 255, 65536, 1 << 24, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 63, 10**400)
+_ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed file, or a changed object where there is no file.
+
+    `good` is the file before. `seal` makes a file that its checksum fits of one that was shrunk. `context` is what the
+    kind's readers want to know.
+    """
+
+    name: str
+    good: bytes = b""
+    data: bytes = b""
+    seal: Callable[[bytes], bytes] = bytes
+    context: Any = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How mutants are made of a generator and a number, and what is done with one: each stage by itself."""
+
+    make: Callable[[Rng, int], Mutant]
+    read: Callable[[Path, Mutant], Iterator[Stage]]
+
+
+# -- changes
+
+
+def scramble(data: bytes, rng: Rng) -> bytes:
+    """Some bytes other than they were, gone, doubled or cut off."""
+    out = bytearray(data)
+    for _ in range(int(rng.integers(1, 4))):
+        if not out:
+            break
+        at = int(rng.integers(len(out) if rng.random() < 0.5 else min(len(out), 2048)))
+        size = int(rng.integers(1, 9))
+        match int(rng.integers(5)):
+            case 0:
+                out[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                out[at : at + size] = rng.bytes(size)
+            case 2:
+                del out[at : at + size]
+            case 3:
+                out[at:at] = out[at : at + size]
+            case _:
+                del out[at:]
+    return bytes(out)
+
+
+def odd_value(rng: Rng, old: object) -> Any:
+    """A value that is near the old one, or of another type, or past a limit."""
+    if isinstance(old, int) and not isinstance(old, bool) and rng.random() < 0.4:
+        return old + int(rng.choice([-2, -1, 1, 2, 7, 64]))
+    values = (*EDGES, *_ODD) if rng.random() < 0.7 else EDGES
+    return values[int(rng.integers(len(values)))]
+
+
+def change_json(value: Any, rng: Rng) -> Any:
+    """A copy in which one place, anywhere inside, is another value, gone or doubled."""
+    places = [*_places(value)]
+    if not places:
+        return odd_value(rng, value)
+    value = json.loads(json.dumps(value))
+    path, key = places[int(rng.integers(len(places)))]
+    inside = value
+    for step in path:
+        inside = inside[step]
+    chance = rng.random()
+    if chance < 0.1:
+        del inside[key]
+    elif chance < 0.2 and isinstance(inside, list):
+        inside.insert(key, inside[key])
+    else:
+        inside[key] = odd_value(rng, inside[key])
+    return value
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield path, key
+        yield from _places(inner, (*path, key))
+
+
+def shrink(mutant: Mutant, fails: Callable[[bytes], bool]) -> list[tuple[int, str, str]]:
+    """Which changed bytes are enough: (offset, bytes before, bytes now). Empty where they cannot be told apart.
+
+    Runs of changed bytes are restored, long ones first, as long as the file still `fails`.
+    """
+    good, data = mutant.good, bytearray(mutant.data)
+    if len(good) != len(data):
+        first = next((i for i, (a, b) in enumerate(zip(good, data, strict=False)) if a != b), min(len(good), len(data)))
+        tail = 0
+        while tail < min(len(good), len(data)) - first and good[-1 - tail] == data[-1 - tail]:
+            tail += 1
+        return [(first, good[first : len(good) - tail][:64].hex(), data[first : len(data) - tail][:64].hex())]
+    size = len(data)
+    while size:
+        changed = [i for i in range(len(data)) if data[i] != good[i]]
+        for begin in range(0, len(changed), size):
+            part = changed[begin : begin + size]
+            tried = bytearray(data)
+            for i in part:
+                tried[i] = good[i]
+            if tried != good and fails(mutant.seal(bytes(tried))):
+                data = tried
+        size = min(size // 2, len(changed))
+    return [(i, good[i : i + 1].hex(), data[i : i + 1].hex()) for i in range(len(data)) if data[i] != good[i]][:64]
+
+
+# -- in children
+
+
+def rng_of(kind: str, seed: int) -> Rng:
+    return np.random.default_rng([seed, *kind.encode()])
+
+
+def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Each number, and how its readers ended: "ok", "refused", or what went wrong."""
+    while seeds:
+        for seed, stages in _in_a_child(how, ((s, how.make(rng_of(kind, s), s)) for s in seeds), folder):
+            yield seed, stages
+        seeds = range(seed + 1, seeds.stop)
+
+
+def try_data(how: Kind, mutant: Mutant, folder: Path) -> dict[str, str]:
+    """How the readers of one mutant end."""
+    [(_, stages)] = _in_a_child(how, iter([(0, mutant)]), folder)
+    return stages
+
+
+def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Until one of them ends the child; at least one."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        with os.fdopen(write, "w", buffering=1, errors="backslashreplace") as out:
+            _child(how, mutants, folder, out)
+    os.close(write)
+    seed, stages, last = -1, dict[str, str](), "start"
+    with os.fdopen(read) as lines:
+        for line in lines:
+            what, outcome = json.loads(line)
+            if what is None:
+                if seed >= 0:
+                    yield seed, stages
+                seed, stages = outcome, {}
+            else:
+                stages[what], last = outcome, what
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        stages[last] = "hang" if number == signal.SIGALRM else f"signal {signal.Signals(number).name}"
+    elif os.WEXITSTATUS(status):
+        stages[last] = f"exit {os.WEXITSTATUS(status)}: {stages.get(last)}"
+    yield seed, stages
+
+
+def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: Any) -> None:
+    """Never returns."""
+    status = 0
+    try:
+        if "LD_PRELOAD" not in os.environ:  # a sanitizer reserves more addresses than there is memory
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        for seed, mutant in mutants:
+            out.write(json.dumps([None, seed]) + "\n")
+            path = folder / mutant.name
+            path.write_bytes(mutant.data)
+            for stage, run in how.read(path, mutant):
+                signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+                out.write(json.dumps([stage, "no answer"]) + "\n")
+                out.write(json.dumps([stage, _outcome(run)]) + "\n")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except BaseException:  # of the script, not of a reader
+        out.write(json.dumps(["script", traceback.format_exc()[-900:]]) + "\n")
+        status = 1
+    finally:
+        with contextlib.suppress(Exception):
+            out.flush()
+        os._exit(status)
+
+
+def _outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+        return "ok"
+    except MegakernelError as e:
+        text = str(e)
+        return "refused" if text.isprintable() and len(text) < 1000 else f"unclear: {text[:300]!r}"
+    except MemoryError:
+        return "memory"
+    except BaseException as e:
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        return f"traceback {type(e).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(e)[:80]}"

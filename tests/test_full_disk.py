@@ -1,0 +1,64 @@
+"""A disk that fills up: what was written before stays, nothing half-written is left, and one line says so."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hostile_files import good_programs
+from record import put
+from small_programs import CONFIG
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dtype
+from megakernel.model.gguf_writer import write_gguf
+from megakernel.model.random_checkpoint import RandomCheckpoint
+from megakernel.program import Program
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "program": lambda path: good_programs()[0].program.save(path),
+    "trace": lambda path: good_programs()[0].trace.save(path),
+    "figures": lambda path: put(path, {"runs": list(range(10000))}),
+    "GGUF file": lambda path: write_gguf(RandomCheckpoint("random", CONFIG), path, Dtype.F32),
+}
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """The system refuses to write more, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_was_there_stays(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "file"
+    WRITERS[what](path)
+    size = path.stat().st_size
+    path.write_bytes(b"before")
+    with no_file_beyond(size // 2), pytest.raises(MegakernelError, match=rf"cannot write {what}.*(too large|written)"):
+        WRITERS[what](path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"before"
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe stands for /dev/null, which root could replace."""
+    good = good_programs()[0].program
+    pipe = tmp_path / "pipe"
+
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    good.save(pipe)
+    reader.join()
+    assert pipe.is_fifo() and Program.from_bytes(read[0], "the pipe").hash == good.hash
