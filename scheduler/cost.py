@@ -87,5 +87,8 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
 
 def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
-    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory."""
-    return shape.panel or math.ceil(balanced_rows(dims, machine) / dims.row_block)
+    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory.
+
+    With all row blocks in one panel, more would change nothing.
+    """
+    return shape.panel or min(math.ceil(balanced_rows(dims, machine) / dims.row_block), dims.row_blocks)

@@ -14,6 +14,7 @@ from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure_ceilings, step_work
 from megakernel.roofline.ceilings import last_level_cache
+from megakernel.roofline.work import fraction_error
 
 LLAMA_1B, LLAMA_8B = load_config("random:llama-3.2-1b"), load_config("random:llama-3.1-8b")
 PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
@@ -105,3 +106,11 @@ def test_cache_size_is_the_largest_that_linux_reports(tmp_path: Path) -> None:
         (tmp_path / name / "size").write_text(size + "\n")
     assert last_level_cache(tmp_path) == 36 << 20
     assert last_level_cache(tmp_path / "absent") > 0
+
+
+def test_a_fraction_of_exactly_one_is_possible() -> None:
+    ceilings = Ceilings(read_bytes_per_s=100.0, flops=1000.0, threads=2, how="made up")
+    assert fraction_error(1.0, ceilings) is None
+    assert fraction_error(1.01, ceilings) == (
+        "1.01 of the roofline cannot be: the ceilings (made up) or the time are measured wrongly"
+    )

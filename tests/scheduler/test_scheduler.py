@@ -41,6 +41,7 @@ from megakernel.scheduler.candidates import Candidates, program_dims
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
 from megakernel.scheduler.lower import lower
+from megakernel.scheduler.place import _first_free
 from megakernel.scheduler.tasks import Candidate, PhaseTasks, Tasks
 from megakernel.scheduler.verify import verify
 
@@ -466,3 +467,26 @@ def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) 
     assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4
     assert main(["compile", *flags, "--queue", "some"]) == 1
     assert "queue = 'some'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("load", "tasks", "expected"),
+    [
+        ([0.0, 0.0, 0.0], 7, [0, 1, 2, 0, 1, 2, 0]),
+        ([2.0, 0.0, 1.0], 6, [1, 2, 1, 0, 2, 1]),
+        ([1.0, 0.0], 2, [1, 0]),
+        ([5.0, 0.0], 5, [1, 1, 1, 1, 1]),
+        ([5.0, 0.0], 7, [1, 1, 1, 1, 1, 0, 1]),
+    ],
+)
+def test_of_workers_that_are_free_at_the_same_time_the_one_with_fewest_tasks_is_first(
+    load: list[float], tasks: int, expected: list[int]
+) -> None:
+    """A compilation is the same on every machine."""
+    assert _first_free(tasks, 1.0, np.array(load)).tolist() == expected
+
+
+def test_memory_that_is_hardly_there_makes_one_panel() -> None:
+    """Its balance of arithmetic and memory is beyond any number of rows."""
+    slow = replace(small_machine(2), memory_bytes_per_s=1e-12)
+    assert verify(compiled(SMALL, slow, 9)).ok
