@@ -136,7 +136,7 @@ class Engine {
   };
 
   struct Counter {
-    int32_t left = 0;
+    int64_t left = 0;  // a program may announce any total, and more arrivals than that
     Worker* waiter = nullptr;
     double met = 0.0;  // when its last arrival is known
   };

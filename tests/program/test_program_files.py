@@ -143,6 +143,15 @@ def test_the_native_simulator_checks_offsets(program: Program) -> None:
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
+@pytest.mark.parametrize("total", [-(1 << 31), (1 << 31) - 1])
+def test_the_native_simulator_takes_any_total(program: Program, total: int) -> None:
+    """A program whose counters never reach their totals, or are beyond them from the start, has an end all the same."""
+    totals = [np.full_like(getattr(program, name), total) for name in ("totals_first", "totals_middle", "totals_last")]
+    wrong = replace(program, totals_first=totals[0], totals_middle=totals[1], totals_last=totals[2])
+    with pytest.raises(MegakernelError):
+        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
+
+
 @pytest.mark.parametrize("edge", [-1, 9])
 def test_the_native_verifier_checks_edges(edge: int) -> None:
     first, one = np.array([0, 1, 2], np.int32), np.zeros(1, np.int32)
