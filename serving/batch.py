@@ -1,6 +1,7 @@
 """Who waits and who runs, with which slot and pages, and how many tokens each computes in the next step.
 
-Sequences hold pages for the tokens they have. Where a running one needs a page and none is free, the youngest gives
+What every step does for every sequence is done on the columns of `Slots` at once; a sequence alone is looked at where
+it comes, leaves, fills a page or computes its prompt. Sequences hold pages for the tokens they have. Where a running one needs a page and none is free, the youngest gives
 up its own and waits again with the tokens it has generated; what it computes again has the same bits.
 """
 
@@ -13,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Dims
+from ..runtime.sampling import Ints
 from .counts import Counts
 from .pages import PagePool
 from .request import Request, Sequence
+from .slots import Slots
 
 SCORED_ROWS = 64  # logit rows that prompt scoring may fill; each holds a whole vocabulary
 
@@ -39,19 +42,19 @@ class Batch:
 
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self.running: dict[Sequence, None] = {}
+        self.slots = Slots(dims)
         self.counts = Counts()  # the engine's, who knows the outcome of steps
         self._max_seqs, self._page = dims.max_seqs, dims.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
-        self._slots = list(range(dims.max_seqs - 1, -1, -1))
+        self._slots = list(range(dims.max_seqs - 1, -1, -1))  # free ones
         self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
     def stats(self) -> Stats:
         return Stats(
-            running=len(self.running),
+            running=len(self.slots.order),
             waiting=len(self.waiting),
             pages=self._pool.pages,
             pages_used=self._pool.pages - self._pool.free,
@@ -70,9 +73,12 @@ class Batch:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
 
-    def plan(self) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens in the next step, each with slot and pages for them."""
-        for sequence in self.running:
+    def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
+        """Who takes part in the next step, each with slot and pages: the slots of those who compute one token, then
+        the others with the number of their tokens.
+        """
+        slots = self.slots
+        for sequence in slots.sequence[slots.order[slots.full_pages(slots.order) > slots.known_pages[slots.order]]]:
             self._publish(sequence)
         self._grow()
         self._admit()
@@ -101,18 +107,21 @@ class Batch:
 
         Returns for how many of them it has room then.
         """
-        missing = self.pages_for(tokens) - len(sequence.pages)
-        sequence.pages += self._pool.take(max(0, min(missing, self._pool.free)))
-        return min(tokens, len(sequence.pages) * self._page)
+        held = int(self.slots.pages.count[sequence.slot])
+        more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
+        if more:
+            self.slots.set_pages(sequence.slot, held, more)
+        return min(tokens, (held + len(more)) * self._page)
 
     def shorten(self, sequence: Sequence) -> None:
         """Forget what a step computed for a sequence after the tokens that it has: those were proposed in vain."""
-        tokens = len(sequence.tokens)
-        sequence.computed, sequence.length = tokens - 1, tokens
+        slots, slot = self.slots, sequence.slot
+        tokens = int(slots.known[slot])
+        slots.computed[slot], slots.length[slot] = tokens - 1, tokens
         kept = self.pages_for(tokens)
-        self._pool.give(sequence.pages[kept:])
-        del sequence.pages[kept:]
-        if sequence.penalised:
+        self._pool.give(slots.pages_of(slot)[kept:])
+        slots.set_pages(slot, min(kept, int(slots.pages.count[slot])), [])
+        if slots.sampling.penalised[slot]:
             self._write_history(sequence, tokens - 1)
 
     def unhold(self, request: Request) -> None:
@@ -120,13 +129,23 @@ class Batch:
         for sequence in reversed(request.held):
             self._push(sequence)
         request.held = []
+        slot = request.choices[0].slot
+        if slot >= 0:
+            self.slots.holds[slot] = False
+
+    def unhold_computed(self, planned: Ints) -> None:
+        """`unhold` where one of the slots `planned` has a first choice that has now computed the prompt."""
+        slots = self.slots
+        ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
+        for sequence in slots.sequence[planned[ready]]:
+            self.unhold(sequence.request)
 
     def reset(self) -> None:
         """Everybody waits again with the tokens they have, and no page is known."""
-        for sequence in sorted(self.running, key=_age, reverse=True):
+        for sequence in sorted(self.slots.sequence[self.slots.order], key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self.waiting:
-            sequence.length = len(sequence.tokens)
+            sequence.sampling = False
             sequence.request.scored = len(sequence.request.prompt_logprobs)
         self._histories.clear()
         self.forget()
@@ -136,36 +155,35 @@ class Batch:
         self._pool.forget()
 
     def _publish(self, sequence: Sequence) -> None:
-        """Let others share the pages that the launches so far fill.
-
-        Not the page that the last token ends: a sequence that ends with it may have been planned for a step that
-        never starts.
-        """
-        page = self._page
-        full = min(sequence.computed, len(sequence.tokens) - 1) // page
-        if full > sequence.known_pages:
-            hashes = sequence.page_hashes(page, full)
-            for i in range(sequence.known_pages, full):
-                self._pool.learn(hashes[i], sequence.pages[i])
-            sequence.known_pages = full
+        """Let others share the pages that the launches so far fill."""
+        slots, slot = self.slots, sequence.slot
+        full, known = int(slots.full_pages(slot)), int(slots.known_pages[slot])
+        hashes = sequence.page_hashes(self._page, full)
+        for page, key in zip(slots.pages.ids[slot, known:full].tolist(), hashes[known:], strict=True):
+            self._pool.learn(key, page)
+        slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
         """Give every running sequence room for its next token, the oldest first and, if need be, at the youngest's
         expense.
         """
-        page = self._page
-        short = [s for s in self.running if s.pending and len(s.pages) * page < s.length]
-        if len(short) > self._pool.free:
-            short.sort(key=_age)
-        for sequence in short:
+        slots = self.slots
+        order = slots.order
+        short = order[(slots.pending(order) > 0) & slots.crowded(order)]
+        if len(short) <= self._pool.free:
+            if len(short):
+                slots.add_page(short, self._pool.take(len(short)))
+            return
+        for sequence in sorted(slots.sequence[short], key=_age):
             while not self._pool.free and sequence.slot >= 0:
-                self._preempt(max(self.running, key=_age))
+                self._preempt(max(slots.sequence[slots.order], key=_age))
                 self._preemptions += 1
             if sequence.slot >= 0:
-                sequence.pages += self._pool.take(1)
+                slots.add_page(np.array([sequence.slot]), self._pool.take(1))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue, with the tokens it has."""
+        sequence.sampling = bool(self.slots.length[sequence.slot] > self.slots.known[sequence.slot])
         self._release(sequence)
         self._push(sequence)
 
@@ -177,25 +195,25 @@ class Batch:
         """
         if not self.waiting or not self._slots:
             return
-        page = self._page
-        spare = self._pool.free - sum(len(s.pages) * page < s.length_limit - 1 for s in self.running)
+        slots, running = self.slots, self.slots.order
+        roomy = slots.pages.count[running] * self._page >= slots.limit[running] - 1
+        spare = self._pool.free - int((~roomy).sum())
         while self.waiting and self._slots:
             sequence = next(iter(self.waiting))
-            if sequence.length > len(sequence.tokens):
+            if sequence.sampling:
                 return
             shared = self._prefix(sequence)
-            own = self.pages_for(sequence.length) - len(shared)
+            own = self.pages_for(len(sequence.tokens)) - len(shared)
             taken = own + self._pool.unused(shared)
-            if taken > (spare if self.running else self._pool.free):
+            if taken > (spare if len(slots.order) else self._pool.free):
                 return
             del self.waiting[sequence]
             self._pool.share(shared)
-            sequence.slot, sequence.pages = self._slots.pop(), shared + self._pool.take(own)
-            sequence.computed, sequence.known_pages = len(shared) * page, len(shared)
-            self.running[sequence] = None
+            pages = shared + self._pool.take(own)
+            slots.seat(self._slots.pop(), sequence, pages, len(shared))
             self._count_prefix(sequence)
             self._write_history(sequence, 0)
-            spare -= taken + (len(sequence.pages) * page < sequence.length_limit - 1)
+            spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
     def _write_history(self, sequence: Sequence, start: int) -> None:
         self._histories.append((sequence.slot, start, np.array(sequence.tokens[start:], dtype=np.int32)))
@@ -217,38 +235,39 @@ class Batch:
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
             return []
         page = self._page
-        return self._pool.find(sequence.page_hashes(page, (sequence.length - 1) // page))
+        return self._pool.find(sequence.page_hashes(page, (len(sequence.tokens) - 1) // page))
 
-    def _deal(self) -> list[tuple[Sequence, int]]:
+    def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
         """Who computes how many tokens in the next step: decoding sequences first, then the oldest prompts."""
+        slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
-        plan: list[tuple[Sequence, int]] = []
-        prompts: list[Sequence] = []
-        for sequence in self.running:
-            pending = sequence.pending
-            if pending == 1 and tokens and rows:
-                plan.append((sequence, 1))
-                tokens, rows = tokens - 1, rows - 1
-            elif pending:
-                prompts.append(sequence)
-        for sequence in prompts:
-            count = min(sequence.pending, tokens)
+        pending = slots.pending(order)
+        single = pending == 1
+        if single.all() and len(order) <= min(tokens, rows):
+            return order, []
+        ones = order[single][: min(tokens, rows)]
+        tokens, rows = tokens - len(ones), rows - len(ones)
+        prompts: list[tuple[Sequence, int]] = []
+        late = pending > 0
+        late[np.flatnonzero(single)[: len(ones)]] = False
+        for sequence, left in zip(slots.sequence[order[late]], pending[late].tolist(), strict=True):
+            count = min(left, tokens)
             if sequence.scoring:
                 count = wanted = min(count, rows)
-            elif count == sequence.pending and rows == 0:
+            elif count == left and rows == 0:
                 count, wanted = count - 1, 0
             else:
-                wanted = int(count == sequence.pending)
+                wanted = int(count == left)
             if count:
-                plan.append((sequence, count))
+                prompts.append((sequence, count))
                 tokens, rows = tokens - count, rows - wanted
-        return plan
+            if not tokens:
+                break
+        return ones, prompts
 
     def _release(self, sequence: Sequence) -> None:
-        del self.running[sequence]
-        self._pool.give(sequence.pages)
         self._slots.append(sequence.slot)
-        sequence.slot, sequence.pages = -1, []
+        self._pool.give(self.slots.leave(sequence))
 
     def _push(self, sequence: Sequence) -> None:
         """To the head of the queue."""

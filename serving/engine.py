@@ -15,63 +15,51 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import MegakernelError
 from ..isa import Dims
 from ..program import Program
 from ..runtime.backend import Backend, Output
-from ..runtime.step import Chunk, SampleRow, Steps
+from ..runtime.sampling import Ints
+from ..runtime.steps import Steps
 from .batch import Batch, Stats
 from .counts import Counts
 from .logprobs import top_logprobs
 from .programs import Programs
-from .request import Request, Sequence
+from .request import FINISH, Request, Sequence
 from .sampling import SamplingParams
 from .speculation import Speculation
-from .work import Sample, Turn, Work
-
-
-class Token(NamedTuple):
-    """One generated token. `top_logprobs` has the most likely ids and this one where the request asks, else nothing."""
-
-    request: Request
-    choice: int
-    token_id: int
-    logprob: float
-    top_logprobs: dict[int, float]
-    finish_reason: str | None
+from .tokens import Token as Token
+from .tokens import Tokens
+from .work import Part, Work, plan
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch that has ended. `chunks` tell what it computed; of `output`, the logits are not kept."""
+    """One launch that has ended: new tokens of each sequence and KV tokens after it; `output.logits` are not kept."""
 
     program: Program
-    chunks: Seq[Chunk]
+    rows: list[int]
+    contexts: list[int]
+    logit_rows: int
     output: Output
-    tokens: Seq[Token]
-
-    @property
-    def rows(self) -> list[int]:
-        """New tokens of each sequence."""
-        return [len(chunk.tokens) for chunk in self.chunks]
-
-    @property
-    def contexts(self) -> list[int]:
-        """KV tokens of each sequence after the step."""
-        return [chunk.start + len(chunk.tokens) for chunk in self.chunks]
-
-    @property
-    def logit_rows(self) -> int:
-        return sum(len(chunk.samples) for chunk in self.chunks)
+    tokens: Tokens
 
 
-class _Fate(NamedTuple):
-    """What became of a logit row. `counts` is False for one of a sequence that had ended or had other tokens."""
+class _Fates:
+    """What became of each logit row of a step.
 
-    counts: bool
-    finish_reason: str | None = None  # where the row's token ends its sequence
+    `heard` is False for one of a sequence that had ended or had other tokens. Of the others that sample, `finish` says
+    by index into FINISH why the token ends its sequence, `first` whether it is the sequence's first, `waited` for how
+    many seconds it was waited for.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.heard, self.first = np.zeros((2, rows), np.bool_)
+        self.finish = np.zeros(rows, np.int64)
+        self.waited = np.zeros(rows)
 
 
 class Engine:
@@ -100,7 +88,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._batch = Batch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
         self._step_tokens, self._speculation = step_tokens, speculation
-        self._steps = Steps()
+        self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._under_way: Work | None = None
         self._requests = 0
 
@@ -109,7 +97,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nobody waits or runs; then no launch is under way either."""
-        return not self._batch.waiting and not self._batch.running
+        return not self._batch.waiting and not len(self._batch.slots.order)
 
     @property
     def stats(self) -> Stats:
@@ -122,7 +110,7 @@ class Engine:
         request = Request(self._requests, prompt, params, stop_ids)
         self._requests += 1
         limit = self._length_limit(len(prompt), params)
-        request.choices = [Sequence(request, choice, list(prompt), limit) for choice in range(params.n)]
+        request.choices = [Sequence(request, choice, limit, self._batch.slots) for choice in range(params.n)]
         self._batch.add(request)
         return request
 
@@ -184,8 +172,8 @@ class Engine:
             late = work.verifies
             ahead = None if late else self._prepare()
             if ahead:
-                ahead.build(self.programs, self._steps)
-            output = _own(work.launch.wait(), work.samples)
+                self._build(ahead)
+            output = _own(work.launch.wait(), work.part)
             self._under_way = None
             ended = perf_counter()
             fates = self._advance(work, output, ended)
@@ -197,8 +185,9 @@ class Engine:
         except BaseException:
             self._reset()
             raise
-        chunks = [turn.chunk for turn in work.turns]
-        return Step(work.program, chunks, output, self._read(work, output, fates))
+        rows = work.part.rows
+        counts, contexts = rows.count.tolist(), (rows.start + rows.count).tolist()
+        return Step(work.program, counts, contexts, len(rows.chunk), output, self._read(work.part, output, fates))
 
     def run(self) -> Iterator[Step]:
         """Step until nothing is left."""
@@ -212,13 +201,20 @@ class Engine:
 
     def _prepare(self) -> Work | None:
         """Plan the step after the launches so far; None where nobody can take part."""
-        turns = [self._turn(sequence, count) for sequence, count in self._batch.plan()]
-        if not turns:
+        ones, pieces = self._batch.plan()
+        if not len(ones) and not pieces:
             return None
-        work = Work(turns, self._batch.take_histories())
+        part = plan(self._batch.slots, ones, pieces)
+        self._batch.unhold_computed(part.rows.slot)
         if self._speculation:
-            self._speculation.read(work)
-        return work
+            self._speculation.read(part)
+        return Work(part, self._batch.take_histories())
+
+    def _build(self, work: Work) -> None:
+        """Choose the program and make the table."""
+        rows = work.part.rows
+        work.program = self.programs.get(len(rows.tokens), max(len(rows.chunk), 1))
+        work.table = self._steps.build(work.program.dims, rows)
 
     def _start(self, work: Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
@@ -229,10 +225,10 @@ class Engine:
         )
         for slot, start, tokens in work.histories:
             self.backend.write_history(slot, start, tokens)
-        if work.ended:
+        if not work.part.alive(self._batch.slots).any():
             return
         if extended or work.table is None:
-            work.build(self.programs, self._steps)
+            self._build(work)
         assert work.program is not None and work.table is not None
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
@@ -260,100 +256,95 @@ class Engine:
         context = self.dims.max_context
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 
-    def _turn(self, sequence: Sequence, count: int) -> Turn:
-        """Schedule the next `count` tokens of a sequence, with the logit rows that they need."""
-        request, start, end = sequence.request, sequence.computed, sequence.computed + count
-        rows: list[SampleRow] = []
-        samples: list[Sample] = []
-        if sequence.scoring:
-            prompt, top = request.prompt_ids, request.params.prompt_logprobs or 0
-            first, last = max(start, request.scored), min(end, len(prompt) - 1)
-            for position in range(first, last):
-                rows.append(SampleRow(index=position - start, target=prompt[position + 1], store=False))
-                samples.append(Sample(sequence, position + 1, prompt[position + 1], top))
-            request.scored = max(last, request.scored)
-        ids = sequence.tokens[start:end]
-        if len(ids) < count:
-            ids.append(-1)  # the token that the launch under way samples, from HISTORY
-        if end == sequence.length:
-            rows.append(sequence.sample_row(count - 1, start))
-            wanted = request.params.logprobs
-            samples.append(Sample(sequence, end, -1, -1 if wanted is None else wanted))
-            sequence.length += 1
-        sequence.computed = end
-        if request.held and sequence.choice == 0 and end >= len(request.prompt_ids):
-            self._batch.unhold(request)
-        return Turn(sequence, Chunk(sequence.slot, start, ids, sequence.pages, rows), samples)
-
     # -- outcomes
 
-    def _advance(self, work: Work, output: Output, now: float) -> list[_Fate]:
-        """Append the sampled tokens and end the sequences that end with them: what became of each logit row."""
-        tokens = iter(output.tokens.tolist())
-        fates: list[_Fate] = []
-        generated = turns = proposed = accepted = 0
-        for turn in work.turns:
-            mine = [self._take(sample, token, now) for sample, token in zip(turn.samples, tokens, strict=False)]
-            made = sum(fate.counts for fate, sample in zip(mine, turn.samples, strict=True) if sample.target < 0)
-            generated, turns = generated + made, turns + (made > 0)
-            if made and turn.proposed:
-                proposed, accepted = proposed + turn.proposed, accepted + made - 1
-                self._verified(turn, made - 1)
-            fates += mine
-        self._batch.counts += Counts(generated, turns, proposed, accepted)
+    def _advance(self, work: Work, output: Output, now: float) -> _Fates:
+        """Append the sampled tokens and end the sequences that end with them."""
+        part, slots = work.part, self._batch.slots
+        rows, tokens, fates = part.rows, output.tokens, _Fates(len(part.rows.chunk))
+        plain = part.alive(slots)[rows.chunk] & (rows.target < 0)
+        if work.verifies:
+            plain[:] = False  # whether a row counts may depend on the one before it
+        for row in np.flatnonzero(~plain).tolist():
+            self._take(part, row, int(tokens[row]), now, fates)
+        slot = rows.slot[rows.chunk][plain]
+        fates.heard |= plain
+        fates.waited[plain] = now - slots.last_token_at[slot]
+        fates.first[plain] = slots.known[slot] == slots.prompt[slot]
+        fates.finish[plain] = slots.append(slot, tokens[plain], now)
+        for row in np.flatnonzero(plain & (fates.finish > 0)).tolist():
+            self._batch.finish(part.sequence[rows.chunk[row]], FINISH[fates.finish[row]])
+        made = np.bincount(rows.chunk[fates.heard & (rows.target < 0)], minlength=len(rows.slot))
+        counts = Counts(int(made.sum()), int((made > 0).sum()))
+        if work.verifies:
+            counts += self._verified(part, made)
+        self._batch.counts += counts
         return fates
 
-    def _take(self, sample: Sample, token: int, now: float) -> _Fate:
+    def _take(self, part: Part, row: int, token: int, now: float, fates: _Fates) -> None:
         """The sampled token of a logit row joins its sequence, if that is what the row was computed for."""
-        sequence = sample.sequence
+        rows, chunk = part.rows, part.rows.chunk[row]
+        sequence = part.sequence[chunk]
         if sequence.finish_reason is not None:
-            return _Fate(False)
-        if sample.target >= 0:
-            return _Fate(True)
-        known = sequence.tokens
-        if sample.after >= 0 and (len(known) != sample.position or known[-1] != sample.after):
-            return _Fate(False)  # a token proposed before it was wrong
-        known.append(token)
-        sequence.first_token_at = sequence.first_token_at or now
-        sequence.last_token_at = now
-        if token in sequence.request.stop_ids:
-            self._batch.finish(sequence, "stop")
-        elif len(known) >= sequence.length_limit:
-            self._batch.finish(sequence, "length")
-        return _Fate(True, sequence.finish_reason)
+            return
+        if rows.target[row] < 0:
+            before = part.after[row]
+            known = sequence.tokens
+            if before >= 0 and (len(known) != rows.start[chunk] + rows.index[row] + 1 or known[-1] != before):
+                return  # a token proposed before it was wrong
+            fates.first[row], fates.waited[row] = sequence.outputs == 0, now - sequence.waits_since
+            if reason := sequence.append(token, now):
+                self._batch.finish(sequence, reason)
+                fates.finish[row] = FINISH.index(reason)
+        fates.heard[row] = True
 
-    def _verified(self, turn: Turn, accepted: int) -> None:
-        """So many of a turn's proposed tokens were right."""
+    def _verified(self, part: Part, made: Ints) -> Counts:
+        """Learn from the proposed tokens of a step, of whose chunks each gave so many tokens."""
         assert self._speculation is not None
-        self._speculation.learn(turn, accepted)
-        if turn.sequence.finish_reason is None:
-            self._batch.shorten(turn.sequence)
+        proposed = part.proposed
+        found = np.flatnonzero((proposed > 0) & (made > 0)).tolist()
+        for chunk in found:
+            sequence = part.sequence[chunk]
+            self._speculation.learn(sequence, int(proposed[chunk]), int(made[chunk]) - 1)
+            if sequence.finish_reason is None:
+                self._batch.shorten(sequence)
+        return Counts(proposed=int(proposed[found].sum()), accepted=int(made[found].sum()) - len(found))
 
-    def _read(self, work: Work, output: Output, fates: Seq[_Fate]) -> list[Token]:
+    def _read(self, part: Part, output: Output, fates: _Fates) -> Tokens:
         """The step's tokens, and the scores of prompts to their requests."""
-        found: list[Token] = []
-        logits = iter(output.logits)
-        rows = zip(work.samples, fates, output.tokens.tolist(), output.logprobs.tolist(), strict=True)
-        for sample, fate, token, logprob in rows:
-            sequence, top = sample.sequence, sample.top
-            row = next(logits) if top > 0 else None
-            if not fate.counts:
+        rows, logits = part.rows, iter(output.logits)
+        best: dict[int, dict[int, float]] = {}
+        for row in np.flatnonzero(part.top >= 0).tolist():
+            top, token, logprob = int(part.top[row]), int(output.tokens[row]), float(output.logprobs[row])
+            mine = next(logits) if top else None
+            if not fates.heard[row]:
                 continue
-            best = {} if row is None else top_logprobs(row, top, token, logprob)
-            if top >= 0:
-                best[token] = logprob
-            if sample.target < 0:
-                found.append(Token(sequence.request, sequence.choice, token, logprob, best, fate.finish_reason))
+            found = {} if mine is None else top_logprobs(mine, top, token, logprob)
+            found[token] = logprob
+            if rows.target[row] < 0:
+                best[row] = found
             else:
-                sequence.request.prompt_logprobs.append(logprob)
-                sequence.request.prompt_top_logprobs.append(best)
-        return found
+                request = part.sequence[rows.chunk[row]].request
+                request.prompt_logprobs.append(logprob)
+                request.prompt_top_logprobs.append(found)
+        sampled = np.flatnonzero(fates.heard & (rows.target < 0))
+        chunk = rows.chunk[sampled]
+        return Tokens(
+            sequence=part.sequence[chunk],
+            request=part.request[chunk],
+            choice=part.choice[chunk],
+            token_id=output.tokens[sampled],
+            logprob=output.logprobs[sampled],
+            finish=fates.finish[sampled],
+            first=fates.first[sampled],
+            waited=fates.waited[sampled],
+            top={int(np.searchsorted(sampled, row)): found for row, found in best.items()},
+        )
 
 
-def _own(output: Output, samples: Seq[Sample]) -> Output:
+def _own(output: Output, part: Part) -> Output:
     """A copy of what the host reads of an output, before the next launch overwrites it: the logits of `top` rows."""
-    rows = len(samples)
-    read = [row for row, sample in enumerate(samples) if sample.top > 0]
+    rows, read = len(part.top), np.flatnonzero(part.top > 0).tolist()
     return replace(
         output, tokens=output.tokens[:rows].copy(), logprobs=output.logprobs[:rows].copy(), logits=output.logits[read]
     )

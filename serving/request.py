@@ -5,44 +5,84 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from ..runtime.step import FLOATS, SampleRow
+import numpy as np
+
+from ..runtime.sampling import FLOATS, SampleRow
 from .draft import Draft
 from .pages import ROOT, page_hash
 from .sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from .slots import Slots
+
+FINISH = (None, "stop", "length")  # why a token ends its sequence; columns have indices into it
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice. `tokens` is the prompt, then what was generated.
+    """One choice. While it runs, `slots` has its state under `slot`, the tokens that `tokens` has not yet among it.
 
-    Planning is ahead of that: `length` counts also the tokens that planned steps will have sampled, and of the first
-    `computed` tokens K and V will be in `pages`.
+    `sampling` says of one that has lost its slot that the launch under way samples its next token.
     """
 
     request: Request
     choice: int
-    tokens: list[int]
     length_limit: int  # tokens at which it ends for length
+    slots: Slots
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    length: int = field(init=False)
-    known_pages: int = 0  # of `pages`, those that the pool may share
+    sampling: bool = False
     finish_reason: str | None = None
-    first_token_at: float = 0.0
+    first_token_at: float = 0.0  # both times are known when it does not run
     last_token_at: float = 0.0
-    _hashes: list[bytes] = field(default_factory=list)
     draft: Draft | None = None
-    _rows: dict[tuple[int, bool], SampleRow] = field(default_factory=dict)
+    _tokens: list[int] = field(init=False)
+    _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.length = len(self.tokens)
+        self._tokens = list(self.request.prompt_ids)
 
     @property
-    def pending(self) -> int:
-        """Tokens that no planned step sees and the next may: none where the last one is being sampled."""
-        return self.length - self.computed if self.length < self.length_limit else 0
+    def tokens(self) -> list[int]:
+        """The prompt, then what was generated: always the same list."""
+        if self.slot >= 0:
+            self._tokens += self.slots.tokens[self.slot, len(self._tokens) : self.slots.known[self.slot]].tolist()
+        return self._tokens
+
+    @property
+    def waits_since(self) -> float:
+        """When its last token came, or the request where none did."""
+        return float(self.slots.last_token_at[self.slot]) if self.slot >= 0 else self.last_token_at or self.request.added_at
+
+    def append(self, token: int, now: float) -> str | None:
+        """One more token: the reason why it ends the sequence, if it does."""
+        if self.slot >= 0:
+            return FINISH[int(self.slots.append(np.array([self.slot]), np.array([token]), now)[0])]
+        self._tokens.append(token)
+        self.first_token_at, self.last_token_at = self.first_token_at or now, now
+        self.sampling = False
+        if token in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self._tokens) >= self.length_limit else None
+
+    @property
+    def outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def computed(self) -> int:
+        """Tokens at the beginning of which K and V are in `pages`, or will be after the launch under way."""
+        return int(self.slots.computed[self.slot]) if self.slot >= 0 else 0
+
+    @property
+    def pages(self) -> list[int]:
+        return self.slots.pages_of(self.slot) if self.slot >= 0 else []
+
+    @property
+    def known_pages(self) -> int:
+        """Of `pages`, those that the pool may share."""
+        return int(self.slots.known_pages[self.slot]) if self.slot >= 0 else 0
 
     @property
     def scoring(self) -> bool:
@@ -50,31 +90,19 @@ class Sequence:
         request = self.request
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
-    @property
-    def outputs(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
-
     def page_hashes(self, page: int, count: int) -> list[bytes]:
         """Hashes of the first `count` pages of `page` tokens each, which must be known."""
+        tokens = self.tokens
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
-            self._hashes.append(page_hash(before, self.tokens[i * page : (i + 1) * page]))
+            self._hashes.append(page_hash(before, tokens[i * page : (i + 1) * page]))
         return self._hashes[:count]
 
-    @property
-    def penalised(self) -> bool:
-        """Whether its choices depend on which tokens HISTORY has."""
-        return self.sample_row(0, self.length).penalised
-
-    def sample_row(self, index: int, start: int, *, store: bool = True) -> SampleRow:
-        """How to sample the token after row `index` of a chunk that begins at token `start`."""
+    def sample_row(self, *, early: bool) -> SampleRow:
+        """How to sample its tokens; `early` ones may not be stop ids."""
         p = self.request.params
-        early = start + index + 1 - len(self.request.prompt_ids) < p.min_tokens
-        if not early and (known := self._rows.get((index, store))):
-            return known
-        row = SampleRow(
-            index=index,
-            store=store,
+        return SampleRow(
+            index=0,
             prompt_length=len(self.request.prompt_ids),
             top_k=max(p.top_k, 0),
             **{name: getattr(p, name) for name in FLOATS},
@@ -82,9 +110,6 @@ class Sequence:
             choice=self.choice,
             bias=dict(p.logit_bias) | (dict.fromkeys(self.request.stop_ids, float("-inf")) if early else {}),
         )
-        if not early:
-            self._rows[index, store] = row
-        return row
 
 
 @dataclass(eq=False, slots=True)

@@ -19,8 +19,9 @@ from .batch import Batch
 from .draft import Draft, Proposer, Share
 from .lookup import Lookup
 from .request import Sequence as Choice
+from .slots import Slots
 from .step_times import StepTimes
-from .work import Turn, Work
+from .work import Part, Work, extended
 
 MOST = 63  # proposed tokens of a sequence in a step
 VERIFIED_ROWS = 128  # logit rows of a step with proposed tokens; a step table has room for the biases of that many
@@ -38,7 +39,7 @@ def check_depth(depth: int) -> None:
 class _Offer:
     """Proposed tokens of one sequence in one step, of which the first `taken` are verified."""
 
-    turn: Turn
+    chunk: int
     draft: Draft
     tokens: list[int]
     taken: int = 0
@@ -53,60 +54,60 @@ class Speculation:
         self._depth, self._proposer = depth, proposer
         self._share = Share(_MEMORY)  # of all sequences, lately
 
-    def read(self, work: Work) -> None:
+    def read(self, part: Part) -> None:
         """Take note of the tokens of a planned step's sequences, while a launch runs."""
-        for turn in work.turns:
-            if turn.samples:
-                self._draft(turn.sequence).proposer.read()
+        for sequence in part.sequence[np.unique(part.rows.chunk)]:
+            self._draft(sequence).proposer.read()
 
     def extend(self, work: Work, batch: Batch, *, tokens: int, logit_rows: int) -> bool:
         """Have proposed tokens verified in a step of at most `tokens` rows and `logit_rows` logit rows; whether any.
 
         What sequences wait for is planned before, so proposals take only the rows and pages that it leaves.
         """
-        room = min(tokens - work.tokens, min(logit_rows, VERIFIED_ROWS) - work.logit_rows)
-        offers = self._offers(work) if room > 0 else []
+        part, slots = work.part, batch.slots
+        rows, logits = len(part.rows.tokens), len(part.rows.chunk)
+        room = min(tokens - rows, min(logit_rows, VERIFIED_ROWS) - logits)
+        offers = self._offers(part, slots) if room > 0 else []
         if not offers:
             return False
-        self._choose(offers, work.tokens, work.logit_rows, room)
-        extended = False
+        self._choose(offers, rows, logits, room)
+        proposals: dict[int, list[int]] = {}
         for offer in offers:
-            sequence = offer.turn.sequence
+            sequence = part.sequence[offer.chunk]
             known = len(sequence.tokens)
             taken = batch.lengthen(sequence, known + offer.taken) - known if offer.taken else 0
             if not taken:
                 offer.draft.decline()
                 continue
             offer.draft.verify()
-            history = offer.turn.propose(offer.tokens[:taken])
-            if history:
+            proposals[offer.chunk] = offer.tokens[:taken]
+            if slots.sampling.penalised[sequence.slot]:
+                history = [sequence.tokens[-1], *offer.tokens[:taken]]
                 work.histories.append((sequence.slot, known - 1, np.array(history, np.int32)))
-            extended = True
-        if extended:
-            # Without the sequences that have ended since the step was planned: others may have their pages now.
-            work.turns = [turn for turn in work.turns if turn.sequence.finish_reason is None]
-        return extended
+        if proposals:
+            work.part, work.verifies = extended(part, slots, proposals), True
+        return bool(proposals)
 
-    def learn(self, turn: Turn, accepted: int) -> None:
-        """Of what a turn proposed so many tokens were right."""
-        self._draft(turn.sequence).learn(turn.proposed, accepted)
-        self._share.learn(turn.proposed, accepted)
+    def learn(self, sequence: Choice, proposed: int, accepted: int) -> None:
+        """Of `proposed` tokens of a sequence so many were right."""
+        self._draft(sequence).learn(proposed, accepted)
+        self._share.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
+        tokens = sequence.tokens  # a proposer reads this list, and asking for it brings it up to date
         if sequence.draft is None:
-            sequence.draft = Draft(self._proposer(sequence.tokens), self._share.young())
+            sequence.draft = Draft(self._proposer(tokens), self._share.young())
         return sequence.draft
 
-    def _offers(self, work: Work) -> list[_Offer]:
+    def _offers(self, part: Part, slots: Slots) -> list[_Offer]:
         offers: list[_Offer] = []
-        for turn in work.turns:
-            if turn.extensible:
-                sequence = turn.sequence
-                draft = self._draft(sequence)
-                # The step gives one token more than are accepted.
-                most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)
-                if tokens := draft.proposer.propose(most) if most > 0 else []:
-                    offers.append(_Offer(turn, draft, tokens))
+        for chunk in part.extensible(slots).tolist():
+            sequence = part.sequence[chunk]
+            draft = self._draft(sequence)
+            # The step gives one token more than are accepted.
+            most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)
+            if tokens := draft.proposer.propose(most) if most > 0 else []:
+                offers.append(_Offer(chunk, draft, tokens))
         return offers
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:

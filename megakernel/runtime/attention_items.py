@@ -14,7 +14,7 @@ tile has fewer rows a part has more heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -24,6 +24,8 @@ from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div, pages, target_of
 
 Ints = NDArray[np.signedinteger]
+# By number of a rank's KV heads, since equal shares are dealt alike: items by step-table field, and slot_items.
+Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # Rows of a query tile on a CPU. Its rows share each read of K and V: from 32 rows on, a loaded element feeds enough
 # multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's first-level cache.
@@ -58,24 +60,26 @@ class _Tiles:
     blocks: Ints  # KV blocks up to the last row's position; 0 for padding
 
 
-def deal_items(table: StepTable, seq: Ints, start: Ints, count: Ints) -> None:
-    """Fill every rank's slot_items and item_* for chunks of `count` rows of sequence `seq` from position `start`.
+def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
+    """Every rank's items, for chunks of `count` rows of sequence `seq` from position `start`.
 
     Chunks are in row order. Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises
     MegakernelError where not even one item for each chunk in each row block fits.
     """
-    dealt: dict[int, tuple[dict[str, Ints], Ints]] = {}  # by number of KV heads: equal shares are dealt alike
+    ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
+    by_heads = {rank.rank_kv_heads: rank for rank in ranks if rank.rank_kv_heads}
+    return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
+
+
+def write_items(table: StepTable, dealt: Dealt) -> None:
+    """Fill every rank's slot_items and item_* with what `deal_items` has dealt."""
     for rank in range(table.dims.tp):
         view = table.rank(rank)
         view.item_split[:] = -1
-        heads = view.dims.rank_kv_heads
-        if not heads:
-            continue
-        if heads not in dealt:
-            dealt[heads] = _deal(view.dims, seq, start, count)
-        items, view.slot_items[:] = dealt[heads]
-        for name, column in items.items():
-            getattr(view, name)[: len(column)] = column
+        if heads := view.dims.rank_kv_heads:
+            items, view.slot_items[:] = dealt[heads]
+            for name, column in items.items():
+                getattr(view, name)[: len(column)] = column
 
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:

@@ -13,7 +13,7 @@ from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.runtime.cpu import CpuBackend
-from megakernel.runtime.step import Steps
+from megakernel.runtime.steps import Steps
 from megakernel.serving import llm as llm_module
 from megakernel.serving.engine import Engine, Token
 from megakernel.serving.pages import ROOT, PagePool, page_hash

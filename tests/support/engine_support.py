@@ -73,7 +73,7 @@ class FakeBackend:
         assert not self.under_way
         self.under_way = True
         check_step(table)
-        self.tables.append(table)
+        self.tables.append(table.copy())  # the engine writes into it again
         return FakeLaunch(self, table)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:

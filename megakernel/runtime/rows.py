@@ -1,0 +1,96 @@
+"""What a step computes, as arrays, and how a step table says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import StepTable
+from .sampling import Ints, Sampling
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Chunks of consecutive tokens, each of another slot, and the logit rows that are wanted of them."""
+
+    # -- of each chunk
+    slot: Ints
+    start: Ints  # its first token's position
+    count: Ints  # its tokens
+    # -- of each token, chunk by chunk
+    tokens: Ints  # -1: HISTORY[slot][position]
+    # -- of each logit row, in the order of token rows
+    chunk: Ints  # which chunk it belongs to
+    index: Ints  # which token of the chunk
+    place: Ints  # how to sample, in `Sampling`
+    target: Ints  # token to score; -1: sample
+    store: NDArray[np.bool_]  # whether HISTORY gets what is sampled
+
+    @property
+    def position(self) -> Ints:
+        """Of each logit row: the number of tokens before the one that it is about."""
+        return self.start[self.chunk] + self.index + 1
+
+
+def fits(capacity: str, wanted: int, limit: int) -> None:
+    """Raise MegakernelError where a step needs more of a program's `capacity` than `limit`."""
+    if wanted > limit:
+        raise MegakernelError(f"step needs {capacity} = {wanted}, the program was compiled for {limit}")
+
+
+def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
+    """Write everything of `table` but pages and attention items; the rest of its rows becomes padding.
+
+    Raises MegakernelError naming the capacity (a field of Dims) that is exceeded.
+    """
+    dims, live = table.dims, len(rows.tokens)
+    fits("tokens", live, dims.tokens)
+    fits("logit_rows", len(rows.chunk), dims.logit_rows)
+    table.row_seq[:live], table.row_seq[live:] = np.repeat(rows.slot, rows.count), -1
+    table.positions[live:] = table.token_ids[live:] = 0
+    slot = rows.slot[rows.chunk]
+    first = np.cumsum(rows.count) - rows.count
+    place = _padded(rows.place, dims.logit_rows)  # -1: the last place
+    for name, column in sampling.columns.items():
+        getattr(table, name)[:] = column[place]
+    table.logit_rows[:] = _padded(first[rows.chunk] + rows.index, dims.logit_rows)
+    table.target[:] = _padded(rows.target, dims.logit_rows)
+    table.sample_slot[:] = _padded(np.where(rows.store, slot, -1), dims.logit_rows)
+    table.history_slot[:] = _padded(np.where(sampling.penalised[rows.place], slot, -1), dims.logit_rows)
+    table.sample_position[len(rows.chunk) :] = 0
+    _fill_bias(table, rows.place, sampling)
+    move_rows(table, rows)
+
+
+def move_rows(table: StepTable, rows: Rows) -> None:
+    """Write tokens and positions into a table that was filled for the same rows with other ones."""
+    live = len(rows.tokens)
+    slot, position = table.row_seq[:live], rows.start
+    if live > len(rows.slot):
+        first = np.cumsum(rows.count) - rows.count
+        position = np.arange(live) + np.repeat(rows.start - first, rows.count)
+    table.positions[:live] = position
+    table.token_ids[:live] = np.where(rows.tokens < 0, -1 - slot, rows.tokens)
+    table.sample_position[: len(rows.chunk)] = rows.position
+
+
+def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:
+    """`values` and then -1, up to `length`."""
+    out = np.full(length, -1)
+    out[: len(values)] = values
+    return out
+
+
+def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
+    n, counts = len(place), sampling.bias_count[place]
+    ends = np.cumsum(counts)
+    begins, pairs = ends - counts, int(counts.sum())
+    fits("bias_entries", pairs, table.dims.bias_entries)
+    table.bias_begin[:n], table.bias_end[:n] = begins, ends
+    table.bias_begin[n:] = table.bias_end[n:] = 0
+    at = np.repeat(place, counts), np.arange(pairs) - np.repeat(begins, counts)
+    table.bias_ids[:pairs], table.bias_values[:pairs] = sampling.bias_ids[at], sampling.bias_values[at]

@@ -1,0 +1,79 @@
+"""How logit rows are sampled: as one object for each row, or as columns for many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.signedinteger[Any]]
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTS = ("prompt_length", "top_k", "choice")
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """Logits wanted at token `index` of a chunk, and what to do with them. Defaults sample greedily.
+
+    `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position
+    after the row's. Rows with penalties read the tokens before that position from HISTORY, so of several such rows of
+    one chunk none may store.
+    """
+
+    index: int
+    prompt_length: int = 0
+    target: int = -1
+    store: bool = True
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether its choice depends on which tokens HISTORY has."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+class Sampling:
+    """Ways to sample, each at a place of its own. The last place keeps the defaults, for rows that do not sample.
+
+    `columns` are named as fields of the step table. `changes` counts the calls of `set`.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.columns: dict[str, NDArray[Any]] = {
+            **{name: np.zeros(places, np.int32) for name in (*_INTS, "seed_low", "seed_high")},
+            **{name: np.full(places, getattr(SampleRow, name), np.float32) for name in FLOATS},
+        }
+        self.penalised = np.zeros(places, np.bool_)
+        self.bias_count = np.zeros(places, np.int32)
+        self.bias_ids = np.zeros((places, 0), np.int32)
+        self.bias_values = np.zeros((places, 0), np.float32)
+        self.changes = 0
+
+    def set(self, place: int, row: SampleRow) -> None:
+        """Sample at `place` as `row` says."""
+        for name in (*_INTS, *FLOATS):
+            self.columns[name][place] = getattr(row, name)
+        low, high = np.array([row.seed & _WORD, row.seed >> 32 & _WORD], np.uint32).view(np.int32)
+        self.columns["seed_low"][place], self.columns["seed_high"][place] = low, high
+        self.penalised[place] = row.penalised
+        pairs = len(row.bias)
+        if (more := pairs - self.bias_ids.shape[1]) > 0:
+            self.bias_ids, self.bias_values = (np.pad(a, ((0, 0), (0, more))) for a in (self.bias_ids, self.bias_values))
+        self.bias_count[place] = pairs
+        if pairs:
+            self.bias_ids[place, :pairs], self.bias_values[place, :pairs] = list(row.bias), list(row.bias.values())
+        self.changes += 1

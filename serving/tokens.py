@@ -1,0 +1,48 @@
+"""What a step generated: columns of all its tokens, and the tokens one by one for the few who want them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.sampling import Ints
+from .request import FINISH, Request
+from .slots import Objects
+
+
+class Token(NamedTuple):
+    """One generated token. `top_logprobs` has the most likely ids and this one where the request asks, else nothing."""
+
+    request: Request
+    choice: int
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A column for each fact, an element for each token, in the order of the step's rows."""
+
+    sequence: Objects
+    request: Ints  # `Request.id`
+    choice: Ints
+    token_id: Ints
+    logprob: NDArray[np.float32]
+    finish: Ints  # index into FINISH: why the token ends its choice
+    first: NDArray[np.bool_]  # whether it is the first of its choice
+    waited: NDArray[np.float64]  # seconds since the token before it, or since the request was added
+    top: Mapping[int, dict[int, float]]  # `Token.top_logprobs` by element, of those that ask
+
+    def __len__(self) -> int:
+        return len(self.token_id)
+
+    def __iter__(self) -> Iterator[Token]:
+        columns = (self.sequence, self.token_id, self.logprob, self.finish)
+        for i, (sequence, token, logprob, finish) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            yield Token(sequence.request, sequence.choice, token, logprob, self.top.get(i, {}), FINISH[finish])
