@@ -1,7 +1,9 @@
 """Who waits and who runs, with which slot and pages, and how many tokens each computes in the next step.
 
 What every step does for every sequence is done on the columns of `Slots` at once; a sequence alone is looked at where
-it comes, leaves, fills a page or computes its prompt. Sequences hold pages for the tokens they have. Where a running one needs a page and none is free, the youngest gives
+it comes, leaves, fills a page or computes its prompt.
+
+Sequences hold pages for the tokens they have. Where a running one needs a page and none is free, the youngest gives
 up its own and waits again with the tokens it has generated; what it computes again has the same bits.
 """
 
@@ -77,8 +79,8 @@ class Batch:
         """Who takes part in the next step, each with slot and pages: the slots of those who compute one token, then
         the others with the number of their tokens.
         """
-        slots = self.slots
-        for sequence in slots.sequence[slots.order[slots.full_pages(slots.order) > slots.known_pages[slots.order]]]:
+        slots, order = self.slots, self.slots.order
+        for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
             self._publish(sequence)
         self._grow()
         self._admit()
@@ -97,6 +99,8 @@ class Batch:
         if sequence.slot >= 0:
             self._publish(sequence)
             self._release(sequence)
+        elif sequence in sequence.request.held:
+            sequence.request.held.remove(sequence)
         else:
             self.waiting.pop(sequence, None)
         if sequence.choice == 0:
@@ -157,7 +161,7 @@ class Batch:
     def _publish(self, sequence: Sequence) -> None:
         """Let others share the pages that the launches so far fill."""
         slots, slot = self.slots, sequence.slot
-        full, known = int(slots.full_pages(slot)), int(slots.known_pages[slot])
+        full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
         for page, key in zip(slots.pages.ids[slot, known:full].tolist(), hashes[known:], strict=True):
             self._pool.learn(key, page)
@@ -169,7 +173,8 @@ class Batch:
         """
         slots = self.slots
         order = slots.order
-        short = order[(slots.pending(order) > 0) & slots.crowded(order)]
+        short = order[slots.crowded(order)]
+        short = short[slots.pending(short) > 0]
         if len(short) <= self._pool.free:
             if len(short):
                 slots.add_page(short, self._pool.take(len(short)))
@@ -243,7 +248,7 @@ class Batch:
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
         single = pending == 1
-        if single.all() and len(order) <= min(tokens, rows):
+        if np.count_nonzero(single) == len(order) <= min(tokens, rows):
             return order, []
         ones = order[single][: min(tokens, rows)]
         tokens, rows = tokens - len(ones), rows - len(ones)

@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dims
 from ..program import Program
 from ..runtime.backend import Backend, Output
+from ..runtime.rows import Rows
 from ..runtime.sampling import Ints
 from ..runtime.steps import Steps
 from .batch import Batch, Stats
@@ -33,7 +35,7 @@ from .sampling import SamplingParams
 from .speculation import Speculation
 from .tokens import Token as Token
 from .tokens import Tokens
-from .work import Part, Work, plan
+from .work import Part, Planner, Turns, Work
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Fates:
     """What became of each logit row of a step.
 
     `heard` is False for one of a sequence that had ended or had other tokens. Of the others that sample, `finish` says
-    by index into FINISH why the token ends its sequence, `first` whether it is the sequence's first, `waited` for how
+    by index into FINISH why the token ends its sequence, `first` whether it is the sequence's first, and `waited` how
     many seconds it was waited for.
     """
 
@@ -89,6 +91,7 @@ class Engine:
         self._batch = Batch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
         self._step_tokens, self._speculation = step_tokens, speculation
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
+        self._planner = Planner(self._batch.slots)
         self._under_way: Work | None = None
         self._requests = 0
 
@@ -173,7 +176,7 @@ class Engine:
             ahead = None if late else self._prepare()
             if ahead:
                 self._build(ahead)
-            output = _own(work.launch.wait(), work.part)
+            output = _own(work.launch.wait(), work.part.turns)
             self._under_way = None
             ended = perf_counter()
             fates = self._advance(work, output, ended)
@@ -185,9 +188,9 @@ class Engine:
         except BaseException:
             self._reset()
             raise
-        rows = work.part.rows
-        counts, contexts = rows.count.tolist(), (rows.start + rows.count).tolist()
-        return Step(work.program, counts, contexts, len(rows.chunk), output, self._read(work.part, output, fates))
+        turns, start, _ = work.part
+        counts, contexts = turns.count.tolist(), (start + turns.count).tolist()
+        return Step(work.program, counts, contexts, len(turns.chunk), output, _read(turns, output, fates))
 
     def run(self) -> Iterator[Step]:
         """Step until nothing is left."""
@@ -204,17 +207,17 @@ class Engine:
         ones, pieces = self._batch.plan()
         if not len(ones) and not pieces:
             return None
-        part = plan(self._batch.slots, ones, pieces)
-        self._batch.unhold_computed(part.rows.slot)
+        part = self._planner.plan(ones, pieces)
+        self._batch.unhold_computed(part.turns.slot)
         if self._speculation:
             self._speculation.read(part)
         return Work(part, self._batch.take_histories())
 
     def _build(self, work: Work) -> None:
         """Choose the program and make the table."""
-        rows = work.part.rows
-        work.program = self.programs.get(len(rows.tokens), max(len(rows.chunk), 1))
-        work.table = self._steps.build(work.program.dims, rows)
+        turns, _, tokens = work.part
+        work.program = self.programs.get(len(tokens), max(len(turns.chunk), 1))
+        work.table = self._steps.build(work.program.dims, Rows(*work.part))
 
     def _start(self, work: Work | None, trace: bool) -> None:
         """Launch a step, unless everybody in it has ended meanwhile."""
@@ -225,7 +228,7 @@ class Engine:
         )
         for slot, start, tokens in work.histories:
             self.backend.write_history(slot, start, tokens)
-        if not work.part.alive(self._batch.slots).any():
+        if not np.count_nonzero(work.part.turns.alive(self._batch.slots)):
             return
         if extended or work.table is None:
             self._build(work)
@@ -260,37 +263,51 @@ class Engine:
 
     def _advance(self, work: Work, output: Output, now: float) -> _Fates:
         """Append the sampled tokens and end the sequences that end with them."""
-        part, slots = work.part, self._batch.slots
-        rows, tokens, fates = part.rows, output.tokens, _Fates(len(part.rows.chunk))
-        plain = part.alive(slots)[rows.chunk] & (rows.target < 0)
+        (turns, _, _), slots, tokens = work.part, self._batch.slots, output.tokens
+        fates = _Fates(len(tokens))
         if work.verifies:
-            plain[:] = False  # whether a row counts may depend on the one before it
-        for row in np.flatnonzero(~plain).tolist():
-            self._take(part, row, int(tokens[row]), now, fates)
-        slot = rows.slot[rows.chunk][plain]
+            self._verify(work.part, tokens, now, fates)
+            return fates
+        plain = turns.alive(slots)[turns.chunk] & turns.samples
+        for row in (~plain).nonzero()[0].tolist():
+            self._take(work.part, row, int(tokens[row]), now, fates)
         fates.heard |= plain
-        fates.waited[plain] = now - slots.last_token_at[slot]
-        fates.first[plain] = slots.known[slot] == slots.prompt[slot]
-        fates.finish[plain] = slots.append(slot, tokens[plain], now)
-        for row in np.flatnonzero(plain & (fates.finish > 0)).tolist():
-            self._batch.finish(part.sequence[rows.chunk[row]], FINISH[fates.finish[row]])
-        made = np.bincount(rows.chunk[fates.heard & (rows.target < 0)], minlength=len(rows.slot))
-        counts = Counts(int(made.sum()), int((made > 0).sum()))
-        if work.verifies:
-            counts += self._verified(part, made)
-        self._batch.counts += counts
+        at = _index(plain)
+        slot = turns.slot[turns.chunk][at]
+        fates.waited[at] = now - slots.last_token_at[slot]
+        fates.first[at] = slots.known[slot] == slots.prompt[slot]
+        fates.finish[at] = finish = slots.append(slot, tokens[at], now)
+        for sequence, reason in zip(turns.sequence[turns.chunk][at][finish > 0], finish[finish > 0], strict=True):
+            self._batch.finish(sequence, str(FINISH[reason]))
+        made = int(np.count_nonzero(fates.heard & turns.samples))
+        self._batch.counts += Counts(made, made)
         return fates
+
+    def _verify(self, part: Part, tokens: Ints, now: float, fates: _Fates) -> None:
+        """`_advance` where tokens are proposed, so that whether a row counts depends on the one before it."""
+        assert self._speculation is not None
+        turns = part.turns
+        for chunk, (sequence, proposed) in enumerate(zip(turns.sequence, turns.proposed.tolist(), strict=True)):
+            mine = (turns.chunk == chunk).nonzero()[0]
+            for row in mine.tolist():
+                self._take(part, row, int(tokens[row]), now, fates)
+            made = int(np.count_nonzero(fates.heard[mine] & turns.samples[mine]))
+            self._batch.counts += Counts(made, int(made > 0))
+            if made and proposed:
+                self._batch.counts += Counts(proposed=proposed, accepted=made - 1)
+                self._speculation.learn(sequence, proposed, made - 1)
+                if sequence.finish_reason is None:
+                    self._batch.shorten(sequence)
 
     def _take(self, part: Part, row: int, token: int, now: float, fates: _Fates) -> None:
         """The sampled token of a logit row joins its sequence, if that is what the row was computed for."""
-        rows, chunk = part.rows, part.rows.chunk[row]
-        sequence = part.sequence[chunk]
+        turns, chunk = part.turns, part.turns.chunk[row]
+        sequence = turns.sequence[chunk]
         if sequence.finish_reason is not None:
             return
-        if rows.target[row] < 0:
-            before = part.after[row]
-            known = sequence.tokens
-            if before >= 0 and (len(known) != rows.start[chunk] + rows.index[row] + 1 or known[-1] != before):
+        if turns.samples[row]:
+            before, known = turns.after[row], sequence.tokens
+            if before >= 0 and (len(known) != part.start[chunk] + turns.index[row] + 1 or known[-1] != before):
                 return  # a token proposed before it was wrong
             fates.first[row], fates.waited[row] = sequence.outputs == 0, now - sequence.waits_since
             if reason := sequence.append(token, now):
@@ -298,53 +315,50 @@ class Engine:
                 fates.finish[row] = FINISH.index(reason)
         fates.heard[row] = True
 
-    def _verified(self, part: Part, made: Ints) -> Counts:
-        """Learn from the proposed tokens of a step, of whose chunks each gave so many tokens."""
-        assert self._speculation is not None
-        proposed = part.proposed
-        found = np.flatnonzero((proposed > 0) & (made > 0)).tolist()
-        for chunk in found:
-            sequence = part.sequence[chunk]
-            self._speculation.learn(sequence, int(proposed[chunk]), int(made[chunk]) - 1)
-            if sequence.finish_reason is None:
-                self._batch.shorten(sequence)
-        return Counts(proposed=int(proposed[found].sum()), accepted=int(made[found].sum()) - len(found))
 
-    def _read(self, part: Part, output: Output, fates: _Fates) -> Tokens:
-        """The step's tokens, and the scores of prompts to their requests."""
-        rows, logits = part.rows, iter(output.logits)
-        best: dict[int, dict[int, float]] = {}
-        for row in np.flatnonzero(part.top >= 0).tolist():
-            top, token, logprob = int(part.top[row]), int(output.tokens[row]), float(output.logprobs[row])
-            mine = next(logits) if top else None
-            if not fates.heard[row]:
-                continue
-            found = {} if mine is None else top_logprobs(mine, top, token, logprob)
-            found[token] = logprob
-            if rows.target[row] < 0:
-                best[row] = found
-            else:
-                request = part.sequence[rows.chunk[row]].request
-                request.prompt_logprobs.append(logprob)
-                request.prompt_top_logprobs.append(found)
-        sampled = np.flatnonzero(fates.heard & (rows.target < 0))
-        chunk = rows.chunk[sampled]
-        return Tokens(
-            sequence=part.sequence[chunk],
-            request=part.request[chunk],
-            choice=part.choice[chunk],
-            token_id=output.tokens[sampled],
-            logprob=output.logprobs[sampled],
-            finish=fates.finish[sampled],
-            first=fates.first[sampled],
-            waited=fates.waited[sampled],
-            top={int(np.searchsorted(sampled, row)): found for row, found in best.items()},
-        )
+def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
+    """What gives some rows of a column: a slice where it is all of them, which costs nothing."""
+    return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
-def _own(output: Output, part: Part) -> Output:
+def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
+    """The step's tokens, and the scores of prompts to their requests."""
+    logits = iter(output.logits) if turns.read else iter(())
+    told, best = fates.heard & turns.samples, {}
+    for row in turns.reported:
+        top, token, logprob = int(turns.top[row]), int(output.tokens[row]), float(output.logprobs[row])
+        mine = next(logits) if top else None
+        if not fates.heard[row]:
+            continue
+        found = {} if mine is None else top_logprobs(mine, top, token, logprob)
+        found[token] = logprob
+        if told[row]:
+            best[int(np.count_nonzero(told[:row]))] = found
+        else:
+            request = turns.sequence[turns.chunk[row]].request
+            request.prompt_logprobs.append(logprob)
+            request.prompt_top_logprobs.append(found)
+    at = _index(told)
+    chunk = turns.chunk[at]
+    return Tokens(
+        sequence=turns.sequence[chunk],
+        request=turns.request[chunk],
+        choice=turns.choice[chunk],
+        token_id=output.tokens[at],
+        logprob=output.logprobs[at],
+        finish=fates.finish[at],
+        first=fates.first[at],
+        waited=fates.waited[at],
+        top=best,
+    )
+
+
+def _own(output: Output, turns: Turns) -> Output:
     """A copy of what the host reads of an output, before the next launch overwrites it: the logits of `top` rows."""
-    rows, read = len(part.top), np.flatnonzero(part.top > 0).tolist()
+    rows = len(turns.top)
     return replace(
-        output, tokens=output.tokens[:rows].copy(), logprobs=output.logprobs[:rows].copy(), logits=output.logits[read]
+        output,
+        tokens=output.tokens[:rows].copy(),
+        logprobs=output.logprobs[:rows].copy(),
+        logits=output.logits[turns.read],
     )

@@ -11,7 +11,6 @@ import math
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from ..roofline import Ceilings, achieved, fraction_error, step_work
 from ..trace import Trace
 from .batch import Stats
 from .engine import Step
-from .request import Sequence
 
 WINDOW_S = 10.0  # of work, that rates and means are taken over
 _SHOWN = 240  # steps that a snapshot lists one by one
@@ -80,14 +78,12 @@ class Live:
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
-        self._last_token: dict[Sequence, float] = {}
         self._traced: tuple[Program, Trace] | None = None
         self._trace_made = threading.Event()
         self.tracing = False
 
     def add(self, step: Step, wall_s: float, stats: Stats) -> None:
         """Record a step that has just ended after `wall_s`, and what the engine holds then."""
-        now = perf_counter()
         rows = step.rows
         forward, dims = step.program.forward, step.program.dims
         work = step_work(forward, dims, rows, step.contexts, step.logit_rows, tied=self._tied)
@@ -98,25 +94,12 @@ class Live:
             self._steps.append((sums, reached.limit))
             self._totals += sums
             self._stats = stats
-            self._latencies(step, now)
+            first, waited = step.tokens.first, step.tokens.waited
+            self._ttft.extend(waited[first].tolist())
+            self._itl.extend(waited[~first].tolist())
             if step.output.trace is not None:
                 self._traced, self.tracing = (step.program, step.output.trace), False
                 self._trace_made.set()
-
-    def _latencies(self, step: Step, now: float) -> None:
-        for token in step.tokens:
-            sequence = token.request.choices[token.choice]
-            before = self._last_token.get(sequence)
-            if before is None:
-                self._ttft.append(now - token.request.added_at)
-            else:
-                self._itl.append(now - before)
-            if token.finish_reason is None:
-                self._last_token[sequence] = now
-            else:
-                self._last_token.pop(sequence, None)
-        if len(self._last_token) > 2 * self._max_seqs:  # aborted ones among them
-            self._last_token = {s: at for s, at in self._last_token.items() if s.finish_reason is None}
 
     def totals(self) -> Totals:
         """Sums since the start."""

@@ -53,7 +53,11 @@ class Sequence:
     @property
     def waits_since(self) -> float:
         """When its last token came, or the request where none did."""
-        return float(self.slots.last_token_at[self.slot]) if self.slot >= 0 else self.last_token_at or self.request.added_at
+        return (
+            float(self.slots.last_token_at[self.slot])
+            if self.slot >= 0
+            else self.last_token_at or self.request.added_at
+        )
 
     def append(self, token: int, now: float) -> str | None:
         """One more token: the reason why it ends the sequence, if it does."""

@@ -101,7 +101,11 @@ class Slots:
     def place(self, slots: Ints, position: Ints) -> Ints:
         """Where `sampling` says how to sample the tokens at `position` of sequences."""
         early = position < self.early_until[slots]
-        return slots + len(self.ticket) * early if early.any() else slots
+        return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
+
+    def place_of(self, slot: int, position: int) -> int:
+        """`place` of one token."""
+        return slot + len(self.ticket) * bool(position < self.early_until[slot])
 
     def full_pages(self, slots: Ints) -> Ints:
         """Pages that launches so far fill. Not the one that the last token ends: a sequence that ends with it may

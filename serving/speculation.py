@@ -56,7 +56,7 @@ class Speculation:
 
     def read(self, part: Part) -> None:
         """Take note of the tokens of a planned step's sequences, while a launch runs."""
-        for sequence in part.sequence[np.unique(part.rows.chunk)]:
+        for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             self._draft(sequence).proposer.read()
 
     def extend(self, work: Work, batch: Batch, *, tokens: int, logit_rows: int) -> bool:
@@ -65,7 +65,7 @@ class Speculation:
         What sequences wait for is planned before, so proposals take only the rows and pages that it leaves.
         """
         part, slots = work.part, batch.slots
-        rows, logits = len(part.rows.tokens), len(part.rows.chunk)
+        rows, logits = len(part.tokens), len(part.turns.chunk)
         room = min(tokens - rows, min(logit_rows, VERIFIED_ROWS) - logits)
         offers = self._offers(part, slots) if room > 0 else []
         if not offers:
@@ -73,7 +73,7 @@ class Speculation:
         self._choose(offers, rows, logits, room)
         proposals: dict[int, list[int]] = {}
         for offer in offers:
-            sequence = part.sequence[offer.chunk]
+            sequence = part.turns.sequence[offer.chunk]
             known = len(sequence.tokens)
             taken = batch.lengthen(sequence, known + offer.taken) - known if offer.taken else 0
             if not taken:
@@ -102,7 +102,7 @@ class Speculation:
     def _offers(self, part: Part, slots: Slots) -> list[_Offer]:
         offers: list[_Offer] = []
         for chunk in part.extensible(slots).tolist():
-            sequence = part.sequence[chunk]
+            sequence = part.turns.sequence[chunk]
             draft = self._draft(sequence)
             # The step gives one token more than are accepted.
             most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +15,16 @@ from numpy.typing import NDArray
 from ..isa import StepTable
 from ..program import Program
 from ..runtime.backend import Launch
-from ..runtime.rows import Rows
+from ..runtime.rows import Lineup
 from ..runtime.sampling import Ints
 from .request import Sequence
 from .slots import Objects, Slots
 
 
-@dataclass(frozen=True)
-class Part:
+@dataclass(eq=False)
+class Turns(Lineup):
     """Chunks of a step, with what the engine must know of them when their outcome is there."""
 
-    rows: Rows
     # -- of each chunk
     ticket: Ints  # of its sequence's admission
     sequence: Objects
@@ -34,21 +34,45 @@ class Part:
     top: Ints  # most likely tokens to report besides the chosen one; -1: none at all
     after: Ints  # the proposed token that the row follows; -1: a known one
 
-    @property
+    @cached_property
     def proposed(self) -> Ints:
         """Of each chunk: tokens at its end that are verified, not known."""
-        return np.bincount(self.rows.chunk[self.after >= 0], minlength=len(self.rows.slot))
+        return np.bincount(self.chunk[self.after >= 0], minlength=len(self.slot))
+
+    @cached_property
+    def samples(self) -> NDArray[np.bool_]:
+        """Of each logit row: whether it samples, and does not score."""
+        return self.target < 0
+
+    @cached_property
+    def reported(self) -> list[int]:
+        """The logit rows of which most likely tokens are told."""
+        return (self.top >= 0).nonzero()[0].tolist()
+
+    @cached_property
+    def read(self) -> list[int]:
+        """The logit rows of which the host reads the logits."""
+        return (self.top > 0).nonzero()[0].tolist()
 
     def alive(self, slots: Slots) -> NDArray[np.bool_]:
         """Of each chunk: whether its sequence has kept its slot."""
-        kept: NDArray[np.bool_] = slots.ticket[self.rows.slot] == self.ticket
+        kept: NDArray[np.bool_] = slots.ticket[self.slot] == self.ticket
         return kept
+
+
+class Part(NamedTuple):
+    """Some or all chunks of a step."""
+
+    turns: Turns
+    start: Ints  # see `Rows`
+    tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
         """The chunks that continue a sequence of which all is known, so that proposed tokens may follow."""
-        rows = self.rows
-        single = (rows.count == 1) & (np.bincount(rows.chunk, minlength=len(rows.slot)) == 1)
-        return np.flatnonzero(single & self.alive(slots) & (rows.start == slots.known[rows.slot] - 1))
+        turns = self.turns
+        single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
+        found: Ints = (single & turns.alive(slots) & (self.start == slots.known[turns.slot] - 1)).nonzero()[0]
+        return found
 
 
 @dataclass
@@ -65,15 +89,35 @@ class Work:
     table: StepTable | None = None
     launch: Launch | None = None
 
-    @property
-    def rows(self) -> Rows:
-        return self.part.rows
 
+class Planner:
+    """Plans steps of the sequences in `slots`. As long as all of them go on, their turns are the same."""
 
-def plan(slots: Slots, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
-    """Let the sequences in the slots `ones` compute a token each, and those of `pieces` so many beside them."""
-    decoded = _decode(slots, ones)
-    return _join([decoded, *(_piece(slots, *piece) for piece in pieces)]) if pieces else decoded
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._last: Turns | None = None
+
+    def plan(self, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
+        """Let the sequences in the slots `ones` compute a token each, and those of `pieces` so many beside them."""
+        decoded = self._decode(ones)
+        return _join([decoded, *(_piece(self._slots, *piece) for piece in pieces)]) if pieces else decoded
+
+    def _decode(self, slot: Ints) -> Part:
+        """Each computes the token after those computed so far, and has the next one sampled."""
+        slots, n, start = self._slots, len(slot), self._slots.computed[slot]
+        slots.length[slot] += 1
+        slots.computed[slot] = end = start + 1
+        place = slots.place(slot, end)
+        turns = self._last
+        if turns is None or turns.slot is not slot or turns.place is not place:
+            one, none = np.ones(n, np.int64), np.full(n, -1)
+            rows = {"chunk": np.arange(n), "index": np.zeros(n, np.int64), "place": place, "target": none}
+            rows |= {"store": one > 0, "top": slots.top[slot], "after": none}
+            turns = self._last = _turns(slots, slot, one, **rows)
+        known = start < slots.known[slot]
+        if not np.count_nonzero(known):
+            return Part(turns, start, turns.after)  # -1: the launch under way samples them
+        return Part(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
 
 def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Part:
@@ -84,27 +128,12 @@ def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Par
     nothing. Sequences that have ended since the step was planned leave it: others may have their pages now.
     """
     parts = []
-    for proposed, chunks in groupby(np.flatnonzero(part.alive(slots)).tolist(), key=proposals.__contains__):
+    for proposed, chunks in groupby(part.turns.alive(slots).nonzero()[0].tolist(), key=proposals.__contains__):
         if proposed:
-            parts += [_proposed(slots, int(part.rows.slot[chunk]), proposals[chunk]) for chunk in chunks]
+            parts += [_proposed(slots, int(part.turns.slot[chunk]), proposals[chunk]) for chunk in chunks]
         else:
             parts.append(_select(part, np.array(list(chunks))))
     return _join(parts)
-
-
-def _decode(slots: Slots, slot: Ints) -> Part:
-    """Each computes the token after those computed so far, and has the next one sampled."""
-    n, start = len(slot), slots.computed[slot]
-    tokens = np.full(n, -1)  # the token that the launch under way samples, from HISTORY
-    known = start < slots.known[slot]
-    if known.any():
-        tokens = np.where(known, slots.tokens[slot, start], tokens)
-    slots.length[slot] += 1
-    slots.computed[slot] = start + 1
-    ones, zeros, none = np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, -1)
-    place = slots.place(slot, start + 1)
-    rows = Rows(slot, start, ones, tokens, np.arange(n), zeros, place, none, np.ones(n, np.bool_))
-    return _part(slots, rows, slots.top[slot], none)
 
 
 def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
@@ -121,7 +150,7 @@ def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
         logits = [_Logits(position - start, -1, prompt[position + 1], 0, top) for position in range(first, last)]
         request.scored = max(last, request.scored)
     if end == slots.length[slot]:
-        logits.append(_Logits(count - 1, int(slots.place(slot, end)), -1, 1, int(slots.top[slot])))
+        logits.append(_Logits(count - 1, slots.place_of(slot, end), -1, 1, int(slots.top[slot])))
         slots.length[slot] += 1
     slots.computed[slot] = end
     return _chunk(slots, slot, start, tokens, logits)
@@ -133,16 +162,15 @@ def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
     slots.computed[slot] += len(proposed)
     slots.length[slot] += len(proposed)
     tokens = np.array([slots.tokens[slot, start], *proposed])
-    logits = [
-        _Logits(i, int(slots.place(slot, start + i + 1)), -1, store, top, after) for i, after in enumerate([-1, *proposed])
-    ]
+    after = [-1, *proposed]
+    logits = [_Logits(i, slots.place_of(slot, start + i + 1), -1, store, top, after[i]) for i in range(len(after))]
     return _chunk(slots, slot, start, tokens, logits)
 
 
 class _Logits(NamedTuple):
-    """A logit row of a chunk; see `Rows` and `Part`."""
+    """A logit row of a chunk, `row` rows after its first; see `Turns`."""
 
-    index: int
+    row: int
     place: int
     target: int
     store: int
@@ -151,39 +179,35 @@ class _Logits(NamedTuple):
 
 
 def _chunk(slots: Slots, slot: int, start: int, tokens: Ints, logits: Seq[_Logits]) -> Part:
-    index, place, target, store, top, after = np.array(logits, np.int64).reshape(-1, len(_Logits._fields)).T
-    at, chunk = np.array([slot]), np.zeros(len(logits), np.int64)
-    rows = Rows(at, np.array([start]), np.array([len(tokens)]), tokens, chunk, index, place, target, store > 0)
-    return _part(slots, rows, top, after)
+    columns = np.array(logits, np.int64).reshape(-1, len(_Logits._fields)).T
+    rows: dict[str, NDArray[Any]] = dict(zip(("index", *_Logits._fields[1:]), columns, strict=True))
+    rows |= {"chunk": np.zeros(len(logits), np.int64), "store": rows["store"] > 0}
+    return Part(_turns(slots, np.array([slot]), np.array([len(tokens)]), **rows), np.array([start]), tokens)
 
 
-def _part(slots: Slots, rows: Rows, top: Ints, after: Ints) -> Part:
-    slot = rows.slot
-    return Part(rows, slots.ticket[slot], slots.sequence[slot], slots.request[slot], slots.choice[slot], top, after)
+def _turns(slots: Slots, slot: Ints, count: Ints, **rows: NDArray[Any]) -> Turns:
+    """Turns of the sequences in `slot`, with the columns of logit rows."""
+    names = ("ticket", "sequence", "request", "choice")
+    return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
 
 
 def _join(parts: Seq[Part]) -> Part:
     """All their chunks, in order."""
-    ends = np.cumsum([len(part.rows.slot) for part in parts])
-    moved = [
-        replace(part.rows, chunk=part.rows.chunk + end - len(part.rows.slot))
-        for part, end in zip(parts, ends.tolist(), strict=True)
-    ]
-    rows = Rows(**{name: np.concatenate([getattr(r, name) for r in moved]) for name in _names(Rows)})
-    return Part(rows, *(np.concatenate([getattr(part, name) for part in parts]) for name in _names(Part)[1:]))
+    names = [field.name for field in fields(Turns)]
+    columns = {name: np.concatenate([getattr(part.turns, name) for part in parts]) for name in names}
+    chunks, rows = np.array([(len(part.start), len(part.turns.chunk)) for part in parts]).T
+    columns["chunk"] += np.repeat(np.cumsum(chunks) - chunks, rows)
+    return Part(Turns(**columns), *(np.concatenate([part[i] for part in parts]) for i in (1, 2)))
 
 
 def _select(part: Part, chunks: Ints) -> Part:
     """Some of a part's chunks, in order."""
-    rows = part.rows
-    token = np.isin(np.repeat(np.arange(len(rows.slot)), rows.count), chunks)
-    logit = np.isin(rows.chunk, chunks)
-    some = {name: getattr(rows, name)[logit] for name in ("chunk", "index", "place", "target", "store")}
-    some |= {name: getattr(rows, name)[chunks] for name in ("slot", "start", "count")}
-    some["chunk"] = np.searchsorted(chunks, some["chunk"])
-    kept = (getattr(part, name)[chunks] for name in ("ticket", "sequence", "request", "choice"))
-    return Part(Rows(**some, tokens=rows.tokens[token]), *kept, part.top[logit], part.after[logit])
-
-
-def _names(kind: type[Rows] | type[Part]) -> list[str]:
-    return [field.name for field in fields(kind)]
+    turns, n = part.turns, len(part.start)
+    logit = np.isin(turns.chunk, chunks)
+    names = [field.name for field in fields(Turns)]
+    of_chunk = {"slot", "count", "ticket", "sequence", "request", "choice"}
+    columns = {name: getattr(turns, name)[chunks if name in of_chunk else logit] for name in names}
+    columns["chunk"] = np.searchsorted(chunks, columns["chunk"])
+    return Part(
+        Turns(**columns), part.start[chunks], part.tokens[np.isin(np.repeat(np.arange(n), turns.count), chunks)]
+    )

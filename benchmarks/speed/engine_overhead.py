@@ -1,12 +1,13 @@
 """What the engine costs beside the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, one JSON.
 
-Everything that the host does for a step (planning, building the table, reading back, detokenising) runs in one thread;
-its processor time is the cost, whether it lies under a launch or between two.
+Everything that the host does for a step (planning, building the table, reading back) runs in one thread; its processor
+time is the cost, whether it lies under a launch or between two. Prompts differ in length, so that sequences fill pages
+and enter KV blocks in different steps.
 
 share     SmolLM2-135M on the CPU backend, 64 sequences that decode: host seconds of a step, and the part of a step's
-          wall time that no launch covers
-flat      a tiny model on the null backend, 64 to 2,048 sequences that decode: host microseconds per token. No text:
-          a tiny model has no tokenizer
+          wall time that no launch covers; `text` with the readers' detokenising, `ids` without
+flat      a tiny model on the null backend, 1 to 4,096 sequences that decode: host microseconds per token, of several
+          runs, and microseconds of a step
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ TINY = RandomCheckpoint(
     ModelConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048),
     0,
 )
+PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=True)
 
 
-def measure(llm: LLM, sequences: int, steps: int, prompt: int, params: SamplingParams) -> dict[str, Any]:
-    """Decode `steps` steps of `sequences` sequences, with prompts of `prompt` random tokens each computed before."""
+def measure(
+    llm: LLM, sequences: int, steps: int, prompt: tuple[int, int], *, reading: bool = False
+) -> dict[str, float]:
+    """Decode `steps` steps of `sequences` sequences, with prompts of so many random tokens each computed before."""
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.vocab
     transcripts = {
-        engine.add([rng.randrange(3, vocab) for _ in range(prompt)], params): llm.transcripts(params)
+        engine.add([rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))], PARAMS): llm.transcripts(PARAMS)
         for _ in range(sequences)
     }
 
     def step() -> float:
         done = engine.step()
-        for token in done.tokens:
+        for token in done.tokens if reading else ():
             transcripts[token.request][token.choice].add(token)
         return done.output.seconds
 
@@ -58,38 +62,41 @@ def measure(llm: LLM, sequences: int, steps: int, prompt: int, params: SamplingP
     for request in transcripts:
         engine.abort(request)
     return {
-        "sequences": sequences,
-        "host_s": statistics.median(host),
+        "host_us_per_token": 1e6 * sum(host) / steps / sequences,
+        "host_us_of_step_median": 1e6 * statistics.median(host),
+        "host_us_of_step_least": 1e6 * min(host),
+        "host_us_of_step_most": 1e6 * max(host),
         "step_s": statistics.median(wall),
         "host_share": sum(host) / sum(wall),
         "uncovered_share": max(0.0, 1 - sum(launch) / sum(wall)),
-        "host_us_per_token": 1e6 * sum(host) / steps / sequences,
-        "host_s_of_steps": host,
-        "step_s_of_steps": wall,
-        "launch_s_of_steps": launch,
     }
 
 
-def share(steps: int) -> dict[str, Any]:
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=True)
+def share(steps: int) -> dict[str, dict[str, float]]:
     with LLM("smollm2-135m", backend="cpu", weights="bf16", max_seqs=64, max_context=1024) as llm:
-        return measure(llm, 64, steps, 200, params)
+        return {
+            "ids": measure(llm, 64, steps, (150, 250)),
+            "text": measure(llm, 64, steps, (150, 250), reading=True),
+        }
 
 
-def flat(steps: int) -> list[dict[str, Any]]:
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=True)
-    found = []
-    for sequences in (64, 128, 256, 512, 1024, 2048):
-        with LLM(TINY, backend="null", max_seqs=sequences, step_tokens=max(512, sequences), threads=1) as llm:
-            found.append(measure(llm, sequences, steps, 64, params))
-    return found
+def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
+    """The median run by its processor time per token, and that of every run."""
+    with LLM(TINY, backend="null", max_seqs=sequences, step_tokens=max(512, sequences), threads=1) as llm:
+        made = [measure(llm, sequences, steps, (33, 160)) for _ in range(runs)]
+    made.sort(key=lambda run: run["host_us_per_token"])
+    each = [run["host_us_per_token"] for run in made]
+    return {"sequences": sequences, "runs_host_us_per_token": each} | made[runs // 2]
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--steps", type=int, default=50, help="steps of each measurement (default 50)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each measurement (default 200)")
+    parser.add_argument("--runs", type=int, default=5, help="runs on the null backend (default 5)")
+    parser.add_argument("--only-null", action="store_true", help="leave out SmolLM2 on the CPU backend")
     args = parser.parse_args()
-    result = {"share": share(args.steps), "flat": flat(args.steps)}
+    result: dict[str, Any] = {} if args.only_null else {"share": share(args.steps)}
+    result["flat"] = [flat(sequences, args.steps, args.runs) for sequences in (1, 64, 1024, 4096)]
     print(text(result))
     write(args.output, result)
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Rows, attention_cost, itemsize, kv_bytes
 from .ceilings import Ceilings
 
@@ -67,10 +69,11 @@ def step_work(
     """
     if len(rows) != len(contexts):
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
-    if any(not 0 <= r <= c for r, c in zip(rows, contexts, strict=True)):
+    new, after = np.array(rows, np.int64), np.array(contexts, np.int64)
+    if ((new < 0) | (new > after)).any():
         raise ValueError("a sequence's context includes its new rows")
-    total = sum(rows)
-    pairs = sum(r * c - r * (r - 1) / 2 for r, c in zip(rows, contexts, strict=True))
+    total = int(new.sum())
+    pairs = float((new * after - new * (new - 1) // 2).sum())
     attention, _ = attention_cost(dims, dims.kv_heads, pairs)
     flops = attention * dims.layers
     for runs, segment in zip((1, dims.layers, 1), forward.segments, strict=True):

@@ -13,16 +13,13 @@ from ..isa import StepTable
 from .sampling import Ints, Sampling
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Chunks of consecutive tokens, each of another slot, and the logit rows that are wanted of them."""
+@dataclass(eq=False)
+class Lineup:
+    """Who takes part in a step with how much: chunks of tokens, each of another slot, and logit rows of them."""
 
     # -- of each chunk
     slot: Ints
-    start: Ints  # its first token's position
     count: Ints  # its tokens
-    # -- of each token, chunk by chunk
-    tokens: Ints  # -1: HISTORY[slot][position]
     # -- of each logit row, in the order of token rows
     chunk: Ints  # which chunk it belongs to
     index: Ints  # which token of the chunk
@@ -30,10 +27,19 @@ class Rows:
     target: Ints  # token to score; -1: sample
     store: NDArray[np.bool_]  # whether HISTORY gets what is sampled
 
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """What a step computes. Steps in which the same sequences go on alike share their lineup."""
+
+    lineup: Lineup
+    start: Ints  # of each chunk, its first token's position
+    tokens: Ints  # of each token, chunk by chunk; -1: HISTORY[slot][position]
+
     @property
     def position(self) -> Ints:
         """Of each logit row: the number of tokens before the one that it is about."""
-        return self.start[self.chunk] + self.index + 1
+        return self.start[self.lineup.chunk] + self.lineup.index + 1
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
@@ -47,35 +53,34 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
 
     Raises MegakernelError naming the capacity (a field of Dims) that is exceeded.
     """
-    dims, live = table.dims, len(rows.tokens)
+    dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.tokens)
-    fits("logit_rows", len(rows.chunk), dims.logit_rows)
-    table.row_seq[:live], table.row_seq[live:] = np.repeat(rows.slot, rows.count), -1
+    fits("logit_rows", len(lineup.chunk), dims.logit_rows)
+    table.row_seq[:live], table.row_seq[live:] = np.repeat(lineup.slot, lineup.count), -1
     table.positions[live:] = table.token_ids[live:] = 0
-    slot = rows.slot[rows.chunk]
-    first = np.cumsum(rows.count) - rows.count
-    place = _padded(rows.place, dims.logit_rows)  # -1: the last place
+    slot = lineup.slot[lineup.chunk]
+    first = np.cumsum(lineup.count) - lineup.count
+    place = _padded(lineup.place, dims.logit_rows)  # -1: the last place
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
-    table.logit_rows[:] = _padded(first[rows.chunk] + rows.index, dims.logit_rows)
-    table.target[:] = _padded(rows.target, dims.logit_rows)
-    table.sample_slot[:] = _padded(np.where(rows.store, slot, -1), dims.logit_rows)
-    table.history_slot[:] = _padded(np.where(sampling.penalised[rows.place], slot, -1), dims.logit_rows)
-    table.sample_position[len(rows.chunk) :] = 0
-    _fill_bias(table, rows.place, sampling)
+    table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.logit_rows)
+    table.target[:] = _padded(lineup.target, dims.logit_rows)
+    table.sample_slot[:] = _padded(np.where(lineup.store, slot, -1), dims.logit_rows)
+    table.history_slot[:] = _padded(np.where(sampling.penalised[lineup.place], slot, -1), dims.logit_rows)
+    table.sample_position[len(lineup.chunk) :] = 0
+    _fill_bias(table, lineup.place, sampling)
     move_rows(table, rows)
 
 
 def move_rows(table: StepTable, rows: Rows) -> None:
-    """Write tokens and positions into a table that was filled for the same rows with other ones."""
-    live = len(rows.tokens)
-    slot, position = table.row_seq[:live], rows.start
-    if live > len(rows.slot):
-        first = np.cumsum(rows.count) - rows.count
-        position = np.arange(live) + np.repeat(rows.start - first, rows.count)
+    """Write tokens and positions into a table that was filled for the same lineup."""
+    live, lineup, position = len(rows.tokens), rows.lineup, rows.start
+    if live > len(lineup.slot):
+        first = np.cumsum(lineup.count) - lineup.count
+        position = np.arange(live) + np.repeat(rows.start - first, lineup.count)
     table.positions[:live] = position
-    table.token_ids[:live] = np.where(rows.tokens < 0, -1 - slot, rows.tokens)
-    table.sample_position[: len(rows.chunk)] = rows.position
+    table.token_ids[:live] = np.where(rows.tokens < 0, -1 - table.row_seq[:live], rows.tokens)
+    table.sample_position[: len(lineup.chunk)] = rows.position
 
 
 def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:

@@ -49,7 +49,7 @@ class SampleRow:
 class Sampling:
     """Ways to sample, each at a place of its own. The last place keeps the defaults, for rows that do not sample.
 
-    `columns` are named as fields of the step table. `changes` counts the calls of `set`.
+    `columns` are named as fields of the step table.
     """
 
     def __init__(self, places: int) -> None:
@@ -59,9 +59,8 @@ class Sampling:
         }
         self.penalised = np.zeros(places, np.bool_)
         self.bias_count = np.zeros(places, np.int32)
-        self.bias_ids = np.zeros((places, 0), np.int32)
-        self.bias_values = np.zeros((places, 0), np.float32)
-        self.changes = 0
+        self.bias_ids: NDArray[np.int32] = np.zeros((places, 0), np.int32)
+        self.bias_values: NDArray[np.float32] = np.zeros((places, 0), np.float32)
 
     def set(self, place: int, row: SampleRow) -> None:
         """Sample at `place` as `row` says."""
@@ -72,8 +71,8 @@ class Sampling:
         self.penalised[place] = row.penalised
         pairs = len(row.bias)
         if (more := pairs - self.bias_ids.shape[1]) > 0:
-            self.bias_ids, self.bias_values = (np.pad(a, ((0, 0), (0, more))) for a in (self.bias_ids, self.bias_values))
+            wider = ((0, 0), (0, more))
+            self.bias_ids, self.bias_values = np.pad(self.bias_ids, wider), np.pad(self.bias_values, wider)
         self.bias_count[place] = pairs
         if pairs:
             self.bias_ids[place, :pairs], self.bias_values[place, :pairs] = list(row.bias), list(row.bias.values())
-        self.changes += 1

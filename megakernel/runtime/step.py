@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div
 from .attention_items import deal_items, write_items
-from .rows import Rows, fill_rows, fits
+from .rows import Lineup, Rows, fill_rows, fits
 from .sampling import SampleRow, Sampling
 
 
@@ -44,24 +44,24 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     sampling = Sampling(len(samples) + 1)
     for place, (_, sample) in enumerate(samples):
         sampling.set(place, sample)
-    rows = Rows(
+    lineup = Lineup(
         slot=np.array([chunk.slot for chunk in chunks], np.int32),
-        start=np.array([chunk.start for chunk in chunks], np.int32),
         count=np.array(lengths, np.int32),
-        tokens=np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, sum(lengths)),
         chunk=np.array([number for number, _ in samples], np.int32),
         index=np.array([sample.index for _, sample in samples], np.int32),
         place=np.arange(len(samples)),
         target=np.array([sample.target for _, sample in samples], np.int32),
         store=np.array([sample.store for _, sample in samples], np.bool_),
     )
-    fits("tokens", len(rows.tokens), dims.tokens)
+    start = np.array([chunk.start for chunk in chunks], np.int32)
+    tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, sum(lengths))
+    fits("tokens", len(tokens), dims.tokens)
     if len(chunks):
-        fits("max_seqs", int(rows.slot.max()) + 1, dims.max_seqs)
-        fits("max_context", int((rows.start + rows.count).max()), dims.max_context)
-        if rows.tokens.max() >= dims.vocab:
-            raise MegakernelError(f"token {rows.tokens.max()} is outside the vocabulary of {dims.vocab}")
-    if len(np.unique(rows.slot)) != len(rows.slot):
+        fits("max_seqs", int(lineup.slot.max()) + 1, dims.max_seqs)
+        fits("max_context", int((start + lineup.count).max()), dims.max_context)
+        if tokens.max() >= dims.vocab:
+            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
+    if len(np.unique(lineup.slot)) != len(chunks):
         raise MegakernelError("two chunks of a step have the same slot: join them into one")
     table = StepTable(dims)
     for chunk in chunks:
@@ -69,6 +69,6 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
         if len(chunk.pages) < needed:
             raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
-    write_items(table, deal_items(dims, rows.slot, rows.start, rows.count))
-    fill_rows(table, rows, sampling)
+    write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
+    fill_rows(table, Rows(lineup, start, tokens), sampling)
     return table

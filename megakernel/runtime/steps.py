@@ -26,20 +26,18 @@ class Pages:
 
 @dataclass
 class _Kept:
-    """A table and what it was last written for. `form` is the same object for tables that differ in tokens only."""
+    """A table and what it was last written for; no rows and no deal after an exception."""
 
     table: StepTable
     rows: Rows | None = None
-    changes: int = 0  # of `Sampling`
-    form: object = None
     dealt: Dealt | None = None
 
 
 class Steps:
     """Writes the tables of an engine's steps into two tables in turn: a launch reads one while the other is written.
 
-    While the same sequences go on by one token each, a table needs new tokens and positions only, and its attention
-    items stay as they are until a row enters its next KV block.
+    While a lineup goes on by one token each, a table needs new tokens and positions only, and its attention items stay
+    as they are until a row enters its next KV block.
     """
 
     def __init__(self, pages: Pages, sampling: Sampling) -> None:
@@ -52,41 +50,35 @@ class Steps:
 
         Raises MegakernelError naming the capacity (a field of Dims) that is exceeded.
         """
-        turn, changes = self._turn, self._sampling.changes
-        last, kept = self._kept[1 - turn], self._kept[turn]
+        last, kept = self._kept[1 - self._turn], self._kept[self._turn]
+        changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:
-            kept = self._kept[turn] = _Kept(StepTable(dims))
-            self._pages.changed[turn] = True
-        table, filled_as, dealt_as = kept.table, kept.form, kept.dealt
-        kept.form = kept.dealt = None  # so that an exception leaves a table that is written anew
-        form: object = object()
-        dealt = None
-        if last and last.rows and last.table.dims is dims and last.changes == changes and _alike(last.rows, rows):
-            form = last.form
-            if _goes_on(last.rows, rows) and (rows.start % dims.kv_block).all():
-                dealt = last.dealt
-        if dealt is None:
-            dealt = deal_items(dims, rows.slot, rows.start, rows.count)
-        if dealt is not dealt_as:
-            write_items(table, dealt)
-        if form is filled_as:
+            kept = _Kept(StepTable(dims))
+            changed[:] = True
+        self._kept[self._turn] = new = _Kept(kept.table)
+        table, lineup = kept.table, rows.lineup
+        going_on = last and last.rows and last.table.dims is dims and _goes_on(last.rows, rows)
+        if last and going_on and (rows.start % dims.kv_block).all():
+            new.dealt = last.dealt
+        if not new.dealt:
+            new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)
+        if new.dealt is not kept.dealt:
+            write_items(table, new.dealt)
+        if kept.rows and kept.rows.lineup is lineup:
             move_rows(table, rows)
         else:
             fill_rows(table, rows, self._sampling)
-        changed = np.flatnonzero(self._pages.changed[turn])
-        table.block_tables[changed] = self._pages.ids[changed]
-        self._pages.changed[turn, changed] = False
-        self._kept[turn], self._turn = _Kept(table, rows, changes, form, dealt), 1 - turn
+        if len(stale := changed.nonzero()[0]):
+            table.block_tables[stale] = self._pages.ids[stale]
+            changed[:] = False
+        new.rows, self._turn = rows, 1 - self._turn
         return table
-
-
-def _alike(a: Rows, b: Rows) -> bool:
-    """Whether they differ in tokens and positions only."""
-    names = ("slot", "count", "chunk", "index", "place", "target", "store")
-    pairs = ((getattr(a, name), getattr(b, name)) for name in names)
-    return all(x is y or np.array_equal(x, y) for x, y in pairs)
 
 
 def _goes_on(last: Rows, rows: Rows) -> bool:
     """Whether each chunk is the token after the one that its sequence had in `last`."""
-    return len(rows.tokens) == len(rows.slot) and bool((rows.start == last.start + 1).all())
+    return (
+        rows.lineup is last.lineup
+        and len(rows.tokens) == len(rows.start)
+        and bool((rows.start == last.start + 1).all())
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +15,10 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
-from megakernel.runtime import step as module
-from megakernel.runtime.step import Steps
+from megakernel.runtime import steps as module
+from megakernel.runtime.rows import Lineup, Rows
+from megakernel.runtime.sampling import Sampling
+from megakernel.runtime.steps import Pages, Steps
 
 CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3, head_dim=16, max_context=4096)
 
@@ -392,62 +397,79 @@ def same_but_for_items(a: StepTable, b: StepTable) -> None:
             np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), err_msg=field.name)
 
 
+def counted(calls: Counter[str], real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        calls[real.__name__] += 1
+        return real(*given)
+
+    return call
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
-    """Each is what `build_step` makes, which is asked only where somebody comes, leaves or is sampled otherwise."""
+    """Each is what `build_step` makes, though only what changed is written, into two tables in turn."""
     dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
-    per, steps, built = dims.pages_per_seq, Steps(), 0
+    pages, sampling = Pages(dims), Sampling(7)
+    steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
+    pages.ids[:] = np.arange(6 * dims.pages_per_seq).reshape(6, -1)
+    calls: Counter[str] = Counter()
+    for name in ("fill_rows", "move_rows", "deal_items"):
+        monkeypatch.setattr(module, name, counted(calls, getattr(module, name)))
 
-    def build(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-        nonlocal built
-        built += 1
-        return build_step(dims, chunks)
+    def sample(slot: int, **how: Any) -> None:
+        samples[slot] = SampleRow(0, seed=(slot << 32) + 7, **how)
+        sampling.set(slot, samples[slot])
 
-    monkeypatch.setattr(module, "build_step", build)
-    pages = [list(range(slot * per, slot * per + 1)) for slot in range(6)]
-    position, rows = [0] * 6, [[SampleRow(0, seed=slot, bias={slot: 1.0})] for slot in range(6)]
+    def lineup(*slots: int) -> Lineup:
+        n, slot = len(slots), np.array(slots)
+        return Lineup(slot, np.ones(n, int), np.arange(n), np.zeros(n, int), slot, np.full(n, -1), np.ones(n, np.bool_))
 
-    def step(slots: list[int]) -> None:
-        chunks = []
-        for slot in slots:
-            while len(pages[slot]) <= position[slot] // dims.kv_page:
-                pages[slot].append(slot * per + len(pages[slot]))
-            token = -1 if slot % 2 else position[slot] % CONFIG.vocab
-            chunks.append(Chunk(slot, position[slot], [token], pages[slot], rows[slot]))
-            position[slot] += 1
-        table = steps.build(dims, chunks)
+    def step(who: Lineup) -> None:
+        start = position[who.slot]
+        tokens = np.where(who.slot % 2, -1, start % CONFIG.vocab)
+        table = steps.build(dims, Rows(who, start, tokens))
         check_step(table)
-        same_but_for_items(table, build_step(dims, chunks))
+        chunks = [
+            Chunk(slot, at, [token], pages.ids[slot].tolist(), [samples[slot]])
+            for slot, at, token in zip(who.slot.tolist(), start.tolist(), tokens.tolist(), strict=True)
+        ]
+        expected = build_step(dims, chunks)
+        used = who.slot, start // dims.kv_page
+        np.testing.assert_array_equal(table.block_tables[used], expected.block_tables[used])
+        expected.block_tables[:] = table.block_tables
+        unread = table.bias_end.max()
+        expected.bias_ids[unread:], expected.bias_values[unread:] = table.bias_ids[unread:], table.bias_values[unread:]
+        same_but_for_items(table, expected)
+        position[who.slot] += 1
 
-    for _ in range(3 * dims.kv_block):
-        step([0, 1, 4])
-    assert built == 1
-    step([0, 1, 4, 3])  # somebody comes
-    step([4, 3])  # and leaves
-    rows[3] = [SampleRow(0, temperature=1.0)]
-    step([4, 3])
-    position[4] = 17  # another sequence in its slot
-    step([4, 3])
-    pages[3] = [page + 2 for page in pages[3]]
-    step([4, 3])
-    assert built == 6
-    step([4, 3])
-    assert built == 6
+    samples: dict[int, SampleRow] = {}
+    for slot in range(6):
+        sample(slot, bias={slot: 1.0} if slot == 4 else {})
+    three = lineup(0, 1, 4)
+    for _ in range(2 * dims.kv_block):
+        step(three)
+    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.kv_block - 2, "deal_items": 2}
+    pages.ids[1] += 1000  # another sequence in its slot, in both tables
+    pages.changed[:, 1] = True
+    sample(1, temperature=1.0, frequency_penalty=0.5)
+    for who in (lineup(0, 1, 4, 3), lineup(4, 3), lineup(3, 1)):  # somebody comes, leaves, or does not take part
+        step(who)
+        step(who)
+    position[3] += 17  # goes back and forth as proposals do
+    step(who)
+    assert calls["fill_rows"] == 8 and calls["deal_items"] == 6
 
 
-def test_a_sequence_that_goes_on_is_checked() -> None:
+def test_a_table_that_was_not_finished_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = make_dims(CONFIG, tokens=1, max_seqs=1)
-    steps, pages = Steps(), [0]
-    steps.build(dims, [Chunk(0, dims.kv_page - 1, [1], pages)])
-    with pytest.raises(MegakernelError, match="slot 0 has 1 pages of the 2 it needs"):
-        steps.build(dims, [Chunk(0, dims.kv_page, [1], pages)])
-    with pytest.raises(MegakernelError, match="token 100 is outside the vocabulary of 100"):
-        steps.build(dims, [Chunk(0, dims.kv_page, [100], [0, 1])])
-    steps.build(dims, [Chunk(0, dims.kv_page, [99], pages := [0, 1])])
-    with pytest.raises(MegakernelError, match="token 100 is outside the vocabulary of 100"):
-        steps.build(dims, [Chunk(0, dims.kv_page + 1, [100], pages)])
-    end = dims.max_context
-    pages = list(range(dims.pages_per_seq))
-    steps.build(dims, [Chunk(0, end - 1, [1], pages)])
-    with pytest.raises(MegakernelError, match="step needs max_context = "):
-        steps.build(dims, [Chunk(0, end, [1], pages)])
+    steps, one = Steps(Pages(dims), Sampling(2)), np.ones(1, np.int64)
+    who = Lineup(one - 1, one, one - 1, one - 1, one - 1, one - 2, one > 0)
+    for start in (3, 4, 5):
+        steps.build(dims, Rows(who, one * start, one))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "move_rows", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            steps.build(dims, Rows(who, one * 6, one))
+    table = steps.build(dims, Rows(who, one * 6, one))
+    check_step(table)
+    same_but_for_items(table, build_step(dims, [Chunk(0, 6, [1], [0], [SampleRow(0)])]))

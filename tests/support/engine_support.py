@@ -223,9 +223,9 @@ def _compile(**bucket: Any) -> Program:
     return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
 
 
-def speculation(depth: int, guesses: Callable[[Sequence[int]], Any]) -> Speculation:
+def speculation(depth: int, guesses: Callable[[Sequence[int]], Any], kind: Any = Speculation) -> Any:
     """Up to `depth` guesses of each sequence in every step."""
-    return Speculation(depth, EvenTimes(), guesses)  # type: ignore[arg-type]
+    return kind(depth, EvenTimes(), guesses)
 
 
 def fake_engine(

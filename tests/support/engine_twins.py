@@ -1,0 +1,199 @@
+"""The engine beside the slow one under the same random traffic: `python tests/support/engine_twins.py STEPS SEED`."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from engine_support import EOS, FakeBackend, Guesses, continuation, digest, fake_engine, speculation
+from slow_engine import SlowEngine, SlowSpeculation, SlowStep
+
+from megakernel import SamplingParams
+from megakernel.isa import STEP_FIELDS, StepTable, ceil_div
+from megakernel.serving.engine import Engine, Step
+from megakernel.serving.request import Request
+
+
+@dataclass
+class Twins:
+    """Both engines, and what of their traffic has been met."""
+
+    fast: Engine
+    slow: SlowEngine
+    backends: tuple[FakeBackend, FakeBackend]
+    met: Counter[str]
+
+    def add(
+        self, prompt: list[int], params: SamplingParams, guesses: tuple[Guesses, Guesses]
+    ) -> tuple[Request, Request]:
+        requests = self.fast.add(prompt, params), self.slow.add(list(prompt), params)
+        for request, told in zip(requests, guesses, strict=True):
+            for choice in request.choices:
+                text, said = list(prompt), digest(prompt)
+                for _ in range(256):  # what it will be but where tokens are forbidden
+                    text.append(continuation(said, request.seed & 0xFFFFFFFF, choice.choice))
+                    said = digest(text[-1:], said)
+                told.tell(choice.tokens, text)
+        return requests
+
+    def step(self) -> None:
+        """Both step; everything that they did and hold must be equal."""
+        steps: list[Step | SlowStep | None] = []
+        for engine in (self.fast, self.slow):
+            try:
+                steps.append(engine.step())
+            except KeyboardInterrupt:
+                steps.append(None)
+        fast, slow = steps
+        assert (fast is None) == (slow is None)
+        if fast and slow:
+            assert (fast.rows, fast.contexts, fast.logit_rows) == (slow.rows, slow.contexts, slow.logit_rows)
+            mine, theirs = list(fast.tokens), list(slow.tokens)
+            assert [t[1:] for t in mine] == [t[1:] for t in theirs]
+            assert [t.request.id for t in mine] == [t.request.id for t in theirs]
+            self.met["tokens"] += len(mine)
+        tables = [backend.tables for backend in self.backends]
+        assert len(tables[0]) == len(tables[1])
+        for one, other in zip(*tables, strict=True):
+            assert_same_table(one, other)
+            self.met["scored rows"] += int((one.target >= 0).sum())
+            self.met["biased rows"] += int((one.bias_end > one.bias_begin).sum())
+            self.met["deferred tokens"] += int((one.token_ids < 0).sum())
+        for made in tables:
+            made.clear()
+        assert held(self.fast) == held(self.slow)
+        assert self.fast.stats == self.slow.stats
+        self.met["steps"] += 1
+
+
+def held(engine: Engine | SlowEngine) -> Any:
+    """Who waits, and who runs with how much computed in which slot and pages; and the free slots."""
+    batch: Any = engine._batch if isinstance(engine, Engine) else engine.batch
+    running = batch.slots.sequence[batch.slots.order] if isinstance(engine, Engine) else batch.running
+    free = batch._slots if isinstance(engine, Engine) else batch.slots
+    return (
+        [(s.request.id, s.choice, len(s.tokens)) for s in batch.waiting],
+        [(s.request.id, s.choice, s.slot, s.pages, s.computed, s.known_pages) for s in running],
+        list(free),
+    )
+
+
+def assert_same_table(one: StepTable, other: StepTable) -> None:
+    """In all that is read of them; attention items may be dealt otherwise, and `FakeBackend` checks those."""
+    pairs, rows = int(other.bias_end.max()), int((other.row_seq >= 0).sum())
+    for field in STEP_FIELDS:
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if field.name == "block_tables":
+            for slot, position in zip(other.row_seq[:rows], other.positions[:rows], strict=True):
+                needed = ceil_div(int(position) + 1, other.dims.kv_page)
+                np.testing.assert_array_equal(mine[slot, :needed], theirs[slot, :needed])
+        elif not field.per_rank:
+            end = pairs if field.name in ("bias_ids", "bias_values") else len(theirs)
+            np.testing.assert_array_equal(mine[:end], theirs[:end], err_msg=field.name)
+
+
+def twins(depth: int, **limits: Any) -> tuple[Twins, tuple[Guesses, Guesses]]:
+    wrong = limits.pop("wrong")
+    guesses = Guesses(wrong), Guesses(wrong)
+    fast, backend = fake_engine(None, speculate=(depth, guesses[0]) if depth else None, **limits)
+    other = FakeBackend(None)
+    slow = SlowEngine(
+        other,
+        fast.programs,
+        fast.dims,
+        pages=limits["pages"],
+        step_tokens=limits["step_tokens"],
+        eos_ids=frozenset([EOS]),
+        prefix_cache=limits["prefix_cache"],
+        speculation=speculation(depth, guesses[1], SlowSpeculation) if depth else None,
+    )
+    return Twins(fast, slow, (backend, other), Counter()), guesses
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    most = rng.randint(1, 60)
+    return SamplingParams(
+        seed=rng.randrange(2**64),
+        temperature=rng.choice([0.0, 0.7]),
+        top_k=rng.choice([-1, 0, 5]),
+        max_tokens=rng.choice([most, most, None]),
+        min_tokens=rng.randint(0, most) if rng.random() < 0.2 else 0,
+        n=rng.choice([1, 1, 1, 2, 4]),
+        stop_token_ids=[rng.randrange(60) for _ in range(rng.choice([0, 0, 1, 3]))],
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice([None, None, 0, 2]),
+        prompt_logprobs=rng.choice([None, None, None, None, 0, 1]),
+        logit_bias={rng.randrange(64): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 0, 1, 4]))},
+        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+    )
+
+
+def compare(seed: int, steps: int) -> Counter[str]:
+    """Random limits and traffic, for so many steps: what was met. Raises AssertionError at the first difference."""
+    rng = random.Random(seed)
+    depth, share = rng.choice([0, 0, 0, 4]), rng.choice([0, 20, 100])
+    both, guesses = twins(
+        depth,
+        max_seqs=rng.choice([1, 2, 5, 9, 17]),
+        pages=rng.choice([17, 24, 40, 120]),
+        step_tokens=rng.choice([9, 16, 50]),
+        prefix_cache=rng.random() < 0.8,
+        wrong=lambda place: digest([place, seed]) % 100 < share,
+    )
+    prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
+    busy, failing = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.0, 0.01])
+    added: list[tuple[Request, Request]] = []
+    while both.met["steps"] < steps:
+        while both.fast.idle or (both.fast.stats.waiting < 20 and rng.random() < busy):
+            prompt = rng.choice(prefixes)[: rng.randint(0, 100)] + [
+                rng.randrange(60) for _ in range(rng.randint(1, 30))
+            ]
+            added.append(both.add(prompt, random_params(rng), guesses))
+        for requests in rng.sample(added, 1) if rng.random() < 0.03 else []:
+            choice = rng.randrange(len(requests[0].choices)) if rng.random() < 0.5 else -1
+            for engine, request in zip((both.fast, both.slow), requests, strict=True):
+                if choice < 0:
+                    engine.abort(request)
+                else:
+                    engine.stop(request, choice)
+            both.met["aborts"] += 1
+        if rng.random() < 0.005:
+            both.fast.reset_prefix_cache()
+            both.slow.reset_prefix_cache()
+        assert both.fast.idle == both.slow.idle
+        if both.fast.idle:
+            continue
+        interrupt = rng.random() < failing
+        for backend in both.backends:
+            backend.interrupt = interrupt
+        both.step()
+        if interrupt:
+            both.met["interrupts"] += 1
+            for backend in both.backends:
+                backend.kv.clear()
+        for request, other in added:
+            assert [c.finish_reason for c in request.choices] == [c.finish_reason for c in other.choices]
+            assert request.prompt_logprobs == other.prompt_logprobs and request.cached_tokens == other.cached_tokens
+            assert request.prompt_top_logprobs == other.prompt_top_logprobs
+        for request, other in [pair for pair in added if pair[0].done]:
+            assert [c.tokens for c in request.choices] == [c.tokens for c in other.choices]
+        added = [pair for pair in added if not pair[0].done]
+    stats = both.fast.stats
+    both.met |= Counter(preemptions=stats.preemptions, hits=stats.prefix_hits, accepted=stats.counts.accepted)
+    return both.met
+
+
+def main() -> None:
+    left, seed, met = int(sys.argv[1]), int(sys.argv[2]), Counter[str]()
+    while met["steps"] < left:
+        met += compare(seed, 500)
+        seed += 1
+    print(f"seeds {sys.argv[2]} to {seed - 1}:", dict(met))
+
+
+if __name__ == "__main__":
+    main()
