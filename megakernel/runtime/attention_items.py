@@ -66,7 +66,7 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     Chunks are in row order. Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises
     MegakernelError where not even one item for each chunk in each row block fits.
     """
-    ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
+    ranks = (dims if rank == dims.rank else replace(dims, rank=rank) for rank in range(dims.tp))
     by_heads = {rank.rank_kv_heads: rank for rank in ranks if rank.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
 
@@ -181,9 +181,10 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     split = np.unique(number[inside & by_blocks[tile]])
     of_part = np.repeat(tiles.rows * tiles.blocks * wide, parts)
     too_many = split[np.cumsum(of_part[split]) > dims.partials]
-    unsplit = np.isin(number, too_many)
-    grain = np.where(unsplit, border, grain)
-    inside &= ~unsplit
+    if len(too_many):
+        unsplit = np.isin(number, too_many)
+        grain = np.where(unsplit, border, grain)
+        inside &= ~unsplit
 
     # Items lie between cuts, tile borders, and the borders of a part that is cut inside.
     part_start = line[tile] + part * grains[tile]
@@ -227,6 +228,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         "item_partial": np.zeros_like(row),
         "item_span": np.zeros_like(row),
     }
+    if not is_split.any():
+        return items, slots
     _, first, index, pieces = np.unique(
         (first_part[of] + part)[is_split], return_index=True, return_inverse=True, return_counts=True
     )
