@@ -54,6 +54,11 @@ class Batch:
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
+    def running(self) -> list[Sequence]:
+        """In the order in which they were admitted."""
+        return self.slots.sequence[self.slots.order].tolist()  # type: ignore[no-any-return]
+
+    @property
     def stats(self) -> Stats:
         return Stats(
             running=len(self.slots.order),
@@ -146,7 +151,7 @@ class Batch:
 
     def reset(self) -> None:
         """Everybody waits again with the tokens they have, and no page is known."""
-        for sequence in sorted(self.slots.sequence[self.slots.order], key=_age, reverse=True):
+        for sequence in sorted(self.running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self.waiting:
             sequence.sampling = False
@@ -181,7 +186,7 @@ class Batch:
             return
         for sequence in sorted(slots.sequence[short], key=_age):
             while not self._pool.free and sequence.slot >= 0:
-                self._preempt(max(slots.sequence[slots.order], key=_age))
+                self._preempt(max(self.running, key=_age))
                 self._preemptions += 1
             if sequence.slot >= 0:
                 slots.add_page(np.array([sequence.slot]), self._pool.take(1))

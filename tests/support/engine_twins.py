@@ -73,11 +73,10 @@ class Twins:
 def held(engine: Engine | SlowEngine) -> Any:
     """Who waits, and who runs with how much computed in which slot and pages; and the free slots."""
     batch: Any = engine._batch if isinstance(engine, Engine) else engine.batch
-    running = batch.slots.sequence[batch.slots.order] if isinstance(engine, Engine) else batch.running
     free = batch._slots if isinstance(engine, Engine) else batch.slots
     return (
         [(s.request.id, s.choice, len(s.tokens)) for s in batch.waiting],
-        [(s.request.id, s.choice, s.slot, s.pages, s.computed, s.known_pages) for s in running],
+        [(s.request.id, s.choice, s.slot, s.pages, s.computed, s.known_pages) for s in batch.running],
         list(free),
     )
 
