@@ -30,8 +30,8 @@ from .batch import Batch, Stats
 from .counts import Counts
 from .logprobs import top_logprobs
 from .programs import Programs
-from .request import FINISH, Request, Sequence
-from .sampling import SamplingParams
+from .request import Request, Sequence
+from .sampling import FINISH, SamplingParams
 from .speculation import Speculation
 from .tokens import Token as Token
 from .tokens import Tokens
@@ -106,11 +106,11 @@ class Engine:
     def stats(self) -> Stats:
         return self._batch.stats
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queue a prompt. Raises MegakernelError where it can never run."""
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, tag: int = 0) -> Request:
+        """Queue a prompt, whose tokens will carry `tag`. Raises MegakernelError where it can never run."""
         prompt = self.check(prompt_ids, params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        request = Request(self._requests, prompt, params, stop_ids)
+        request = Request(self._requests, prompt, params, stop_ids, tag)
         self._requests += 1
         limit = self._length_limit(len(prompt), params)
         request.choices = [Sequence(request, choice, limit, self._batch.slots) for choice in range(params.n)]
@@ -342,7 +342,7 @@ def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
     chunk = turns.chunk[at]
     return Tokens(
         sequence=turns.sequence[chunk],
-        request=turns.request[chunk],
+        tag=turns.tag[chunk],
         choice=turns.choice[chunk],
         token_id=output.tokens[at],
         logprob=output.logprobs[at],

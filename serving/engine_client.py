@@ -15,9 +15,8 @@ import zmq
 
 from ..errors import MegakernelError
 from .board import ENGINE_FIELDS, Board
-from .sampling import SamplingParams
+from .sampling import FINISH, SamplingParams
 from .seam import (
-    REASONS,
     Abort,
     Dead,
     Description,
@@ -236,7 +235,7 @@ class EngineClient:
             if job is None:
                 continue  # generated before the engine knew that nobody wants it
             top = tops.get(row, _NO_TOP) if tops else _NO_TOP
-            job.put(number - job.first, Piece(token, logprob, top, REASONS[code], at))
+            job.put(number - job.first, Piece(token, logprob, top, FINISH[code], at))
             if code:
                 del choices[number]
                 job.open -= 1

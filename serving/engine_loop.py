@@ -17,7 +17,7 @@ import zmq
 from ..errors import MegakernelError
 from .board import Row
 from .engine import Engine, Step
-from .jobs import Job, Owner, by_frontend
+from .jobs import Addresses, Job, Owner
 from .request import Request
 from .seam import (
     Abort,
@@ -70,6 +70,7 @@ class EngineLoop:
         # The thread's own.
         self.owners: dict[Request, Owner] = {}  # of requests that have something open
         self._jobs: dict[tuple[bytes, int], Job] = {}
+        self._addresses = Addresses()
         self._open = 0  # choices of theirs
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -174,7 +175,7 @@ class EngineLoop:
             prompts = [prompt_ids(prompt) for prompt in asked.prompts]
             for prompt in prompts if len(prompts) > 1 else ():  # `add` checks too, but then others are queued already
                 self.engine.check(prompt, asked.params)
-            requests = [self.engine.add(prompt, asked.params) for prompt in prompts]
+            requests = [self._add(prompt, asked, frontend, index * n) for index, prompt in enumerate(prompts)]
         except MegakernelError as e:
             self._socket.send_multipart([frontend, encode(Refused(asked.first, str(e), later))])
             return
@@ -182,8 +183,17 @@ class EngineLoop:
             self.row.put(progress_at=monotonic())
         job = self._jobs[frontend, asked.first] = Job(frontend, asked.first, count, requests)
         self._open += count
-        for index, request in enumerate(requests):
-            self.owners[request] = Owner(job, asked.first + index * n, n)
+        for request in requests:
+            self.owners[request] = Owner(job, n)
+
+    def _add(self, prompt: list[int], asked: Submit, frontend: bytes, first: int) -> Request:
+        """Queue a prompt of a job, `first` choices of which come before."""
+        tag = self._addresses.take(frontend, asked.first + first)
+        try:
+            return self.engine.add(prompt, asked.params, tag=tag)
+        except MegakernelError:
+            self._addresses.give(tag)
+            raise
 
     def _stop(self, frontend: bytes, asked: Stop) -> None:
         job = self._jobs.get((frontend, asked.first))
@@ -207,6 +217,7 @@ class EngineLoop:
         self._open -= choices
         if not owner.open:
             del self.owners[request]
+            self._addresses.give(request.tag)
         if not owner.job.open:
             del self._jobs[owner.job.frontend, owner.job.first]
 
@@ -215,11 +226,10 @@ class EngineLoop:
         step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
-        messages, ended = by_frontend(step, self.owners, now)
-        for frontend, tokens in messages.items():
+        for frontend, tokens in self._addresses.sort(step.tokens, now).items():
             self._socket.send_multipart([frontend, encode(tokens)])
-        for request in ended:
-            self._ended(request, 1)
+        for sequence in step.tokens.sequence[step.tokens.finish > 0]:
+            self._ended(sequence.request, 1)
         for observer in list(self.on_step):
             try:
                 observer(step, now - began)

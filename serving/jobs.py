@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .engine import Step
+from . import seam
 from .request import Request
-from .seam import REASONS, Score, Tokens
-
-_CODES = {reason: code for code, reason in enumerate(REASONS)}
+from .tokens import Tokens
 
 
 @dataclass(eq=False)
@@ -25,54 +23,54 @@ class Job:
 
 @dataclass(eq=False)
 class Owner:
-    """Whose a request is, and what number its first choice has there. `scored`: its prompt's scores were sent."""
+    """Whose a request is, and how many of its choices have not ended."""
 
     job: Job
-    first: int
     open: int
-    scored: bool = False
 
 
-@dataclass
-class _Rows:
-    choices: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reasons: list[int] = field(default_factory=list)
-    tops: dict[int, dict[int, float]] = field(default_factory=dict)
-    scores: list[Score] = field(default_factory=list)
+class Addresses:
+    """Where the tokens of each tag go: to which frontend, and what number the first choice has there."""
 
+    def __init__(self) -> None:
+        self._frontends: list[bytes] = []
+        self._frontend, self._first = np.zeros((2, 64), np.int64)  # by tag
+        self._free = list(range(64))
 
-def by_frontend(step: Step, owners: dict[Request, Owner], at: float) -> tuple[dict[bytes, Tokens], list[Request]]:
-    """A step's tokens for each frontend that has some; and the request of each choice that ended, once per choice."""
-    found: dict[bytes, _Rows] = {}
-    ended: list[Request] = []
-    for request, choice, token_id, logprob, top, reason in step.tokens:
-        owner = owners[request]
-        rows = found.get(owner.job.frontend)
-        if rows is None:
-            rows = found[owner.job.frontend] = _Rows()
-        if top:
-            rows.tops[len(rows.ids)] = top
-        if choice == 0 and request.params.prompt_logprobs is not None and not owner.scored:
-            owner.scored = True
-            rows.scores.append(Score(owner.first, request.prompt_logprobs, request.prompt_top_logprobs))
-        rows.choices.append(owner.first + choice)
-        rows.ids.append(token_id)
-        rows.logprobs.append(logprob)
-        rows.reasons.append(_CODES[reason])
-        if reason is not None:
-            ended.append(request)
-    return {frontend: _tokens(rows, at) for frontend, rows in found.items()}, ended
+    def take(self, frontend: bytes, first: int) -> int:
+        """A tag for a request whose first choice is number `first` at a frontend."""
+        if not self._free:
+            size = len(self._first)
+            self._free = list(range(size, 2 * size))
+            self._frontend, self._first = (np.pad(column, (0, size)) for column in (self._frontend, self._first))
+        if frontend not in self._frontends:
+            self._frontends.append(frontend)
+        tag = self._free.pop()
+        self._frontend[tag], self._first[tag] = self._frontends.index(frontend), first
+        return tag
 
+    def give(self, tag: int) -> None:
+        """The tag may be another request's."""
+        self._free.append(tag)
 
-def _tokens(rows: _Rows, at: float) -> Tokens:
-    return Tokens(
-        at,
-        np.array(rows.choices, np.int64).tobytes(),
-        np.array(rows.ids, np.int32).tobytes(),
-        np.array(rows.logprobs, np.float32).tobytes(),
-        bytes(rows.reasons),
-        rows.tops,
-        rows.scores,
-    )
+    def sort(self, tokens: Tokens, at: float) -> dict[bytes, seam.Tokens]:
+        """A message for each frontend that gets some of a step's tokens, which came `at` that time."""
+        numbers, frontends = self._first[tokens.tag] + tokens.choice, self._frontend[tokens.tag]
+        found = {}
+        for frontend in np.unique(frontends):
+            rows = np.flatnonzero(frontends == frontend)
+            begun = rows[tokens.first[rows] & (tokens.choice[rows] == 0)]
+            found[self._frontends[frontend]] = seam.Tokens(
+                at,
+                numbers[rows].tobytes(),
+                tokens.token_id[rows].astype(np.int32).tobytes(),
+                tokens.logprob[rows].astype(np.float32).tobytes(),
+                tokens.finish[rows].astype(np.uint8).tobytes(),
+                {int(np.searchsorted(rows, row)): tokens.top[row] for row in tokens.top if frontends[row] == frontend},
+                [
+                    seam.Score(int(numbers[row]), request.prompt_logprobs, request.prompt_top_logprobs)
+                    for row in begun
+                    if (request := tokens.sequence[row].request).params.prompt_logprobs is not None
+                ],
+            )
+        return found

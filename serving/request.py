@@ -12,12 +12,10 @@ import numpy as np
 from ..runtime.sampling import FLOATS, SampleRow
 from .draft import Draft
 from .pages import ROOT, page_hash
-from .sampling import SamplingParams
+from .sampling import FINISH, SamplingParams
 
 if TYPE_CHECKING:
     from .slots import Slots
-
-FINISH = (None, "stop", "length")  # why a token ends its sequence; columns have indices into it
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +118,8 @@ class Sequence:
 class Request:
     """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1.
 
+    `tag` is a number that its tokens carry, for whoever added it.
+
     `cached_tokens` of the prompt were in the prefix cache; None before the request is admitted. `held` are choices
     that wait until the first has computed the prompt, to share its pages. `scored` prompt tokens have their score or
     are about to.
@@ -129,6 +129,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
+    tag: int = 0
     choices: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)

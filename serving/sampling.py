@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import MegakernelError
 
+FINISH = (None, "stop", "length")  # why a token ends its choice; columns have indices into it
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 # Together they stay below the bias pairs that a program has room for per row.

@@ -15,8 +15,6 @@ import numpy as np
 
 from .sampling import SamplingParams
 
-REASONS = (None, "stop", "length", "abort")  # why a choice ended, by its code in `Tokens.reasons`
-
 
 class _Record(msgspec.Struct, tag=True, array_like=True):
     pass
@@ -80,7 +78,7 @@ class Tokens(_Record):
     choices   int64, numbers of the choices
     ids       int32, token ids
     logprobs  float32
-    reasons   uint8, index into REASONS
+    reasons   uint8, index into FINISH: why the token ends its choice
     tops      row -> the likeliest ids of that token, where they are wanted
     """
 

@@ -28,7 +28,7 @@ class Slots:
         self.order: Ints = np.zeros(0, np.int64)  # another array after each admission and departure
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # the number of the admission; -1: nobody runs here
-        self.request, self.choice = np.zeros((2, n), np.int64)
+        self.tag, self.choice = np.zeros((2, n), np.int64)
         self.tokens = np.zeros((n, dims.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
@@ -47,7 +47,7 @@ class Slots:
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
         self.stop_ids[slot], self.stop_ids[slot, : len(stop)] = -1, stop
-        self.sequence[slot], self.request[slot], self.choice[slot] = sequence, request.id, sequence.choice
+        self.sequence[slot], self.tag[slot], self.choice[slot] = sequence, request.tag, sequence.choice
         self.tokens[slot, : len(tokens)] = tokens
         self.known[slot] = self.length[slot] = len(tokens)
         self.computed[slot], self.known_pages[slot] = shared * self.page, shared

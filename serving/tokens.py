@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.sampling import Ints
-from .request import FINISH, Request
+from .request import Request
+from .sampling import FINISH
 from .slots import Objects
 
 
@@ -30,7 +31,7 @@ class Tokens:
     """A column for each fact, an element for each token, in the order of the step's rows."""
 
     sequence: Objects
-    request: Ints  # `Request.id`
+    tag: Ints  # `Request.tag`
     choice: Ints
     token_id: Ints
     logprob: NDArray[np.float32]

@@ -28,7 +28,7 @@ class Turns(Lineup):
     # -- of each chunk
     ticket: Ints  # of its sequence's admission
     sequence: Objects
-    request: Ints
+    tag: Ints
     choice: Ints
     # -- of each logit row
     top: Ints  # most likely tokens to report besides the chosen one; -1: none at all
@@ -187,7 +187,7 @@ def _chunk(slots: Slots, slot: int, start: int, tokens: Ints, logits: Seq[_Logit
 
 def _turns(slots: Slots, slot: Ints, count: Ints, **rows: NDArray[Any]) -> Turns:
     """Turns of the sequences in `slot`, with the columns of logit rows."""
-    names = ("ticket", "sequence", "request", "choice")
+    names = ("ticket", "sequence", "tag", "choice")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
 
 
@@ -205,7 +205,7 @@ def _select(part: Part, chunks: Ints) -> Part:
     turns, n = part.turns, len(part.start)
     logit = np.isin(turns.chunk, chunks)
     names = [field.name for field in fields(Turns)]
-    of_chunk = {"slot", "count", "ticket", "sequence", "request", "choice"}
+    of_chunk = {"slot", "count", "ticket", "sequence", "tag", "choice"}
     columns = {name: getattr(turns, name)[chunks if name in of_chunk else logit] for name in names}
     columns["chunk"] = np.searchsorted(chunks, columns["chunk"])
     return Part(
