@@ -38,6 +38,17 @@ def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
 
 
+def test_a_server_is_compared_with_another_installation(tmp_path: Path, model: str) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--model", model, "--num-prompts", "8", "--max-concurrency", "4", "--runs", "1", "-o", str(out)]
+    command = [sys.executable, str(SPEED / "serving_overhead.py"), "--before", sys.executable, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for [one] in json.loads(out.read_text())["runs"].values():
+        assert one["failed"] == 0 and one["output_tokens"] > 0
+        assert 0 < one["cpu_us_per_token"]["engine"] < one["server_us_per_token"]
+
+
 def test_speculation_is_compared_with_none(tmp_path: Path, model: str) -> None:
     out = tmp_path / "out.json"
     flags = ["--model", model, "--tokens", "12", "--rounds", "1", "--speculate", "3", "-o", str(out)]

@@ -1,0 +1,86 @@
+"""What a server costs beside its launches: `python benchmarks/speed/serving_overhead.py [--before PYTHON] -o FILE`.
+
+The null backend computes nothing, so all of the server's processor time is the host's. Requests have the lengths of
+ShareGPT's and are streamed. `--before` names the interpreter of another installation, whose server takes turns with
+this one's. The client computes on the same cores, so tokens per second are those of both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, text, write
+from servers import measured, megakernel, server
+
+SERVE = ["serve", "--backend", "null", "--port", "{port}", "--max-model-len", "2048"]
+SERVE += ["--max-num-batched-tokens", "1024"]
+
+
+def cpu_seconds(session: int) -> float:
+    """What all processes of a session have computed."""
+    ticks = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run(python: str, args: Any, log: Path) -> dict[str, Any]:
+    """A fresh server of that interpreter's installation, and one load."""
+    in_flight = str(args.max_concurrency)
+    command = [python, *megakernel(*SERVE, "--model", args.model, "--max-num-seqs", in_flight)[1:]]
+    with server(command, log) as peer:
+        load = ["bench", "serve", "--base-url", peer.url, "--model", args.model, "--seed", "1"]
+        load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", in_flight]
+        load += ["--processes", str(args.processes)]
+        measured(*load)  # meanwhile the server compiles its programs
+        before = cpu_seconds(peer.pid)
+        done = measured(*load)
+        spent = cpu_seconds(peer.pid) - before
+    tokens = done["output_tokens"]
+    parts = {name: figure for name, figure in (done["cpu_us_per_token"] or {}).items() if figure}
+    return {
+        "output_tokens": tokens,
+        "failed": done["failed"],
+        "tokens_per_s": done["tokens_per_s"],
+        "server_us_per_token": spent / tokens * 1e6,
+        "cpu_us_per_token": parts,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--before", metavar="PYTHON", help="interpreter of the other installation")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--num-prompts", type=int, default=512)
+    parser.add_argument("--max-concurrency", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    sides = {"now": sys.executable} | ({"before": args.before} if args.before else {})
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.runs):
+            for side, python in sides.items():
+                runs[side].append(run(python, args, Path(folder) / f"{side}.log"))
+    summary = {
+        side: {name: median(r[name] for r in found) for name in ("tokens_per_s", "server_us_per_token")}
+        for side, found in runs.items()
+    }
+    print(text(summary))
+    write(args.output, {"summary": summary, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
