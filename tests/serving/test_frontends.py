@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from commands import command
 from serve_process import SMALL, begin_stream, process, rest
 
 from megakernel import LLM
+from megakernel.serving.engine import Step
 
 COMPLETIONS = "/v1/completions"
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -183,10 +185,16 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
         LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
         serving(llm) as live,
     ):
-        live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
-        loop = live.service.engine._loop
-        assert loop is not None
-        loop.call_later(0.05, time.sleep, 0.2)
+        steps = count()
+
+        def hold_up(step: Step, seconds: float) -> None:
+            """Of a long answer, keep the frontend busy for some of the steps in the middle."""
+            assert live.service.engine._loop is not None
+            if next(steps) == 50:
+                live.service.engine._loop.call_soon_threadsafe(time.sleep, 0.2)
+            time.sleep(0.002)
+
+        live.host.loop.on_step.append(hold_up)
         body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
         events = [event["choices"][0]["token_ids"] for event in live.events(COMPLETIONS, body)]
         assert sum(map(len, events)) == 200 and len(events) < 200
