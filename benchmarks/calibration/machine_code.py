@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class Paths:
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
         return found | {
-            "weight_page": self._filled("p.load_columns(", "if (member) x += kPiece"),
+            "weight_page": self.columns(),
             "input_page": self._filled("p.load_bytes(", "piece += kPieces", PIECES),
             "dot_pair": self.pair(1),
             "dot_pairs": self.pair(2),
@@ -93,16 +93,22 @@ class Paths:
         """A page of a tile of a matmul."""
         return self._filled("p.load_tile(page, map", "x += kTileInner")
 
+    def columns(self) -> Floor:
+        """A page of weights of dots, with another one for the cache."""
+        ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
+        return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
+
     def _walk(self) -> tuple[set[int], set[int]]:
         """Waits for a page to be free, on the walk over a matmul's pages; all of the walk."""
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
-    def _filled(self, copy: str, text: str, copies: int = 1) -> Floor:
-        """A page that so many copies fill; `text`: in the line that goes on to the next page of its kind."""
+    def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
+        """A page that so many copies fill; `text`: in the line that goes on to the next page of its kind.
+        `visits`: what else the way there passes."""
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
-        page = self._floor("filling a page", waits, here & copying, here & self._at("plan.h", text))
+        page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
         # Lanes take turns: the way back to the copy is to the next lane's.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 

@@ -128,6 +128,11 @@ class Device {
         "l"(&map), "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z), "r"(at(barrier))
         : "memory");
   }
+  MK_DEVICE void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
+                 "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z)
+                 : "memory");
+  }
   MK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

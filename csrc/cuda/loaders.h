@@ -7,9 +7,11 @@
 namespace mk {
 
 // Starts the loads of a page: by one copy, or by some which the lanes share. `rows`: where the buffer begins
-// that its pieces come from.
+// that its pieces come from. Behind a whole page of dots, the cache gets one that the ring has no room for
+// yet: while all wait for one another, memory goes on.
 template <class P>
-MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use, int slot, const char* rows) {
+MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
+                const char* rows) {
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
   p.expect(full, use.bytes());
@@ -19,8 +21,12 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const PageUse& use,
       if (uses_dots(block.dims) && use.pieces) {
         // Every other column of a matrix, or those of one of two.
         const bool two = use.step == 1;
-        p.load_columns(page, map, use.x / kPieceInner, two ? use.y : use.member, two ? use.member : use.y / 2,
-                       use.z, full);
+        const int32_t piece = use.x / kPieceInner;
+        p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);
+        const Matmul m = matmul_of(task);
+        const int32_t ahead = ahead_cols(m), y = use.y + ahead;
+        if (ahead > 0 && y + unit_cols(m) <= m.tile.col + m.tile.cols)
+          p.prefetch_columns(map, piece, two ? y : use.member, two ? use.member : y / 2, use.z);
       } else {
         p.load_tile(page, map, use.x, use.y, use.z, full);
       }
@@ -99,7 +105,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
              if (kAblation != Ablation::kCopies && use.fill == own) {
                if (begin == 0) begin = p.now();
-               fill(p, block, params, use, at.slot, rows);
+               fill(p, block, params, task, use, at.slot, rows);
              } else {
                p.arrive(block.full[at.slot]);
              }

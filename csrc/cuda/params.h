@@ -17,6 +17,7 @@ constexpr int32_t kPiece = 1024;
 constexpr int32_t kPieces = 8;
 constexpr int32_t kPieceInner = 256;
 constexpr int32_t kDotInputPages = 4;
+constexpr int32_t kAheadPages = 12;
 constexpr int32_t kNormBytes = 16384;
 constexpr int32_t kMaps = 2;
 constexpr int32_t kConsumerWarps = 8;

@@ -193,6 +193,21 @@ MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), 
 // Weight pages, and those of a lap, both members of a piece in the same one.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
+// Units of so many pieces in kAheadPages: four bits each, since a division takes as long as a page.
+MK_DIMS_FN constexpr uint32_t ahead_units() {
+  uint32_t bits = 0;
+  for (int pieces = 1; pieces < 8; ++pieces)
+    bits |= static_cast<uint32_t>(kAheadPages / 2 / pieces) << 4 * pieces;
+  return bits;
+}
+static_assert(kAheadPages / 2 < 8, "units of eight pieces and more never fit");
+constexpr uint32_t kAheadUnits = ahead_units();
+
+// Columns of the whole units whose pages come into the last shared cache before the ring has room for them.
+MK_FN int32_t ahead_cols(const Matmul& m) {
+  const int32_t pieces = ceil_div(m.phase.inner, kPiece);
+  return pieces < 8 ? static_cast<int32_t>(kAheadUnits >> 4 * pieces & 7) * unit_cols(m) : 0;
+}
 
 template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {

@@ -33,6 +33,8 @@
 //                                            outside the tensor, as columns are: the coordinates of their box
 //                                            behind the first, which is 0; bytes are a multiple of 16, so are
 //                                            addresses
+//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)
+//                                            what load_columns will load, into the last shared cache
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        the same, float32 +=; asynchronous, until
 //   void commit()                            what this warp has stored since the last is a group

@@ -3,7 +3,9 @@
 // csrc/host/thread_warp.h's matter: here all stores are seen at once.
 #pragma once
 #include <memory>
+#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -58,6 +60,7 @@ struct FibreBlock {
   BlockMemory<FibreBarrier>& memory;
   Monitor monitor;
   std::unordered_set<const TensorMap*> acquired;
+  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // prefetched, and not loaded yet
 
   struct Meeting {
     int here = 0;
@@ -139,7 +142,12 @@ class FibreWarp {
     load_at(to, map, {{x, y, z}}, barrier);
   }
   void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
+    block_.ahead.erase({&map, piece, a, b, z});
     load_at(to, map, {{0, piece, a, b, z}}, barrier);
+  }
+  void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
+    check_map(map);
+    if (!block_.ahead.insert({&map, piece, a, b, z}).second) fail("prefetches a page twice");
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
     if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) fail("loads bytes that are no multiple of 16");

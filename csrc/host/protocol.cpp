@@ -35,6 +35,10 @@ class Launch {
   // What went wrong, with the seed that repeats it; empty: nothing.
   std::string run() {
     if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
+    for (const FibreBlock& block : blocks_) {
+      if (world_.wrong.empty() && !*world_.params.abort && !block.ahead.empty())
+        world_.wrong = block.monitor.name() + " prefetched a page that it did not load";
+    }
     return world_.wrong.empty() ? "" : "seed " + std::to_string(seed_) + ": " + world_.wrong;
   }
 
@@ -84,8 +88,9 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// The boxes of the pages of a record, as rows of eleven: page, fill, pieces, buffer, x, y, z, place in the
-// page, bytes, item, whole. Returns their number; a page without boxes has a row of 0 bytes.
+// The boxes of the pages of a record, as rows of twelve: page, fill, pieces, buffer, x, y, z, place in the
+// page, bytes, item, whole, columns to what the cache gets meanwhile. Returns their number; a page without
+// boxes has a row of 0 bytes.
 __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,
@@ -109,8 +114,9 @@ __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* 
                              box.at,
                              static_cast<int32_t>(box.bytes),
                              use.item,
-                             use.whole};
-      memcpy(rows + 11 * (n - 1), row, sizeof row);
+                             use.whole,
+                             use.whole && use.pieces ? mk::ahead_cols(mk::matmul_of(task)) : 0};
+      memcpy(rows + 12 * (n - 1), row, sizeof row);
     };
     use.for_boxes(0, 1, add);
     if (use.boxes == 0) add({});

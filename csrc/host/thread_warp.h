@@ -86,6 +86,7 @@ class ThreadWarp {
   void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
     load_at(to, map, {{0, piece, a, b, z}}, barrier);
   }
+  void prefetch_columns(const TensorMap&, int, int, int, int) {}
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
     for (uint32_t i = 0; i < bytes / sizeof(uint64_t); ++i)
       static_cast<uint64_t*>(to)[i] = static_cast<const uint64_t*>(from)[i];

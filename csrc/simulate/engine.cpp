@@ -3,7 +3,7 @@
 //
 //   controller     sets a task up, where fewer than `in_flight` are between that and the end of their store
 //   weight loader  loads the head of a task, as far as the ring has room: weights, and what the task reads if
-//                  its counters are met
+//                  its counters are met; has the cache fetch some of the weights that come next
 //   input loader   waits for the counters; then loads the rest, the body
 //   consumers      compute once the first bytes are there, and no faster than bytes come
 //   storer         stores, here and at other ranks; then the task's signals go out
@@ -72,7 +72,7 @@ class Engine {
       } else if (source) {
         const int32_t who = source->pop(now_);
         if (who < 0) continue;  // written back: nobody waits for it
-        flow_ended(workers_[who / 2], who % 2);
+        flow_ended(workers_[who / kParts], who % kParts);
       } else {
         const Event e = events_.top();
         events_.pop();
@@ -97,7 +97,8 @@ class Engine {
   }
 
  private:
-  static constexpr int kDepth = 8;  // at least in_flight + 1
+  static constexpr int kDepth = 8;                 // at least in_flight + 1
+  enum Part { kHead, kBodyPart, kAhead, kParts };  // of a load
 
   // One run of a task on its way through a worker. Times that are still unknown are kNever.
   struct Run {
@@ -110,6 +111,7 @@ class Engine {
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
     double rest = 0.0, rest_missing = 0.0;  // what is still to be loaded; of that, not in the cache
+    double ahead = 0.0;                     // of the latter, what the cache fetches before the ring has room
     int32_t slot = 0;                       // wait word met last
     bool read_ahead = false;                // its head is also of what it reads
     bool began = false;
@@ -124,7 +126,9 @@ class Engine {
     // Of the next head: since when it waits for pages, when it begins, how much of its task the ring holds.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    int flows[2] = {0, 0}, store_flows = 0;  // of the load's head and body, of the store under way
+    int flows[kParts] = {}, store_flows = 0;  // by part of a load, of the store under way
+    int64_t ahead = 0;                        // of which task the cache fetches
+    bool body_joins = false;                  // whether that one's body waits for it
     // where the stream is
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
@@ -274,7 +278,7 @@ class Engine {
 
   // When does the next task's head begin? Once there is room behind the pages of the tasks before it.
   void load(Worker& w) {
-    if (w.headed == w.fetched || w.flows[0] + w.flows[1] > 0) return;  // loads come in order
+    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // loads come in order
     const Run& run = w.run(w.headed);
     const Task& task = *run.task;
     double from = std::max(now_, run.fetched), room = task.ring_bytes;
@@ -295,13 +299,12 @@ class Engine {
     at(from, &Engine::begin_head, w);
   }
 
-  // Flows of the head (part 0) or the body (1) of a load; `missing` of its bytes come from memory, all pass
-  // the cache.
+  // Flows of the head or the body of a load; `missing` of its bytes come from memory, all pass the cache.
   void flow(Worker& w, int part, double bytes, double missing) {
-    ranks_[w.rank].cached.add(now_, bytes, 2 * w.stream + part);
+    ranks_[w.rank].cached.add(now_, bytes, kParts * w.stream + part);
     ++w.flows[part];
     if (missing > 0) {
-      ranks_[w.rank].memory.add(now_, missing, 2 * w.stream + part);
+      ranks_[w.rank].memory.add(now_, missing, kParts * w.stream + part);
       ++w.flows[part];
     }
   }
@@ -338,7 +341,23 @@ class Engine {
     }
     if (run.rest * w.head_part <= 0) return load(w);
     run.head_end = kNever;
-    load_rest(w, run, 0, w.head_part);
+    load_rest(w, run, kHead, w.head_part);
+  }
+
+  // The head of a task has come. The cache has been asked, beside each of its pages, for one that lies
+  // `ahead_bytes` behind it: of those, for what the ring has no room for.
+  void begin_ahead(Worker& w, int64_t task_number) {
+    Run& run = w.run(task_number);
+    const Task& task = *run.task;
+    if (run.body_begin != kNever || run.read_ahead || w.flows[kAhead] > 0 || run.rest_missing <= 0) return;
+    const double head = task.weight_bytes - run.rest;
+    const double far = task.weight_bytes - std::max(head, task.ahead_bytes);
+    const double bytes = std::min({head, task.ahead_bytes, far});
+    if (bytes <= 0) return;
+    run.ahead = bytes * run.rest_missing / run.rest;
+    w.ahead = task_number;
+    ++w.flows[kAhead];
+    ranks_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
 
   // What tasks[loaded] reads, to what it still has to load.
@@ -391,13 +410,18 @@ class Engine {
       if (task.ring_bytes <= 0 || task.ring_bytes + task.held_bytes > room) return;
     }
     run.body_begin = now_;
+    run.rest_missing = std::max(0.0, run.rest_missing - run.ahead);
+    if (w.flows[kAhead] > 0 && w.ahead == w.loaded) {
+      w.body_joins = true;
+      ++w.flows[kBodyPart];
+    }
     add_reads(w);
     // Where the next task is claimed beside this one, it matters when the last pages are asked for.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
     if (run.rest > 0)
-      load_rest(w, run, 1, run.rest > last ? 1.0 - last / run.rest : 1.0);
+      load_rest(w, run, kBodyPart, run.rest > last ? 1.0 - last / run.rest : 1.0);
     else
       run.body_end = now_;
     begin_compute(w);
@@ -415,23 +439,31 @@ class Engine {
     if (task.ask_s <= 0) return;
     ++w.flows[part];
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
-             part == 0 ? &Engine::asked_head : &Engine::asked_body, w);
+             part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
   // Asking takes its time too.
-  void asked_head(Worker& w) { flow_ended(w, 0); }
-  void asked_body(Worker& w) { flow_ended(w, 1); }
+  void asked_head(Worker& w) { flow_ended(w, kHead); }
+  void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
   void flow_ended(Worker& w, int part) {
     if (--w.flows[part] > 0) return;
-    if (part == 0) {
+    if (part == kAhead) {
+      if (w.body_joins) {
+        w.body_joins = false;
+        flow_ended(w, kBodyPart);
+      }
+      return;
+    }
+    if (part == kHead) {
       w.run(w.headed - 1).head_end = now_;
+      begin_ahead(w, w.headed - 1);
       if (w.loaded + 1 == w.headed) loaded(w);
       return load(w);
     }
     Run& run = w.run(w.loaded);
     if (run.last_begin == kNever) {
       run.last_begin = now_;
-      load_rest(w, run, 1, 1.0);
+      load_rest(w, run, kBodyPart, 1.0);
       return fetch(w);
     }
     run.body_end = now_;

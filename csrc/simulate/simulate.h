@@ -36,6 +36,7 @@ struct Task {
       ring_bytes;  // what loads take of the ring as they come by; 0: the consumers load, when they get there
   double held_bytes;    // what they take until the task is computed
   double output_bytes;  // what the output takes of the ring until it is stored
+  double ahead_bytes;   // how far behind the ring's weights the cache gets those that come next
   double ask_s;         // of the slower loader: asking for everything
   double compute_s;
   double tail_s;                            // computing what arrives last

@@ -48,6 +48,7 @@ MAPS = 2  # tensor maps of a buffer: for boxes of BOX_ROWS rows, and for whole p
 DOT_PIECE = 1024
 PIECE_INNER = 256  # elements of a row of a piece, in the tensor map of a page of weights
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # in a page
+AHEAD_PAGES = 12  # of weights of dots, that the last shared cache gets before the ring, at most: half of 50 MB from all
 DOT_UNIT = 8  # column tiles of dots start on multiples of this
 DOT_INPUT_PAGES = 4  # of an instruction's rows, at most
 NORM_BYTES = 16384  # of rows that an instruction of dots has normalised
@@ -122,6 +123,14 @@ def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
     """Pages of the rows of a matmul by dots, which every lap has; none where it normalises them itself."""
     return ceil_div(rows * ceil_div(phase.inner(dims), DOT_PIECE), PIECES) * (phase.norm is None)
+
+
+def ahead_columns(phase: Phase, dims: Dims) -> int:
+    """Columns of a matmul by dots, of all matrices, whose weights come into the last shared cache before the ring has
+    room for them: of whole units, and where one copy brings a page."""
+    if phase.inner(dims) % PIECE_INNER:
+        return 0
+    return AHEAD_PAGES // (2 * -(-phase.inner(dims) // DOT_PIECE)) * 2 * PIECES
 
 
 def norm_fits(rows: int, inner: int, dims: Dims) -> bool:

@@ -24,7 +24,8 @@ RECORD = np.dtype([(name, np.int32) for name in (
 )])  # mk::simulate::Record  # fmt: skip
 TASK = np.dtype([
     *((name, np.float64) for name in (
-        "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "ask_s", "compute_s", "tail_s",
+        "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "ahead_bytes", "ask_s", "compute_s",
+        "tail_s",
     )),
     *((name, np.int32) for name in (
         "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",

@@ -41,7 +41,7 @@ from ...isa.access import Columns
 from ...isa.items import item_work
 from ...isa.launch import PAGE_BYTES
 from ...isa.loads import region_reads
-from ...isa.pages import WARPGROUP_ROWS, chunk_output_pages, dot_input_pages
+from ...isa.pages import WARPGROUP_ROWS, ahead_columns, chunk_output_pages, dot_input_pages
 from ...isa.record import Records
 from ...program import SEGMENTS, Program
 from .costs import Costs
@@ -248,7 +248,8 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     if dims.units == Units.DOTS:
         # The rows come in every lap, and stay to its end.
         held = dot_input_pages(phase, rows, dims)
-        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
+        ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
+        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims) * phase.matrices(dims) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
     # The next instruction comes after the results of the last columns.

@@ -21,7 +21,7 @@ from megakernel.isa import (
     matmul_pages,
 )
 from megakernel.isa.launch import PAGE_BYTES, PAGES
-from megakernel.isa.pages import output_columns
+from megakernel.isa.pages import ahead_columns, output_columns
 from megakernel.isa.record import OPERAND_WORD, phase_number
 from megakernel.scheduler import Options
 
@@ -79,6 +79,9 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
         end = col + cols if dots else -(-(col + cols) // 32) * 32  # boxes are 32 rows
         seen[z][first + col : first + end] = 0
     assert not any(count.any() for count in seen.values())
+    whole = (boxes["fill"] == WEIGHTS) & boxes["whole"].astype(bool)
+    if dots and whole.any():
+        assert (boxes["ahead"][whole] * matrices == ahead_columns(phase, dims)).all()
 
     # Inputs: once for each chunk of columns, or lap of the ring; never where the instruction normalises them itself.
     count = covered(boxes, INPUTS, phase.inputs, dims, 0)

@@ -149,6 +149,20 @@ def test_the_next_weights_wait_for_pages() -> None:
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
 
 
+@pytest.mark.parametrize(
+    ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
+)
+def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
+    """Of 100 bytes 20 fit the ring and come by 2. As many pages lie `ahead` behind them, so far as they are not in it:
+    the cache gets those by 4, and memory has so much less to bring when the counter is known to hold. A fetch under way
+    then goes on."""
+    consumer = Task(weights=100, waits=[0], ahead=ahead)
+    work = hand_work([[Task(compute=known, signals=[(0, 0)])], [consumer]])
+    result, _ = hand_run(work, memory_bytes_per_s=10, cache_bytes_per_s=20, ring_bytes=20)
+    assert result.step_s == pytest.approx(ends)
+    assert (result.memory_bytes, result.cache_bytes) == (100, 100)
+
+
 def test_an_output_holds_pages_until_it_is_stored() -> None:
     """40 bytes are left beside the output: the first task's last 40 of 50 come free from 2 s on, the second's from
     10.2, while the output is stored."""

@@ -83,7 +83,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in a if a[name].tobytes() != b[name].tobytes()]
 
 
-COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole")
+COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole", "ahead")
 CAPACITY = 4096
 
 

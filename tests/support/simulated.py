@@ -47,6 +47,7 @@ class Task:
     weight_key: int = -1
     ask: float = 0.0  # seconds
     output: float = 0.0  # bytes of the ring
+    ahead: float = 0.0  # bytes
     drain: int = 0  # claims so many of the queue
 
 
@@ -69,7 +70,9 @@ def hand_work(
     signals = np.array([(to, c, 0, 1) for t in tasks for to, c in t.signals], SIGNAL)
     table = np.zeros(len(tasks), TASK)
     named = {"weight_bytes": "weights", "read_bytes": "reads", "ask_s": "ask", "compute_s": "compute"}
-    for name, attribute in (named | {"weight_key": "weight_key", "output_bytes": "output"}).items():
+    for name, attribute in (
+        named | {"weight_key": "weight_key", "output_bytes": "output", "ahead_bytes": "ahead"}
+    ).items():
         table[name] = [getattr(t, attribute) for t in tasks]
     table["ring_bytes"] = table["weight_bytes"] + table["read_bytes"]
     table["read_key"] = table["write_key"] = table["split"] = -1
