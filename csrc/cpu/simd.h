@@ -155,24 +155,22 @@ MK_INLINE void store(T* p, F32 v, int n) {
 
 MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
 
-MK_INLINE U32 load_words(const uint32_t* p) {
+// From byte `skip` of the first one on.
+MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
   U32 v;
-  memcpy(&v, p, sizeof v);
+  memcpy(&v, reinterpret_cast<const char*>(p) + skip, sizeof v);
   return v;
 }
 
-// The lowest four bits of each lane as a number less kZero. The bits above may be anything.
+#if defined(__AVX512F__)
+// The lowest four bits of each lane as a number less kZero. The bits above may be anything: these four are
+// the index of a table that fits a register.
 template <int kZero>
 MK_INLINE F32 float_of_nibble(U32 v) {
-#if defined(__AVX512F__)
-  // A table of 16 numbers fits a register, and the lowest four bits are its index.
   const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
   return (F32)_mm512_maskz_permutexvar_ps(0xFFFF, (__m512i)v, (__m512)numbers);
-#else
-  const I32 value = (I32)(v & 15);
-  return __builtin_convertvector(kZero ? value - kZero : value, F32);
-#endif
 }
+#endif
 
 MK_INLINE Bytes load_bytes(const uint8_t* p) {
   Bytes v;
@@ -219,20 +217,25 @@ MK_INLINE I32 lane_index() {
   return v;
 }
 
+// Of all lanes: the upper half joins the lower one, lane by lane, until one is left.
+template <class V, class F>
+MK_INLINE float folded(V v, const F& join) {
+  if constexpr (sizeof(V) == 8) {
+    return join(v[0], v[1]);
+  } else {
+    typedef float Half __attribute__((vector_size(sizeof(V) / 2)));
+    Half halves[2];
+    memcpy(halves, &v, sizeof v);
+    return folded(join(halves[0], halves[1]), join);
+  }
+}
+
 MK_INLINE float sum(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return folded(v, [](auto a, auto b) { return a + b; });
 }
 
 MK_INLINE float max(F32 v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i + width] > lane[i] ? lane[i + width] : lane[i];
-  return lane[0];
+  return folded(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 // e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation
