@@ -99,7 +99,7 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
         {&s.weights, int64_t{kWidePanels} * kWideStride},
         {&s.keys, model.head_dim * key_stride(model)},
         {&s.values, model.kv_block * padded},
-        {&s.scales, int64_t{ceil_div(model.head_dim, kKvUnit)} * model.kv_page},
+        {&s.scales, int64_t{ceil_div(model.head_dim, kKvUnit)} * model.kv_block},
         {&s.queries, pairs * model.head_dim + kPanel},
         {&s.scores, pairs * model.kv_block},
         {&s.block_out, pairs * padded},

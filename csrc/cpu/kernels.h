@@ -34,7 +34,7 @@ struct Scratch {
   float* weights;      // widened panels: kWidePanels x kWideStride
   float* keys;         // head_dim x key_stride(dims)
   float* values;       // kv_block x head_dim, rows padded to kPanel
-  float* scales;       // blocks of a head x kv_page: of quantised values
+  float* scales;       // blocks of a head x kv_block: of quantised values
   float* queries;      // query rows x head_dim
   float* scores;       // query rows x kv_block
   float* block_out;    // query rows x head_dim, padded: o of one block

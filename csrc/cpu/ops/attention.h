@@ -80,7 +80,8 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values of a page's tokens from `token` on, whose scales are widened: [block][token].
+// The quantised values of a page's tokens from `token` on. Of their widened scales, [block of elements][token
+// of the KV block], `scales` is the first one's.
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;
@@ -91,33 +92,64 @@ struct ValuePage {
     const int block = columns / kKvUnit, width = lower_of(d.head_dim - block * kKvUnit, kKvUnit);
     const int64_t at =
         int64_t{block} * kv_block_bytes(d) + kKvScale * d.kv_page + token * width + columns % kKvUnit;
-    return {now + at, next + at, scales + block * d.kv_page + token, width};
+    return {now + at, next + at, scales + block * d.kv_block, width};
   }
 };
 
-// C[R][V vectors] (+)= A B for k rows of B; of the last vector only `last` lanes are B's.
-template <int R, int V, class S>
-void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last, int k, float* c, int64_t ldc,
-                 bool resume) {
+// A KV block as a matrix of which `dense` takes columns: its keys [element][token].
+template <class Kv>
+struct Keys {
+  const Kv& kv;
+
+  auto at(int row, int column) const { return kv.key(column).down(row, stride()); }
+  int64_t stride() const { return kv.key_stride(); }
+  int run_end(int, int end) const { return end; }
+};
+
+// Its values [token][element], from token `first` on.
+template <class Kv>
+struct TokenValues {
+  const Kv& kv;
+  int first;
+
+  auto at(int row, int column) const { return kv.value(first + row).right(column); }
+  int64_t stride() const { return kv.value_stride(); }
+  int run_end(int row, int end) const {
+    const int token = first + row;
+    return lower_of(end, row + kv.run() - token % kv.run());
+  }
+};
+
+// C[R][V vectors] (+)= A B for rows [t, end) of B and columns from `column` on; of the last vector only
+// `last` lanes are B's.
+template <int R, int V, class B>
+void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int t, int end, float* c,
+                 int64_t ldc, bool resume) {
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
-  F32 scale[V] = {};
-  for (int t = 0; t < k; ++t) {
-    if constexpr (std::is_same_v<S, KeyStrip>) {
-      if (t % kKvUnit == 0) {
-        MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = b[v].scale(t, ldb, v + 1 < V ? kLanes : last);
+  const int64_t ldb = b.stride();
+  while (t < end) {
+    decltype(b.at(0, 0)) strips[V];
+    MK_UNROLL for (int v = 0; v < V; ++v) strips[v] = b.at(t, column + v * kLanes);
+    F32 scale[V] = {};
+    const int run_end = b.run_end(t, end);
+    for (int s = 0; t < run_end; ++s, ++t) {
+      if constexpr (std::is_same_v<decltype(b.at(0, 0)), KeyStrip>) {
+        if (s % kKvUnit == 0) {
+          MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = strips[v].scale(s, ldb, v + 1 < V ? kLanes : last);
+        }
       }
-    }
-    F32 row[V];
-    MK_UNROLL for (int v = 0; v < V; ++v) {
-      b[v].fetch(t, ldb);
-      row[v] = b[v].row(t, ldb, v + 1 < V ? kLanes : last, scale[v]);
-    }
-    MK_UNROLL for (int i = 0; i < R; ++i) {
-      const F32 x = splat(a[i * lda + t]);
-      MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * row[v];
+      F32 row[V];
+      MK_UNROLL for (int v = 0; v < V; ++v) {
+        strips[v].fetch(s, ldb);
+        row[v] = strips[v].row(s, ldb, v + 1 < V ? kLanes : last, scale[v]);
+      }
+      MK_UNROLL for (int i = 0; i < R; ++i) {
+        const F32 x = splat(a[i * lda + t]);
+        MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * row[v];
+      }
     }
   }
   MK_UNROLL for (int i = 0; i < R; ++i) {
@@ -125,33 +157,28 @@ void dense_block(const float* a, int64_t lda, const S* b, int64_t ldb, int last,
   }
 }
 
-template <int V, int R = kDenseRows, class S>
-inline void dense_rows(int rows, const float* a, int64_t lda, const S* b, int64_t ldb, int last, int k,
-                       float* c, int64_t ldc, bool resume) {
+template <int V, int R = kDenseRows, class B>
+inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int column, int last, int t,
+                       int end, float* c, int64_t ldc, bool resume) {
   for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
-    dense_block<R, V>(a, lda, b, ldb, last, k, c, ldc, resume);
-  if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, ldb, last, k, c, ldc, resume);
+    dense_block<R, V>(a, lda, b, column, last, t, end, c, ldc, resume);
+  if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, column, last, t, end, c, ldc, resume);
 }
 
-// C (+)= A B for any number of rows and columns; an output's bits do not depend on either. b(col) is the
-// Strip of B's columns [col, col + kLanes), whose rows are ldb apart. C has room for whole vectors.
+// C (+)= A B for any number of rows and columns; an output's bits do not depend on either. C has room for
+// whole vectors.
 template <int V = kDenseVectors, class B>
-inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int64_t ldb, int k, float* c,
-                  int64_t ldc, bool resume, int col = 0) {
+inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
+                  bool resume, int column = 0) {
   // Rows of V vectors that fit half of a first-level cache, for all rows of A to use them in turn.
-  constexpr int kDepth = 64;
-  static_assert(kDepth % kKvUnit == 0);
-  for (; cols - col > (V - 1) * kLanes; col += V * kLanes) {
-    decltype(b(0)) strips[V];
-    for (int v = 0; v < V; ++v) strips[v] = b(col + v * kLanes);
-    const int last = cols - col < V * kLanes ? cols - col - (V - 1) * kLanes : kLanes;
-    for (int t = 0; t < k; t += kDepth) {
-      dense_rows<V>(rows, a + t, lda, strips, ldb, last, k - t < kDepth ? k - t : kDepth, c + col, ldc,
+  const int depth = rows > kDenseRows ? 64 : k;
+  for (; cols - column > (V - 1) * kLanes; column += V * kLanes) {
+    const int last = lower_of(cols - column - (V - 1) * kLanes, kLanes);
+    for (int t = 0; t < k; t += depth)
+      dense_rows<V>(rows, a, lda, b, column, last, t, lower_of(t + depth, k), c + column, ldc,
                     resume || t > 0);
-      for (auto& strip : strips) strip = strip.down(kDepth, ldb);
-    }
   }
-  if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, ldb, k, c, ldc, resume, col);
+  if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, k, c, ldc, resume, column);
 }
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
@@ -193,54 +220,87 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Keys and values of one KV head in type T, where int8_t is Q8_0. Keys of tokens in one run lie side by side,
-// an element key_stride after the one before; values are rows.
+// Keys and values of one KV head in type T, where int8_t is Q8_0, in the pages of a sequence.
 template <class T>
 struct Cache {
-  static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
   const Dims& d;
-  const T *keys, *values;
-  const int32_t* pages;  // of the sequence
-  int head, head_end;    // this one of those that follow each other
-  int first, end;        // tokens that are read of each head
-  float* scales;         // room for those of a page's values
+  const T *keys, *values;  // of page 0
+  int64_t page, head;      // from one page or head to the next
+  const int32_t* pages;    // of the sequence
+  int end;                 // tokens that are read
+  const int32_t* after;    // pages that are read next: those of the next head, `head` further
+  float* scales;           // room for those of a block's values
 
-  int run() const { return d.kv_page; }
-  int64_t key_stride() const { return d.kv_page; }
-  int64_t value_stride() const { return d.head_dim; }
-  auto key(int token) const {
-    const Strip<T> strip = this->strip(
-        token, [&](int h, int t) { return keys + k_index(d, pages[t / d.kv_page], h, 0) + t % d.kv_page; });
-    const int column = token % d.kv_page, behind = kKvScale * d.kv_page;  // behind the scales
-    if constexpr (kQuantised)
-      return KeyStrip{strip.now + behind, strip.now + (kKvScale - 1) * column, strip.next + behind};
-    else
-      return strip;
-  }
-  auto value(int token) const {
-    const int row = kQuantised ? 0 : token % d.kv_page;
-    const Strip<T> strip =
-        this->strip(token, [&](int h, int t) { return values + v_index(d, pages[t / d.kv_page], h, row); });
+  // `head`: this one of those that follow each other up to head_end. Tokens [first, end) are read of each.
+  Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
+      : d(*call.dims),
+        keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
+        values(call.at<T>(Buffer::V_CACHE) + v_index(d, 0, kv_head, 0)),
+        page(k_index(d, 1, 0, 0)),
+        head(k_index(d, 0, 1, 0)),
+        pages(table),
+        end(last),
+        after(kv_head + 1 < head_end ? table + first / d.kv_page : nullptr),
+        scales(room) {}
+};
+
+// Tokens of one KV block where the cache has them. Keys of tokens in one run lie side by side, an element
+// key_stride after the one before; values are rows.
+template <class T>
+class CachedBlock {
+  static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
+
+ public:
+  CachedBlock(const Cache<T>& cache, int block, int tokens)
+      : cache_(cache), d_(cache.d), first_(block * d_.kv_block), pages_(cache.pages + first_ / d_.kv_page) {
     if constexpr (kQuantised) {
-      const int8_t* block = strip.now;
-      const int tokens = lower_of(d.kv_page, end - (token - token % d.kv_page));
-      for (int at = 0; at * kKvUnit < d.head_dim * d.kv_page; at += d.kv_page, block += kv_block_bytes(d)) {
-        for (int t = 0; t < tokens; t += kLanes)
-          store(scales + at + t, load_half(reinterpret_cast<const uint16_t*>(block) + t, tokens - t));
+      for (int begin = 0; begin < tokens; begin += d_.kv_page) {
+        const int8_t* scales = cache.values + pages_[begin / d_.kv_page] * cache.page;
+        const int n = lower_of(d_.kv_page, tokens - begin);
+        for (int at = begin; at < ceil_div(d_.head_dim, kKvUnit) * d_.kv_block; at += d_.kv_block) {
+          for (int t = 0; t < n; t += kLanes)
+            store(cache.scales + at + t, load_half(reinterpret_cast<const uint16_t*>(scales) + t, n - t));
+          scales += kv_block_bytes(d_);
+        }
       }
-      return ValuePage{d, strip.now, strip.next, scales, token % d.kv_page};
-    } else {
-      return strip;
     }
   }
 
-  // Needed soon: the same token of the next block, or else of the next head's first block.
-  template <class At>
-  Strip<T> strip(int token, const At& at) const {
-    const T* now = at(head, token);
-    if (token + d.kv_block < end) return {now, at(head, token + d.kv_block)};
-    return {now, head + 1 < head_end ? at(head + 1, first + token % d.kv_block) : now};
+  int run() const { return d_.kv_page; }
+  int64_t key_stride() const { return d_.kv_page; }
+  int64_t value_stride() const { return d_.head_dim; }
+  auto key(int token) const {
+    const int page = token / d_.kv_page, column = token - page * d_.kv_page;
+    const Strip<T> strip = this->strip(cache_.keys, page);
+    const int behind = kKvScale * d_.kv_page;  // behind the scales
+    if constexpr (kQuantised)
+      return KeyStrip{strip.now + behind + column, strip.now + kKvScale * column,
+                      strip.next + behind + column};
+    else
+      return strip.right(column);
   }
+  auto value(int token) const {
+    const int page = token / d_.kv_page, row = token - page * d_.kv_page;
+    const Strip<T> strip = this->strip(cache_.values, page);
+    if constexpr (kQuantised)
+      return ValuePage{d_, strip.now, strip.next, cache_.scales + token, row};
+    else
+      return strip.down(row, d_.head_dim);
+  }
+
+ private:
+  // A page of the block. Needed soon: the same one of the next block, or else of the next head's first block.
+  Strip<T> strip(const T* page_0, int i) const {
+    const T* now = page_0 + pages_[i] * cache_.page;
+    const int later = i * d_.kv_page + d_.kv_block;
+    if (first_ + later < cache_.end) return {now, page_0 + pages_[later / d_.kv_page] * cache_.page};
+    return {now, cache_.after ? page_0 + cache_.head + cache_.after[i] * cache_.page : now};
+  }
+
+  const Cache<T>& cache_;
+  const Dims& d_;
+  const int first_;             // token
+  const int32_t* const pages_;  // of the block
 };
 
 // A copy in float32 of a KV block's tokens [0, tokens).
@@ -251,32 +311,32 @@ struct Widened {
   int run() const { return d.kv_block; }
   int64_t key_stride() const { return mk::key_stride(d); }
   int64_t value_stride() const { return padded_head(d); }
-  NearStrip key(int token) const { return {scratch.keys + token % d.kv_block}; }
-  NearStrip value(int token) const { return {scratch.values + token % d.kv_block * value_stride()}; }
+  NearStrip key(int token) const { return {scratch.keys + token}; }
+  NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
   // Of keys beyond the last token, which others may be storing meanwhile, nothing is read.
   template <class T>
-  Widened(const Cache<T>& cache, const Scratch& to, int block, int tokens) : d(cache.d), scratch(to) {
-    const int start = block * d.kv_block, n = d.head_dim;
-    const int64_t from = cache.key_stride(), key_to = key_stride(), value_to = value_stride();
+  Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int tokens)
+      : d(dims), scratch(to) {
+    const int n = d.head_dim;
     for (int begin = 0; begin < tokens; begin += d.kv_page) {
-      const int rows = tokens - begin < d.kv_page ? tokens - begin : d.kv_page;
+      const int rows = lower_of(tokens - begin, d.kv_page);
       for (int t = 0; t < rows; t += kLanes) {
-        const auto column = cache.key(start + begin + t);
+        const auto column = from.key(begin + t);
         F32 scale{};
         float* out = scratch.keys + begin + t;
-        for (int e = 0; e < n; ++e, out += key_to) {
-          if constexpr (Cache<T>::kQuantised) {
-            if (e % kKvUnit == 0) scale = column.scale(e, from, rows - t);
+        for (int e = 0; e < n; ++e, out += key_stride()) {
+          if constexpr (std::is_same_v<T, int8_t>) {
+            if (e % kKvUnit == 0) scale = column.scale(e, from.key_stride(), rows - t);
           }
-          store(out, column.row(e, from, rows - t, scale));
+          store(out, column.row(e, from.key_stride(), rows - t, scale));
         }
       }
-      const auto row = cache.value(start + begin);
-      float* out = scratch.values + begin * value_to;
-      for (int t = 0; t < rows; ++t, out += value_to) {
+      const auto row = from.value(begin);
+      float* out = scratch.values + begin * value_stride();
+      for (int t = 0; t < rows; ++t, out += value_stride()) {
         for (int e = 0; e < n; e += kLanes)
-          store(out + e, row.right(e).row(t, cache.value_stride(), n - e, F32{}));
+          store(out + e, row.right(e).row(t, from.value_stride(), n - e, F32{}));
       }
     }
   }
@@ -301,38 +361,23 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
-// out (+)= probabilities of tokens [begin, end) times their values, in order.
-template <class Kv>
-inline void add_values(const Dims& d, const Kv& kv, int begin, int end, int pairs, const float* probabilities,
-                       float* out, bool resume) {
-  for (int token = begin, n; token < end; token += n, probabilities += n, resume = true) {
-    n = kv.run() - token % kv.run() < end - token ? kv.run() - token % kv.run() : end - token;
-    const auto row = kv.value(token);
-    dense(
-        pairs, d.head_dim, probabilities, d.kv_block, [&](int element) { return row.right(element); },
-        kv.value_stride(), n, out, padded_head(d), resume);
-  }
-}
-
 // (m, l, o) of one KV block for rows at ascending `positions`, `group` pairs each, which all see some of it.
 template <class Kv>
 inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
                          int group, const float* queries, float* scores, float* m, float* l, float* out) {
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
-  const int start = block * d.kv_block, tokens = visible_tokens(d, positions[rows - 1], block);
-  dense(
-      rows * group, tokens, queries, d.head_dim, [&](int token) { return kv.key(start + token); },
-      kv.key_stride(), d.head_dim, scores, d.kv_block, false);
+  const int tokens = visible_tokens(d, positions[rows - 1], block), padded = padded_head(d);
+  dense(rows * group, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false);
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
   // All rows together up to the first row's end, then each to its own: positions ascend by one.
-  const int common = start + visible_tokens(d, positions[0], block);
-  add_values(d, kv, start, common, rows * group, scores, out, false);
+  const int common = visible_tokens(d, positions[0], block);
+  dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
   for (int i = 1; i < rows; ++i) {
-    add_values(d, kv, common, start + visible_tokens(d, positions[i], block), group,
-               scores + int64_t{i} * group * d.kv_block + common - start,
-               out + int64_t{i} * group * padded_head(d), true);
+    const int64_t first = int64_t{i} * group;
+    dense(group, d.head_dim, scores + first * d.kv_block + common, d.kv_block, TokenValues<Kv>{kv, common},
+          visible_tokens(d, positions[i], block) - common, out + first * padded, padded, true);
   }
 }
 
@@ -356,15 +401,9 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
   }
   const int begin = s.item_block[item], end = begin + s.item_blocks[item];
-  const Cache<C> cache{d,
-                       call.at<C>(Buffer::K_CACHE),
-                       call.at<C>(Buffer::V_CACHE),
-                       s.block_tables + int64_t{s.item_seq[item]} * d.pages_per_seq(),
-                       head,
-                       s.item_kv_head[item] + s.item_kv_heads[item],
-                       begin * d.kv_block,
-                       positions[rows - 1] < end * d.kv_block ? positions[rows - 1] + 1 : end * d.kv_block,
-                       scratch.scales};
+  const Cache<C> cache(call, s.block_tables + int64_t{s.item_seq[item]} * d.pages_per_seq(), head,
+                       s.item_kv_head[item] + s.item_kv_heads[item], begin * d.kv_block,
+                       lower_of(positions[rows - 1] + 1, end * d.kv_block), scratch.scales);
   for (int block = begin; block < end; ++block) {
     if (call.aborted()) return;
     const int tokens = visible_tokens(d, positions[rows - 1], block);
@@ -376,10 +415,11 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
       attend_block(d, kv, block, positions + skip, rows - skip, group, scratch.queries + from * d.head_dim,
                    scratch.scores, block_m + from, block_l + from, scratch.block_out + from * padded);
     };
+    const CachedBlock<C> cached(cache, block, tokens);
     if (pairs - from > kDirectPairs)
-      attend_from(Widened(cache, scratch, block, tokens));
+      attend_from(Widened(d, cached, scratch, tokens));
     else
-      attend_from(cache);
+      attend_from(cached);
     for (int j = from; j < pairs; ++j) {
       const float* o = scratch.block_out + int64_t{j} * padded;
       if (s.item_split[item] >= 0) {
