@@ -419,6 +419,16 @@ def test_stages_cost_bubbles_hops_and_reading_weights_again() -> None:
     assert time.memory_s == pytest.approx(3 * m * weights / H100.chip.hbm_bytes_per_s)
 
 
+def test_a_token_crosses_each_stage_once() -> None:
+    costs = H100.costs
+    assert costs
+    rows_bytes = 2 * 128 * LLAMA_70B.hidden  # of a microbatch: 128 tokens of bfloat16
+    far = decode_step(LLAMA_70B, H100, Layout(tp=8, pp=4), 4 * 128, 1000)
+    assert far.fixed_s == pytest.approx(4 * (rows_bytes / W_NODE + costs.scale_out_hop_s))
+    near_by = decode_step(LLAMA_70B, H100, Layout(tp=2, pp=4), 4 * 128, 1000)
+    assert near_by.fixed_s == pytest.approx(4 * (rows_bytes / (2 * W) + costs.node_hop_s))
+
+
 def test_matrix_work_of_llama_70b() -> None:
     """8,192 tokens on eight ranks: 142 ms at 989 TFLOP/s without the LM head, 144 with it."""
     rate = 989e12
