@@ -376,6 +376,7 @@ def test_bytes_between_ranks() -> None:
 def test_latency_of_small_messages() -> None:
     assert latency_s(1, H100.costs.node_hop_s, book.all_reduce_s(8192, 8, W)) == near(3e-6, 0.2)
     assert latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
+    assert latency_s(3, 2e-6, 5e-6) == pytest.approx(11e-6)
     assert measured_s(4096, H100, 8) == near(3e-6) and measured_s(4096, B200, 8) is None
 
 
