@@ -38,7 +38,7 @@ NOT_RUN = {
     r"^pytest$": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
     r"benchmarks/pictures": "writes docs/*.png anew",
-    r"(compile_verify|engine_overhead|hostile_files|ranks|speculation|verifier|workers)\.py": "takes up to an hour",
+    r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",

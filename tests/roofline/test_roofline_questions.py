@@ -376,6 +376,7 @@ def test_bytes_between_ranks() -> None:
 def test_latency_of_small_messages() -> None:
     assert latency_s(1, H100.costs.node_hop_s, book.all_reduce_s(8192, 8, W)) == near(3e-6, 0.2)
     assert latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
+    assert latency_s(3, 2e-6, 5e-6) == pytest.approx(11e-6)
     assert measured_s(4096, H100, 8) == near(3e-6) and measured_s(4096, B200, 8) is None
 
 
@@ -417,6 +418,16 @@ def test_stages_cost_bubbles_hops_and_reading_weights_again() -> None:
     assert time.fixed_s == pytest.approx(time.overlapped_s * 3 / m + hops)
     weights = 2 * (LLAMA_70B.parameters - LLAMA_70B.embedding_parameters) / 32
     assert time.memory_s == pytest.approx(3 * m * weights / H100.chip.hbm_bytes_per_s)
+
+
+def test_a_token_crosses_each_stage_once() -> None:
+    costs = H100.costs
+    assert costs
+    rows_bytes = 2 * 128 * LLAMA_70B.hidden  # of a microbatch: 128 tokens of bfloat16
+    far = decode_step(LLAMA_70B, H100, Layout(tp=8, pp=4), 4 * 128, 1000)
+    assert far.fixed_s == pytest.approx(4 * (rows_bytes / W_NODE + costs.scale_out_hop_s))
+    near_by = decode_step(LLAMA_70B, H100, Layout(tp=2, pp=4), 4 * 128, 1000)
+    assert near_by.fixed_s == pytest.approx(4 * (rows_bytes / (2 * W) + costs.node_hop_s))
 
 
 def test_matrix_work_of_llama_70b() -> None:
