@@ -4,7 +4,7 @@
 paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
-from .ceilings import Ceilings, machine_ceilings, measure_ceilings
+from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit
 from .fleet import Serving, best, fleet
 from .plan import plan
@@ -14,9 +14,11 @@ from .shapes import SHAPES, Shape, shape_of
 from .work import Work, achieved, bound, fraction_error, step_work
 
 __all__ = [
+    "QUIET",
     "SHAPES",
     "Ceilings",
     "Mark",
+    "Measured",
     "Part",
     "Point",
     "Serving",
@@ -29,7 +31,7 @@ __all__ = [
     "fleet",
     "fraction_error",
     "machine_ceilings",
-    "measure_ceilings",
+    "measure",
     "memory_fit",
     "plan",
     "render_plot",

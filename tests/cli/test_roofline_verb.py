@@ -108,7 +108,7 @@ def test_text_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e9, 1e12, threads, "made up"))
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e9, 1e12, threads, "made up"))
     figures = run_json(capsys, "roofline", "--model", MODEL_1B)
     assert figures["machine"] == "host" and figures["t_memory_s"] == pytest.approx(figures["memory_bytes"] / 1e9)
     assert "one device" not in fails(capsys, "roofline", "--model", MODEL_1B, "--tp", "2")
