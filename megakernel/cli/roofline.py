@@ -11,6 +11,8 @@ from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_paper_model, add_setting
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
+_WEIGHT_BITS = 16
+_DIGITS = 9  # of the ways of a layout
 _price = above_zero("a positive number")
 
 
@@ -39,6 +41,20 @@ def register(add: AddVerb) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", action="store_true", help="rank all ways to share the model over --gpus")
     what.add_argument("--fleet", action="store_true", help="serve with --gpus: tokens per second, what binds, cost")
+    parser.add_argument(
+        "--layout",
+        type=_layout,
+        metavar="tp=8,pp=16,dp=128",
+        help="plan: price this layout too (tp, ep, pp, dp, zero), and say why it loses to the best",
+    )
+    parser.add_argument(
+        "--weight-bits",
+        type=int,
+        choices=(16, 8, 4),
+        default=_WEIGHT_BITS,
+        help="of a weight, decoding (default: 16)",
+    )
+    add_count(parser, "--router-nodes", None, "most nodes of a token's experts (default: the model's own limit)")
     add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
     parser.add_argument("--training", action="store_true", help="plan a step of training")
     parser.add_argument(
@@ -48,6 +64,20 @@ def register(add: AddVerb) -> None:
         "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
     )
     parser.set_defaults(run=run)
+
+
+def _layout(text: str) -> dict[str, int]:
+    """`tp=8,pp=16,dp=128`, for argparse; `Layout` of it is made where that is needed."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        least = 0 if name == "zero" else 1
+        if name not in ("tp", "ep", "pp", "dp", "zero") or name in found or not (value.isascii() and value.isdigit()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a layout like tp=8,ep=1,pp=16,dp=128,zero=1")
+        found[name] = int(value[:_DIGITS])
+        if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} cannot be: ways are from 1, zero is 0, 1 or 3")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,11 +101,15 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """What cannot be said together. Silence about a flag would be a wrong answer."""
     paper = args.plan or args.fleet
+    decoding = paper and not args.training
     for flag, given, needed, there in (
         ("--gpus", args.gpus, "--plan or --fleet", paper),
         ("--training", args.training, "--plan", args.plan),
         ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "--fleet", args.fleet),
         ("--token-ms", args.token_ms, "--fleet", args.fleet),
+        ("--layout", args.layout, "--plan", args.plan),
+        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "--plan or --fleet, and no --training", decoding),
+        ("--router-nodes", args.router_nodes, "--plan or --fleet", paper),
         ("--achieved", args.achieved, "--plot", args.plot),
         ("--weights", args.weights != "auto" and paper, "neither --plan nor --fleet", False),
         ("--plot", args.plot and paper, "neither --plan nor --fleet", False),

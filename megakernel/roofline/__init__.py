@@ -7,7 +7,8 @@ paper: collectives, layouts of a model over GPUs, plans and fleets.
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit
 from .fleet import Serving, best, fleet
-from .plan import plan
+from .layout import Layout, LayoutTime
+from .plan import asked, plan
 from .plot import Mark, Point, render_plot
 from .program_step import Part, StepRoofline, step_roofline
 from .shapes import SHAPES, Shape, shape_of
@@ -17,6 +18,8 @@ __all__ = [
     "QUIET",
     "SHAPES",
     "Ceilings",
+    "Layout",
+    "LayoutTime",
     "Mark",
     "Measured",
     "Part",
@@ -26,6 +29,7 @@ __all__ = [
     "StepRoofline",
     "Work",
     "achieved",
+    "asked",
     "best",
     "bound",
     "fleet",
