@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import machine as machines
-from ..errors import whole_file
+from ..errors import MegakernelError, whole_file
 from ..isa import Buffer, Dims, Dtype, Operation, Phase, attention_cost
 from ..isa import record as rec
 from ..isa.record import Records
@@ -121,7 +121,11 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    return {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
+    """Raises MegakernelError where no round found a rate."""
+    rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
+    if not all(rates.values()):
+        raise MegakernelError("cannot calibrate: others disturb every measurement: try again when the machine is quiet")
+    return rates
 
 
 def _config(layers: int) -> ModelConfig:
@@ -175,14 +179,19 @@ def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]
     matmuls, attentions = {}, {}
     for rows in _ROWS:
         seconds = seconds_each(matmul, (0, rows, 0, _COLUMNS), 0, rows)
-        matmuls[rows] = 2.0 * rows * _COLUMNS * dims.o_cols / seconds
+        matmuls[rows] = _rate(2.0 * rows * _COLUMNS * dims.o_cols, seconds)
     for rows in _ATTENTION_ROWS:
         pairs = sum(_CONTEXT - rows + 1 + i for i in range(rows))
         seconds = seconds_each(attention, (0, 1, dims.rank_kv_heads), _CONTEXT - rows, rows)
-        attentions[rows * dims.group_size] = attention_cost(dims, dims.kv_heads, pairs)[0] / seconds
-    norms = {most: 4.0 * most * dims.hidden / seconds_each(norm, (0, most), 0, most)}
+        attentions[rows * dims.group_size] = _rate(attention_cost(dims, dims.kv_heads, pairs)[0], seconds)
+    norms = {most: _rate(4.0 * most * dims.hidden, seconds_each(norm, (0, most), 0, most))}
     cpu.close()
     return matmuls, attentions, norms
+
+
+def _rate(work: float, seconds: float) -> float:
+    """0 where a disturbed launch of one instruction took longer than one of many."""
+    return work / seconds if seconds > 0 else 0.0
 
 
 def _repeated(program: Program, one: Records, times: int) -> Program:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
-from . import roofline_paper, roofline_step
+from . import roofline_ask, roofline_paper, roofline_step
 from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_paper_model, add_setting
+
+if TYPE_CHECKING:
+    from ..machine import Hardware
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _WEIGHT_BITS = 16
@@ -64,6 +68,7 @@ def register(add: AddVerb) -> None:
         "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
     )
     parser.set_defaults(run=run)
+    roofline_ask.register(parser)
 
 
 def _layout(text: str) -> dict[str, int]:
@@ -84,11 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import machine as machines
 
     _check(args)
-    if args.machine == machines.HOST:
-        measured = host_ceilings(machines.cpu_count())
-        hardware = machines.host_hardware(measured.flops, measured.read_bytes_per_s)
-    else:
-        hardware = machines.hardware(args.machine)
+    hardware = measured_hardware() if args.machine == machines.HOST else machines.hardware(args.machine)
     if args.context is None:
         args.context = _TRAINING_CONTEXT if args.training else _CONTEXT
     if args.plan:
@@ -96,6 +97,14 @@ def run(args: argparse.Namespace) -> int:
     if args.fleet:
         return roofline_paper.run_fleet(args, hardware)
     return roofline_step.run(args, hardware)
+
+
+def measured_hardware() -> Hardware:
+    """This machine at its ceilings."""
+    from .. import machine as machines
+
+    measured = host_ceilings(machines.cpu_count())
+    return machines.host_hardware(measured.flops, measured.read_bytes_per_s)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -4,7 +4,10 @@
 paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
+from . import ask_chip, ask_model, ask_network
+from .ask import QUESTIONS, Question
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
+from .examples import EXAMPLES
 from .fit import memory_fit
 from .fleet import Serving, best, fleet
 from .layout import Layout, LayoutTime
@@ -15,6 +18,8 @@ from .shapes import SHAPES, Shape, shape_of
 from .work import Work, achieved, bound, fraction_error, step_work
 
 __all__ = [
+    "EXAMPLES",
+    "QUESTIONS",
     "QUIET",
     "SHAPES",
     "Ceilings",
@@ -24,11 +29,15 @@ __all__ = [
     "Measured",
     "Part",
     "Point",
+    "Question",
     "Serving",
     "Shape",
     "StepRoofline",
     "Work",
     "achieved",
+    "ask_chip",
+    "ask_model",
+    "ask_network",
     "asked",
     "best",
     "bound",

@@ -102,7 +102,7 @@ def asked(
         )
     if layout.zero == 3 and layout.pp > 1:
         raise MegakernelError(f"{layout} would gather its weights for each microbatch: take zero=1")
-    depths = (layout.zero,)
+    depths: tuple[int, ...] = (layout.zero,)
     if training and not layout.zero:
         depths = tuple(sorted((one.zero for one in _with_state(layout, training=True)), key=(1, 3, 0).index))
     several = [

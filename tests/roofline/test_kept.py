@@ -10,6 +10,7 @@ import pytest
 from commands import fails, run, run_json
 
 from megakernel import machine
+from megakernel.errors import MegakernelError
 from megakernel.machine import Core, busy
 from megakernel.machine.hardware import Hardware
 from megakernel.roofline import Ceilings, Measured, kept
@@ -193,11 +194,20 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     assert (found.dispatch_s, found.launch_s, found.signal_s) == (1.0, 2.0, 3.0)
 
 
+def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (calibration._rate(6.0, 2.0), calibration._rate(6.0, -1e-9), calibration._rate(6.0, 0.0)) == (3.0, 0.0, 0.0)
+    monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))
+    monkeypatch.setattr(calibration, "_synchronisation", lambda cores: (1.0, 2.0, 3.0))
+    most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
+    with pytest.raises(MegakernelError, match="others disturb every measurement"):
+        calibration.calibrate(most, most, lambda *progress: None)
+
+
 def test_doctor_calibrates(
     probes: list[Measured], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The true micro-benchmarks, each for an instant: what they reach is possible."""
-    for name, value in {"_ROUNDS": 1, "_BEST_S": 0.0, "_REPEATS": 8, "_MANY": 4, "_ROWS": (1, 96)}.items():
+    for name, value in {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96)}.items():
         monkeypatch.setattr(calibration, name, value)
     probes += [measured(flops=1e15), measured(flops=1e15)]
     path = tmp_path / "mine.toml"
