@@ -6,7 +6,6 @@ launches without arithmetic. The best of several, since anything else on the mac
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
@@ -36,6 +35,7 @@ _COLUMNS = 256  # of a matmul's tile
 _CONTEXT = 1024
 _REPEATS, _ROUNDS = 40, 3
 _BEST_S, _LEAST_RUNS = 0.3, 5
+_LEAST_S = 1e-9  # of what is too short to measure
 _FEW, _MANY = 2, 62  # layers
 _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
@@ -59,16 +59,17 @@ class Calibration:
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
     """`ceilings` of all cores, `alone` of one; `on_round(done, of)` is told how far it is. Takes about a minute.
 
-    What an instruction reaches is no more than what multiply-adds alone do: a figure above that is a disturbed probe.
+    What an instruction reaches is no more than a core's share of what multiply-adds alone do, with all cores at work.
     """
     begin = busy.now()
     rounds, idle = [], []
     for number in range(_ROUNDS):
         rounds.append(_arithmetic())
-        idle.append(_synchronisation(ceilings.threads))
+        idle.append(_idle(ceilings.threads))
         on_round(number + 1, _ROUNDS)
-    matmul, attention, vector = (_fastest([one[i] for one in rounds], alone.flops) for i in range(3))
-    dispatch, launch, signal = (statistics.median(one[i] for one in idle) for i in range(3))
+    most = min(alone.flops, ceilings.flops / ceilings.threads)
+    matmul, attention, vector = (_fastest([one[i] for one in rounds], most) for i in range(3))
+    dispatch, launch, signal = _synchronisation(ceilings.threads, idle)
     core = Core(alone.read_bytes_per_s, *_columns(matmul), *_columns(attention), *vector.values())
     return Calibration(ceilings, core, launch, dispatch, signal, busy.others(begin, busy.now()))
 
@@ -202,19 +203,32 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
     return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
 
 
-def _synchronisation(cores: int) -> tuple[float, float, float]:
-    """Seconds of an instruction's set-up, of a launch and of a signal.
+def _idle(cores: int) -> list[float]:
+    """Seconds of launches without arithmetic: of few and of many layers, by one worker and by all."""
+    return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
 
-    The first two are of one worker's launches of few and many layers. A signal is what all cores' take longer: a layer
-    with one row is a chain of phases, each of which waits for all workers.
+
+def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
+    """Seconds of an instruction's set-up, of a launch and of a signal, from the shortest launches of all `rounds`.
+
+    The first two are of one worker's. A signal is what all cores' take longer: a layer with one row is a chain of
+    phases, each of which waits for all workers.
     """
-    (few_s, few, _), (many_s, many, _) = null_step(1, _FEW), null_step(1, _MANY)
-    dispatch = max(0.0, (many_s - few_s) / (many - few))
-    (few_all_s, few_all, phases), (many_all_s, many_all, _) = null_step(cores, _FEW), null_step(cores, _MANY)
-    hops = phases * (_MANY - _FEW)
+    few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
+    few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
+    dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))
+    hops = (_MANY - _FEW) * len(_null_program(1, _FEW).forward.body)
     signal = (many_all_s - few_all_s - (many_all - few_all) * dispatch) / hops
-    least = 1e-9  # what a machine file may say
-    return max(least, dispatch), max(least, few_s - few * dispatch), max(least, signal)
+    return dispatch, max(_LEAST_S, few_s - few * dispatch), max(_LEAST_S, signal)
+
+
+def _null_program(workers: int, layers: int) -> Program:
+    return _compiled(_config(layers), workers, 1)
+
+
+def _instructions(workers: int, layers: int) -> int:
+    """Of each worker."""
+    return _null_program(workers, layers).instructions // workers
 
 
 def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
@@ -222,9 +236,8 @@ def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple
 
     Each worker has a thread, unless `threads` says otherwise.
     """
-    config = _config(layers)
-    program = _compiled(config, workers, 1)
-    null = _backend("null", config, program.dims, threads or workers)
+    program = _null_program(workers, layers)
+    null = _backend("null", _config(layers), program.dims, threads or workers)
     table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.pages_per_seq))])
     seconds = _best(lambda: null.launch(program, table))
     null.close()

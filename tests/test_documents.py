@@ -61,7 +61,7 @@ SMALLER = {
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
-    r"predictions_host\.py": "--predict-only -o FILE",
+    r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

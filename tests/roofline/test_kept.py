@@ -44,11 +44,12 @@ def test_a_quiet_measurement_is_made_once(probes: list[Measured]) -> None:
 
 
 def test_the_best_is_kept(probes: list[Measured]) -> None:
-    probes += [measured(read=2e10, flops=1e11), measured(read=1e10, flops=3e11, cache=1e10)]
+    probes += [measured(read=2e10, flops=1e11), measured(read=1e10, flops=3e11, cache=1e10), measured(cache=2e10)]
     ceilings.host_ceilings(2)
+    ceilings.host_ceilings(2, anew=True)
     best = ceilings.host_ceilings(2, anew=True)
     assert (best.read_bytes_per_s, best.flops, best.cache_bytes_per_s) == (2e10, 3e11, 5e10)
-    assert "2 times until 2026-01-01" in best.how
+    assert "3 times until 2026-01-01" in best.how
 
 
 def test_a_busy_machine_warns_and_is_measured_again(probes: list[Measured]) -> None:
@@ -186,18 +187,23 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     rounds = iter([({1: 5.0, 96: 9.0}, {4: 2.0}, {96: 1.0}), ({1: 6.0, 96: 7.0}, {4: 3.0}, {96: 0.5})] * 2)
     monkeypatch.setattr(calibration, "_ROUNDS", 2)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: next(rounds))
-    monkeypatch.setattr(calibration, "_synchronisation", lambda cores: (1.0, 2.0, 3.0))
+    idle = iter([[30e-6, 62e-6, 40e-6, 90e-6], [31e-6, 60e-6, 39e-6, 100e-6]])
+    monkeypatch.setattr(calibration, "_idle", lambda cores: next(idle))
     done: list[tuple[int, int]] = []
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
     found = calibration.calibrate(most, most, lambda *progress: done.append(progress))
     assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0) and done == [(1, 2), (2, 2)]
-    assert (found.dispatch_s, found.launch_s, found.signal_s) == (1.0, 2.0, 3.0)
+    few, many = (calibration._instructions(1, layers) for layers in (2, 62))
+    dispatch = 30e-6 / (many - few)  # the shortest launches count, whichever round they are of
+    assert (found.dispatch_s, found.launch_s) == pytest.approx((dispatch, 30e-6 - few * dispatch))
+    phases = (many - few) / 60
+    assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * phases))
 
 
 def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (calibration._rate(6.0, 2.0), calibration._rate(6.0, -1e-9), calibration._rate(6.0, 0.0)) == (3.0, 0.0, 0.0)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))
-    monkeypatch.setattr(calibration, "_synchronisation", lambda cores: (1.0, 2.0, 3.0))
+    monkeypatch.setattr(calibration, "_idle", lambda cores: [1.0, 2.0, 3.0, 4.0])
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
     with pytest.raises(MegakernelError, match="others disturb every measurement"):
         calibration.calibrate(most, most, lambda *progress: None)
