@@ -144,7 +144,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",
-            "folder of fetched models and of compiled GPU code",
+            "folder of fetched models, of compiled GPU code and of this machine's measured ceilings",
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),

@@ -10,6 +10,7 @@ import zmq
 from ..errors import MegakernelError
 from ..roofline import Ceilings
 from .board import ENGINE_FIELDS, Board
+from .ceilings import share_of
 from .engine import Step
 from .engine_loop import EngineLoop
 from .live import Live
@@ -45,7 +46,7 @@ class EngineHost:
         self.live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=dims.max_seqs, about=llm.about | about)
         self.loop.on_step.append(self._record)
         self.loop.wants_trace = lambda: self.live.tracing
-        self._looks = Looks(self.live, self.description.looks)
+        self._looks = Looks(self.live, share_of(ceilings, llm.machine, dims.tp), self.description.looks)
 
     def start(self) -> None:
         self._looks.start()

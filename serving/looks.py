@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ..machine import Machine
 from ..timeline import write_html
 from .live import Live
 from .seam import ROOFLINE, TIMELINE, Look, Seen, decode_look, encode
@@ -19,10 +20,10 @@ TRACE_WAIT_S = 10.0  # for a step to trace
 
 
 class Looks:
-    """A thread that answers at `address` from the record `live`, several questions at a time."""
+    """A thread that answers at `address` from the record `live` of `machine`, several questions at a time."""
 
-    def __init__(self, live: Live, address: str) -> None:
-        self._live, self._address = live, address
+    def __init__(self, live: Live, machine: Machine, address: str) -> None:
+        self._live, self._machine, self._address = live, machine, address
         self._loop = asyncio.new_event_loop()
         self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="looks", daemon=True)
@@ -69,7 +70,7 @@ class Looks:
             return None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "timeline.html"
-            write_html(*traced, path)
+            write_html(*traced, path, machine=self._machine)
             return path.read_bytes()
 
 

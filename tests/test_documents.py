@@ -41,6 +41,7 @@ NOT_RUN = {
     r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
+    r"doctor --calibrate": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
     r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
@@ -60,7 +61,7 @@ SMALLER = {
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
-    r"predictions_host\.py": "--predict-only -o FILE",
+    r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

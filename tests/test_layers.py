@@ -107,7 +107,7 @@ def test_arrows_point_down() -> None:
         ("megakernel.runtime.bad", "import megakernel.serving.engine", "runtime imports serving"),
         ("megakernel.scheduler.bad", "from megakernel import timeline", "scheduler imports timeline"),
         ("megakernel.scheduler.bad", "from .. import roofline", "scheduler imports roofline"),
-        ("megakernel.timeline.bad", "from ..roofline import measure_ceilings", "timeline imports roofline"),
+        ("megakernel.timeline.bad", "from ..roofline import Ceilings", "timeline imports roofline"),
         ("megakernel.scheduler.verify.bad", "from ..lower import lower", "verify imports scheduler"),
         ("megakernel.scheduler.simulate.bad", "from ..verify import verify", "simulate imports verify"),
         ("megakernel.serving.bad", "import torch.nn", "only runtime/cuda and serving/bench/peers import torch"),

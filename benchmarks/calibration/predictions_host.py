@@ -1,12 +1,12 @@
 """Predicted and measured steps of this machine, side by side.
 
-    python benchmarks/calibration/predictions_host.py -o benchmarks/results/predictions-host.json
+    python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
-SmolLM2-135M's and Llama-3.2-1B's shapes with random weights, prefill and decode, one worker and two. The constants are
-those of simulate_host.py beside this file, measured on another shape; Llama-3.2-1B is the one held out. They are the
-best of several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The median,
-which has the disturbances of a shared machine in it, stands beside it. The cases take turns, so that a disturbed minute
-meets all of them.
+SmolLM2-135M's and Llama-3.2-1B's shapes with random weights, prefill and decode, one worker and two. The machine file
+is what `megakernel doctor --calibrate FILE.toml` has written here, from measurements of another shape. Its figures are
+the best of several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The
+median, which has the disturbances of a shared machine in it, stands beside it, and so does the least time that the
+machine's ceilings allow. The cases take turns, so that a disturbed minute meets all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megakernel import machine as machines
 from megakernel.isa import StepTable
 from megakernel.model import load_config
 from megakernel.program import Program
+from megakernel.roofline import bound, machine_ceilings, step_work
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.simulate import Simulation, simulate
 
@@ -44,6 +45,7 @@ class Case:
     workers: int
     program: Program
     table: StepTable
+    bound_s: float
     predicted: Simulation
     backend: Any
     runs_s: list[float] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Case:
     def row(self) -> dict[str, Any]:
         p = self.predicted
         row: dict[str, Any] = {"model": self.model, "phase": self.phase, "workers": self.workers}
-        row |= {"predicted_s": p.step_s}
+        row |= {"bound_s": self.bound_s, "predicted_s": p.step_s}
         if self.runs_s:
             fastest, median = min(self.runs_s), statistics.median(self.runs_s)
             row |= {"fastest_s": fastest, "error": p.step_s / fastest - 1}
@@ -70,21 +72,25 @@ class Case:
         return row
 
 
-def cases(model: str, workers: int, measured: bool) -> list[Case]:
-    """Of one model by so many workers, which share a backend."""
-    config, machine, cpu, found = load_config(model), machines.host(workers), None, []
+def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
+    """Of one model by so many workers, which share a backend. Programs are those that this machine runs."""
+    config, machine, cpu, found = load_config(model), machines.load(file, workers), None, []
+    ceilings = machine_ceilings(machine)
     for phase, tokens, start in (("decode", 1, PROMPT), ("prefill", PROMPT, 0)):
-        program = compiled(config, machine, tokens, context=2 * PROMPT)
+        program = compiled(config, machines.host(workers), tokens, context=2 * PROMPT)
+        work = step_work(program.forward, program.dims, [tokens], [start + tokens], 1, tied=config.tied)
         pages = range(program.dims.pages_per_seq)
         table = build_step(program.dims, [Chunk(0, start, [1] * tokens, pages, [SampleRow(tokens - 1)])])
         if measured and cpu is None:
             cpu = backend("cpu", config, program.dims, threads=workers)
-        found.append(Case(model, phase, workers, program, table, simulate(program, machine, table), cpu))
+        least, step = bound(work, ceilings), simulate(program, machine, table)
+        found.append(Case(model, phase, workers, program, table, least, step, cpu))
     return found
 
 
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--machine", metavar="FILE.toml", required=True)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--seconds", type=float, default=600.0, help="of measuring, all cases together")
     parser.add_argument("--predict-only", action="store_true")
@@ -93,7 +99,7 @@ def main() -> None:
         case
         for model in arguments.models
         for workers in sorted({1, machines.cpu_count()})
-        for case in cases(model, workers, not arguments.predict_only)
+        for case in cases(model, workers, arguments.machine, not arguments.predict_only)
     ]
     if not arguments.predict_only:
         for case in all_cases:
@@ -104,7 +110,8 @@ def main() -> None:
                 case.turn()
     rows = [case.row() for case in all_cases]
     for row in rows:
-        line = f"{row['model']} {row['phase']} {row['workers']} workers: predicted {row['predicted_s'] * 1e3:.2f} ms"
+        line = f"{row['model']} {row['phase']} {row['workers']} workers: at least {row['bound_s'] * 1e3:.2f} ms,"
+        line += f" predicted {row['predicted_s'] * 1e3:.2f} ms"
         if "fastest_s" in row:
             line += f", fastest {row['fastest_s'] * 1e3:.2f} ms, error {row['error']:+.1%}"
             line += f"; median {row['median_s'] * 1e3:.2f} ms, {row['error_of_median']:+.1%}; {len(row['runs_s'])} runs"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,44 +23,44 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import options, text, write
-from steps import backend, compiled, null_step
+from steps import backend, compiled
 
 from megakernel import machine as machines
 from megakernel.machine import cpu_count
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, build_step
+from megakernel.serving.calibration import null_step
 
-# A layer of one row is a chain of phases that each wait for all workers of the one before.
-CONFIG = replace(
-    load_config("random:llama-3.2-1b"), hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024
-)
 FEW, MANY = 2, 62
-PHASES = 5
 MODEL, CONTEXT = "random:smollm2-135m", 512
 ROUNDS, TURN_S = 10, 0.5
 MOST_STREAMS = 64
 
 
-def layer(workers: int, threads: int) -> tuple[float, float, float]:
-    """Seconds of a layer, instructions of each worker in it, and seconds of a launch without layers."""
-    (few_s, few), (many_s, many) = (null_step(CONFIG, workers, n, threads=threads) for n in (FEW, MANY))
+def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
+    """Seconds of a layer, instructions of each worker in it, seconds of a launch without layers, and phases of a layer.
+
+    A layer of one row is a chain of phases that each wait for all workers of the one before.
+    """
+    (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW
-    return (many_s - few_s) / layers, (many - few) / layers, few_s - FEW * (many_s - few_s) / layers
+    return (many_s - few_s) / layers, (many - few) / layers, few_s - FEW * (many_s - few_s) / layers, phases
 
 
 def instruction() -> dict[str, float]:
-    layer_s, instructions, launch_s = layer(1, 1)
+    layer_s, instructions, launch_s, _ = layer(1, 1)
     return {"instruction_s": layer_s / instructions, "launch_s": launch_s}
 
 
 def barriers() -> list[dict[str, float]]:
-    return [{"workers": n, "phase_s": layer(n, n)[0] / PHASES} for n in range(1, cpu_count() + 1)]
+    layers = {n: layer(n, n) for n in range(1, cpu_count() + 1)}
+    return [{"workers": n, "phase_s": seconds / phases} for n, (seconds, _, _, phases) in layers.items()]
 
 
 def streams() -> list[dict[str, float]]:
     threads, workers, found = cpu_count(), cpu_count(), []
     while workers <= MOST_STREAMS:
-        layer_s, instructions, _ = layer(workers, threads)
+        layer_s, instructions, *_ = layer(workers, threads)
         found.append({"workers": workers, "instruction_s": layer_s * threads / (instructions * workers)})
         workers *= 2
     return found

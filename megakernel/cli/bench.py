@@ -13,6 +13,7 @@ from . import output, versus
 from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
+    from ..machine import Machine
     from ..roofline import Ceilings
     from ..serving import LLM
     from ..serving.bench.peers import Contest, Phase
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """What this machine can do, measured now, with the engine's threads; of GPUs, what their datasheet says."""
+    """What this machine can do with the engine's threads; of GPUs, what their datasheet says."""
     from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -58,12 +59,24 @@ def measured_ceilings(llm: LLM) -> Ceilings:
     return host_ceilings(llm.threads)
 
 
-def host_ceilings(threads: int) -> Ceilings:
-    """What this machine can do with so many threads, measured now."""
+def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
+    """What this machine can do with so many threads, as it was measured before or `anew`."""
     from ..serving import ceilings
 
     with output.busy("measuring this machine's ceilings"):
-        return ceilings.host_ceilings(threads)
+        found = ceilings.host_ceilings(threads, anew=anew)
+    if found.warning:
+        output.stderr.print(f"megakernel: warning: {found.warning}")
+    return found
+
+
+def host_machine(workers: int, ranks: int) -> Machine:
+    """A rank of this machine at its measured rates, which its `workers` and the other ranks' share."""
+    from .. import machine as machines
+    from ..serving.ceilings import share_of
+
+    ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
+    return share_of(ceilings, machines.host(workers), ranks)
 
 
 def latency(

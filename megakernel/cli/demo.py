@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             _, decode = llm.trace_steps(measured, decode_steps=5)
         step = typical(decode)
         trace = step.output.trace
-        machine = share_of(ceilings, llm.machine)
+        machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
         if trace is not None:
             write_html(step.program, trace, args.output, machine=machine)
     page = args.output.resolve()

@@ -9,12 +9,17 @@ import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
 from .bench import host_ceilings
 from .options import AddVerb
+
+if TYPE_CHECKING:
+    from ..roofline import Ceilings
 
 _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
@@ -26,6 +31,12 @@ _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 def register(add: AddVerb) -> None:
     parser = add("doctor", "report versions, settings, cores, ceilings and GPUs", "megakernel doctor --json")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE.toml",
+        help="measure all that the simulator needs of this machine (a minute), and write it for --machine FILE.toml",
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from ..model.stored import KV_TYPES, WEIGHT_TYPES
     from ..runtime.cpu import native
 
+    if args.calibrate and args.calibrate.suffix != ".toml":
+        raise MegakernelError(f"cannot calibrate to {args.calibrate}: its name must end in .toml")
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
@@ -44,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
     except MegakernelError as e:
         core = None
         findings.append(str(e))
-    ceilings = asdict(host_ceilings(machine.cpu_count())) if core else None
+    measured = host_ceilings(machine.cpu_count(), anew=True) if core else None
+    ceilings = asdict(measured) if measured else None
+    if args.calibrate and measured:
+        _calibrate(args.calibrate, measured)
     gpus = doctor_gpu.report()
     if gpus["missing"] is None:
         with output.progress("checking every operation on the GPU") as advance:
@@ -81,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
         ("simd path", core or "none: the native core is missing"),
     ]
     if ceilings:
-        rates = f"{ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, f32 {ceilings['flops'] / 1e9:.0f} GFLOP/s"
-        rows.append(("ceilings", f"reads {rates}, measured now"))
+        memory, cache = (ceilings[f"{what}_bytes_per_s"] / 1e9 for what in ("read", "cache"))
+        rates = f"reads {memory:.1f} GB/s, {cache:.1f} in cache, {ceilings['flops'] / 1e9:.0f} GFLOP/s"
+        rows.append(("ceilings", f"{rates}: {ceilings['how']}"))
     rows += [
         ("weights", ", ".join(f"{kind.name.lower()} {kind.bits:g}" for kind in WEIGHT_TYPES.values()) + " bits"),
         (
@@ -100,6 +117,21 @@ def run(args: argparse.Namespace) -> int:
     if report["ok"]:
         output.stdout.print("all is well", style="green")
     return 0 if report["ok"] else 1
+
+
+def _calibrate(path: Path, ceilings: Ceilings) -> None:
+    """Write the machine file `path`."""
+    from ..serving.calibration import calibrate, write_machine
+
+    alone = host_ceilings(1, anew=True)
+    with output.progress("calibrating") as advance:
+        found = calibrate(ceilings, alone, advance)
+    write_machine(path, found)
+    if not found.quiet:
+        output.stderr.print(
+            f"megakernel: warning: others took {found.others:.0%} of the cores meanwhile: calibrate when it is quiet"
+        )
+    output.stderr.print(f"wrote {path}")
 
 
 def _shown(setting: Setting) -> str:

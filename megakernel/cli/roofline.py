@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
-from . import roofline_paper, roofline_step
+from . import roofline_ask, roofline_paper, roofline_step
 from .bench import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_paper_model, add_setting
 
+if TYPE_CHECKING:
+    from ..machine import Hardware
+
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
+_WEIGHT_BITS = 16
+_DIGITS = 9  # of the ways of a layout
 _price = above_zero("a positive number")
 
 
@@ -39,6 +45,20 @@ def register(add: AddVerb) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", action="store_true", help="rank all ways to share the model over --gpus")
     what.add_argument("--fleet", action="store_true", help="serve with --gpus: tokens per second, what binds, cost")
+    parser.add_argument(
+        "--layout",
+        type=_layout,
+        metavar="tp=8,pp=16,dp=128",
+        help="plan: price this layout too (tp, ep, pp, dp, zero), and say why it loses to the best",
+    )
+    parser.add_argument(
+        "--weight-bits",
+        type=int,
+        choices=(16, 8, 4),
+        default=_WEIGHT_BITS,
+        help="of a weight, decoding (default: 16)",
+    )
+    add_count(parser, "--router-nodes", None, "most nodes of a token's experts (default: the model's own limit)")
     add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
     parser.add_argument("--training", action="store_true", help="plan a step of training")
     parser.add_argument(
@@ -48,17 +68,28 @@ def register(add: AddVerb) -> None:
         "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
     )
     parser.set_defaults(run=run)
+    roofline_ask.register(parser)
+
+
+def _layout(text: str) -> dict[str, int]:
+    """`tp=8,pp=16,dp=128`, for argparse; `Layout` of it is made where that is needed."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        least = 0 if name == "zero" else 1
+        if name not in ("tp", "ep", "pp", "dp", "zero") or name in found or not (value.isascii() and value.isdigit()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a layout like tp=8,ep=1,pp=16,dp=128,zero=1")
+        found[name] = int(value[:_DIGITS])
+        if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} cannot be: ways are from 1, zero is 0, 1 or 3")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     from .. import machine as machines
 
     _check(args)
-    if args.machine == machines.HOST:
-        measured = host_ceilings(machines.cpu_count())
-        hardware = machines.host_hardware(measured.flops, measured.read_bytes_per_s)
-    else:
-        hardware = machines.hardware(args.machine)
+    hardware = measured_hardware() if args.machine == machines.HOST else machines.hardware(args.machine)
     if args.context is None:
         args.context = _TRAINING_CONTEXT if args.training else _CONTEXT
     if args.plan:
@@ -68,14 +99,26 @@ def run(args: argparse.Namespace) -> int:
     return roofline_step.run(args, hardware)
 
 
+def measured_hardware() -> Hardware:
+    """This machine at its ceilings."""
+    from .. import machine as machines
+
+    measured = host_ceilings(machines.cpu_count())
+    return machines.host_hardware(measured.flops, measured.read_bytes_per_s)
+
+
 def _check(args: argparse.Namespace) -> None:
     """What cannot be said together. Silence about a flag would be a wrong answer."""
     paper = args.plan or args.fleet
+    decoding = paper and not args.training
     for flag, given, needed, there in (
         ("--gpus", args.gpus, "--plan or --fleet", paper),
         ("--training", args.training, "--plan", args.plan),
         ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "--fleet", args.fleet),
         ("--token-ms", args.token_ms, "--fleet", args.fleet),
+        ("--layout", args.layout, "--plan", args.plan),
+        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "--plan or --fleet, and no --training", decoding),
+        ("--router-nodes", args.router_nodes, "--plan or --fleet", paper),
         ("--achieved", args.achieved, "--plot", args.plot),
         ("--weights", args.weights != "auto" and paper, "neither --plan nor --fleet", False),
         ("--plot", args.plot and paper, "neither --plan nor --fleet", False),

@@ -7,22 +7,28 @@ import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MegakernelError
 from . import output
 from .options import paper_shape
 
 if TYPE_CHECKING:
     from ..machine import Hardware
-    from ..roofline import Serving
+    from ..roofline import LayoutTime, Serving, Shape
 
 _SHOWN = 12  # layouts in a table
 
 
 def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
-    from ..roofline import plan
+    from ..roofline import Layout, asked, plan
 
-    shape = paper_shape(args.model)
-    gpus = args.gpus or hardware.node.gpus
-    found = plan(shape, hardware, gpus, args.tokens, args.context, training=args.training)
+    shape = _shape(args)
+    layout = Layout(**args.layout) if args.layout else None
+    gpus = args.gpus or (layout.gpus if layout else hardware.node.gpus)
+    if layout and layout.gpus > gpus:
+        raise MegakernelError(f"{layout} takes {layout.gpus:,} GPUs and there are {gpus:,}: raise --gpus")
+    step = (args.tokens, args.context)
+    found = plan(shape, hardware, gpus, *step, training=args.training)
+    loss = asked(shape, hardware, layout, found, *step, training=args.training) if layout else None
     if args.json:
         output.emit(
             {
@@ -32,7 +38,10 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
                 "tokens": args.tokens,
                 "context": args.context,
                 "training": args.training,
-                "ranked": [asdict(t) | {"name": str(t.layout), "step_s": t.step_s} for t in found.ranked],
+                "layout": _time_json(loss.time, gpus) | {k: v for k, v in asdict(loss).items() if k != "time"}
+                if loss
+                else None,
+                "ranked": [_time_json(t, gpus) for t in found.ranked],
                 "refused": [asdict(r) | {"name": str(r.layout)} for r in found.refused],
             }
         )
@@ -55,7 +64,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
         network = max(t.comms_s.values(), default=0.0)
         seconds = (t.math_s, t.memory_s, network, t.fixed_s)
         table.add_row(
-            str(t.layout),
+            _name(t, gpus),
             output.ms_text(t.step_s),
             f"{t.tokens_per_s:,.0f}",
             *(output.ms_text(s) if s else "" for s in seconds),
@@ -67,6 +76,17 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
         output.stdout.print(
             f"and {len(found.ranked) - len(shown)} that are slower or take more memory (--json has all)"
         )
+    if loss:
+        extra = output.ms_text(loss.slower_s)
+        cause = f", {extra} more: {output.ms_text(loss.cause_s)} more for {loss.cause}" if loss.slower_s > 0 else ""
+        output.rows(
+            (
+                "asked for",
+                f"{_name(loss.time, gpus)}: {output.ms_text(loss.time.step_s)}, {loss.factor:.2f} x the best, number"
+                f" {loss.rank} of {len(found.ranked)}{cause}",
+            ),
+            ("", loss.time.why),
+        )
     for refusal in found.refused[:_SHOWN]:
         output.stdout.print(f"refused: {refusal.layout}: {refusal.why}")
     if len(found.refused) > _SHOWN:
@@ -74,10 +94,28 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
     return 0
 
 
+def _name(time: LayoutTime, gpus: int) -> str:
+    idle = gpus - time.layout.gpus
+    return f"{time.layout}, {idle:,} GPUs idle" if idle else str(time.layout)
+
+
+def _time_json(time: LayoutTime, gpus: int) -> dict[str, Any]:
+    return asdict(time) | {"name": str(time.layout), "step_s": time.step_s, "idle_gpus": gpus - time.layout.gpus}
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    """Of the model, its weights and its router as the flags say."""
+    shape = paper_shape(args.model)
+    if args.router_nodes and shape.experts == 1:
+        raise MegakernelError(f"--router-nodes needs a model with experts, which {args.model} is not")
+    nodes = args.router_nodes or shape.router_nodes
+    return replace(shape, weight_bytes=args.weight_bits / 8, router_nodes=nodes)
+
+
 def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
     from ..roofline import best, fleet
 
-    shape = paper_shape(args.model)
+    shape = _shape(args)
     gpus = args.gpus or hardware.node.gpus
     servings = fleet(shape, hardware, gpus, args.context)
     limit_s = args.token_ms / 1e3 if args.token_ms else math.inf
@@ -101,21 +139,21 @@ def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
     price = f"{usd:g} USD per GPU-hour" if usd else "1 USD per GPU-hour (give --usd-per-gpu-hour)"
     within = f" with at most {args.token_ms:g} ms a token" if args.token_ms else ""
     output.rows(
-        ("model", f"{shape.name}, bf16, {args.context:,} KV tokens a sequence"),
+        ("model", f"{shape.name}, {args.weight_bits}-bit weights, {args.context:,} KV tokens a sequence"),
         ("fleet", f"{gpus:,} x {hardware.name}, {price}"),
-        ("best", f"tp {chosen.tp}, {chosen.batch:,} sequences a group, {chosen.tokens_per_s:,.0f} tokens/s{within}"),
+        ("best", f"{_group(chosen)}, {chosen.batch:,} sequences a group, {chosen.tokens_per_s:,.0f} tokens/s{within}"),
     )
     table = output.table(
-        "tp", "groups", "sequences", "step", "tokens/s", "per GPU", "bound by", "GB per GPU", "USD per M tokens"
+        "group", "groups", "sequences", "step", "tokens/s", "per GPU", "bound by", "GB per GPU", "USD per M tokens"
     )
-    for s in sorted(servings, key=lambda s: (s.tp, s.batch)):
+    for s in sorted(servings, key=lambda s: (s.tp, s.ep, s.batch)):
         table.add_row(
-            str(s.tp),
+            _group(s),
             f"{s.replicas:,}",
             f"{s.batch:,}",
             output.ms_text(s.step_s),
             f"{s.tokens_per_s:,.0f}",
-            f"{s.tokens_per_s / (s.replicas * s.tp):,.0f}",
+            f"{s.tokens_per_s / s.gpus:,.0f}",
             s.bound,
             f"{s.bytes_per_gpu / 1e9:,.1f}",
             f"{s.usd_per_million_tokens(usd or 1.0):,.3f}",
@@ -123,6 +161,11 @@ def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
         )
     output.stdout.print(table)
     return 0
+
+
+def _group(serving: Serving) -> str:
+    """As layouts are named."""
+    return f"TP {serving.tp} x EP {serving.ep}" if serving.ep > 1 else f"TP {serving.tp}"
 
 
 def _serving_json(serving: Serving, hardware: Hardware, usd: float | None) -> dict[str, Any]:

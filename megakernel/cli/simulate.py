@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import output
+from .bench import host_machine
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 
@@ -64,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from ..scheduler.simulate.costs import costs_of
     from ..timeline import render_figures, summarise, write_html, write_perfetto
 
-    with output.busy("compiling"):
-        program, machine, tied = _program(args)
+    program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.tokens
     sequences = min(tokens, program.dims.max_seqs)
     context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.max_context)
@@ -131,13 +131,21 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
             )
         program = Program.load(args.file)
         _check_size(args.machine, args.workers or program.workers, program.ranks)
-        return program, machines.load(args.machine, args.workers or program.workers), True
+        return program, _measured(machines.load(args.machine, args.workers or program.workers), program.ranks), True
     _check_size(args.machine, args.workers or 1, args.tp)
     tokens = args.tokens or 1
     args.context = args.context or _CONTEXT
-    compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
+    with output.busy("compiling"):
+        compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
     program, machine = compiled.program, compiled.machine
-    return program, replace(machine, workers=program.workers), compiled.config.tied
+    return program, _measured(replace(machine, workers=program.workers), program.ranks), compiled.config.tied
+
+
+def _measured(machine: Machine, ranks: int) -> Machine:
+    """`machine` with the rates that were measured of it, where it is this one."""
+    from ..machine import HOST
+
+    return host_machine(machine.workers, ranks) if machine.name == HOST else machine
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:

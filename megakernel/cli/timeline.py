@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import output
+from .bench import host_machine, measured_ceilings
 from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
 
 if TYPE_CHECKING:
+    from ..machine import Machine
     from ..program import Program
     from ..trace import Trace
 
@@ -44,6 +46,7 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..machine import MACHINES
     from ..program import Program
     from ..timeline import (
         compare,
@@ -57,16 +60,18 @@ def run(args: argparse.Namespace) -> int:
     )
     from ..trace import Trace
 
-    launches = None
+    launches = machine = None
     if args.program is None:
-        program, traces = _traced(args)
-        launches = compare_launches([summarise(program, one) for one in traces])
+        program, traces, machine = _traced(args)
+        launches = compare_launches([summarise(program, one, machine) for one in traces])
         trace = traces[launches.median]
     elif args.trace is None:
         raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
     else:
         program, trace = Program.load(args.program), Trace.load(args.trace)
-    summary, other = summarise(program, trace), None
+        if program.machine not in MACHINES:
+            machine = host_machine(program.workers, program.ranks)
+    summary, other = summarise(program, trace, machine), None
     if args.compare:
         *own, second = args.compare
         if len(own) > 1:
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         program.save(args.save.with_name(args.save.name + ".program"))
         trace.save(args.save.with_name(args.save.name + ".trace"))
     if args.output:
-        write_html(program, trace, args.output, other)
+        write_html(program, trace, args.output, other, machine=machine)
     if args.perfetto:
         write_perfetto(program, trace, args.perfetto)
     if args.json:
@@ -96,13 +101,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace]]:
-    """A program and its traces: the last step of a prompt, or as many decode steps of one bucket as are wanted."""
-    with open_llm(args, max_seqs=1) as llm, output.busy(f"tracing a {args.phase} step"):
-        prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=args.launches)
+def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
+    """A program, its traces and a rank of what ran it.
+
+    The traces are of the last step of a prompt, or of as many decode steps of one bucket as are wanted.
+    """
+    from ..serving.ceilings import share_of
+
+    with open_llm(args, max_seqs=1) as llm:
+        machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.tp)
+        with output.busy(f"tracing a {args.phase} step"):
+            prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=args.launches)
         steps = prefill[-1:] if args.phase == "prefill" else decode
         program = steps[-1].program
         traces = [step.output.trace for step in steps if step.output.trace and step.program.hash == program.hash]
         if not traces:
             raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
-        return program, traces
+        return program, traces, machine

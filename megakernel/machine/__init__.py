@@ -1,13 +1,17 @@
 """What is the hardware? `Machine` is what a compiler needs of one device, `Hardware` everything that is known."""
 
-from .device import HOST, MACHINES, Machine, cpu_count, hardware, host, host_hardware, load, processor
-from .hardware import OPERAND_BYTES, Chip, Hardware, Issue, Level
+from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
+from .files import HOST
+from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Issue, Level
+from .host import cpu_count, processor
 
 __all__ = [
+    "CPU",
     "HOST",
     "MACHINES",
     "OPERAND_BYTES",
     "Chip",
+    "Core",
     "Hardware",
     "Issue",
     "Level",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..errors import MegakernelError
-from .files import names, read
-from .hardware import Chip, Hardware, Issue, Link, Node, Rates
+from .files import HOST, names, read
+from .hardware import Core, Hardware, Issue, Rates
 
-HOST = "host"
-_LANES = 16  # of a CPU core's vector unit, AVX-512's; nominal
+CPU = "cpu"  # the target of machines whose workers are cores
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,13 @@ class Machine:
     col_unit: int  # column tiles start and end on multiples of this
     kv_page: int  # KV tokens per page of the cache
     ring_pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
-    target: str  # of those that programs are compiled for: cpu or hopper
+    target: str  # of those that programs are compiled for: CPU or hopper
     launch_s: float
     signal_s: float  # from a signal to a waiting worker's start
     remote_signal_s: float  # the same between devices of a node
     dispatch_s: float  # fetch, decode and set-up of one instruction
     issue: Issue | None = None  # in seconds; None: not known, or no part of the rates
+    core: Core | None = None  # None: not measured, or no CPU
 
 
 def _machine(hardware: Hardware) -> Machine:
@@ -70,87 +67,47 @@ def _machine(hardware: Hardware) -> Machine:
         remote_signal_s=hardware.costs.node_hop_s,
         dispatch_s=hardware.costs.dispatch_s,
         issue=hardware.issue and hardware.issue.at(hardware.clock_hz),
+        core=hardware.core,
     )
 
 
 MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) if h.tiles}
 
 
-def cpu_count() -> int:
-    """Cores this process may use: its affinity mask, cut by a cgroup v2 CPU quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def processor() -> str:
-    """What this machine's processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def host(workers: int | None = None) -> Machine:
     """This machine's CPU, one worker per core. Rates are nominal, for placement; `doctor` measures the real ones."""
-    n = workers or cpu_count()
-    return Machine(
-        name=HOST,
-        workers=n,
-        matrix_flops=80e9 * n,
-        vector_flops=20e9 * n,
-        memory_bytes_per_s=10e9 * n,
-        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        cache_bytes=36e6,
-        cache_bytes_per_s=40e9 * n,
-        worker_bytes_per_s=40e9,
-        link_bytes_per_s=10e9,
-        switch_bytes_per_s=10e9,
-        tile_rows=96,
-        tile_cols=256,
-        col_unit=16,
-        kv_page=16,
-        ring_pages=0,
-        target="cpu",
-        launch_s=10e-6,
-        signal_s=0.3e-6,
-        remote_signal_s=0.3e-6,
-        dispatch_s=0.2e-6,
-    )
+    return _machine(read(HOST, workers))
 
 
-def host_hardware(flops_per_s: float | None = None, read_bytes_per_s: float | None = None) -> Hardware:
-    """This machine's CPU as one device: a core is an SM with one vector unit. Rates are nominal where not given."""
-    machine = host()
-    return Hardware(
-        name=machine.name,
-        chip=Chip(
-            generation=processor(),
-            sms=machine.workers,
-            subpartitions_per_sm=1,
-            fp32_lanes_per_subpartition=_LANES,
-            hbm_bytes=machine.memory_bytes,
-            hbm_bytes_per_s=read_bytes_per_s or machine.memory_bytes_per_s,
-        ),
-        # bf16 weights are widened and multiplied in fp32, at its rate.
-        rates=Rates(bf16=flops_per_s or machine.matrix_flops, fp32=flops_per_s or machine.matrix_flops),
-        link=Link(ports=1, port_bytes_per_s=machine.link_bytes_per_s),
-        node=Node(gpus=1, nic_bytes_per_s_per_gpu=machine.link_bytes_per_s),
+def host_hardware(flops_per_s: float, read_bytes_per_s: float) -> Hardware:
+    """This machine's CPU as one device with measured rates: bf16 weights are widened and multiplied in fp32."""
+    nominal = read(HOST)
+    return replace(
+        nominal,
+        chip=replace(nominal.chip, hbm_bytes_per_s=read_bytes_per_s),
+        rates=Rates(bf16=flops_per_s, fp32=flops_per_s),
     )
 
 
 def hardware(name: str) -> Hardware:
     """Everything that is known of a machine: `host`, a known name, a node such as h100x8, or a TOML file."""
-    return host_hardware() if name == HOST else read(name)
+    return read(name)
 
 
 def load(name: str, workers: int | None = None) -> Machine:
-    """One device of a machine, by the names that `hardware` takes."""
-    if name == HOST:
-        return host(workers)
-    machine = MACHINES.get(name) or _machine(read(name))
-    return replace(machine, workers=workers) if workers else machine
+    """One device of a machine, by the names that `hardware` takes, with so many workers; of a CPU so many cores."""
+    machine = MACHINES.get(name) or _machine(read(name, workers))
+    if not workers or workers == machine.workers:
+        return machine
+    if machine.target != CPU:
+        return replace(machine, workers=workers)
+    share = workers / machine.workers
+    alone = machine.core.memory_bytes_per_s if machine.core else machine.memory_bytes_per_s
+    return replace(
+        machine,
+        workers=workers,
+        matrix_flops=machine.matrix_flops * share,
+        vector_flops=machine.vector_flops * share,
+        memory_bytes_per_s=min(machine.memory_bytes_per_s, workers * alone),
+        cache_bytes_per_s=machine.cache_bytes_per_s * share,
+    )

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError, file_errors
-from .hardware import Chip, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Rates, Tiles
+from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Rates, Tiles
+from .host import cpu_count, table
 
+HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _SECTIONS: dict[str, tuple[str, type]] = {
     "chip": ("chip", Chip),
@@ -21,9 +23,10 @@ _SECTIONS: dict[str, tuple[str, type]] = {
     "costs": ("costs", Costs),
     "tiles": ("tiles", Tiles),
     "issue": ("issue", Issue),
+    "core": ("core", Core),
 }
 _OTHER = {"base", "curve", "source"}
-_OPTIONAL = {"fabric", "costs", "tiles", "issue"}
+_OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
 # Whole numbers count SMs, links and rows; a trace has 16 bits for an SM. Products of a few others stay finite.
@@ -38,12 +41,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in KNOWN_FOLDER.glob("*.toml") if not path.stem.startswith("_")))
 
 
-def read(name: str) -> Hardware:
-    """A known machine, a node of so many of its GPUs (`h100x8`), or a TOML file.
+def read(name: str, cores: int | None = None) -> Hardware:
+    """A known machine, a node of so many of its GPUs (`h100x8`), a TOML file, or `host` with so many `cores`.
 
     A file has the form of those in `known/`. With `base = NAME` it states only what differs; lists are replaced
     whole. Figures are positive. `[[source]]` says where figures come from. Raises MegakernelError.
     """
+    if name == HOST:
+        return _hardware(HOST, table(cores or cpu_count()), HOST)
     if name.endswith(".toml"):
         return _hardware(Path(name).stem, _merged(Path(name), ()), name)
     if name in names():
@@ -84,12 +89,14 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
 def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
     if not isinstance(base, str):
         raise MegakernelError(f"machine file {path}: base must be a name in quotes")
+    if base == HOST:
+        return table(cpu_count())
     if base.endswith(".toml"):
         below = path.parent / base
     else:
         below = KNOWN_FOLDER / f"{base}.toml"
         if not below.exists():
-            raise MegakernelError(f"machine file {path}: unknown base {base!r}: known are {', '.join(names())}")
+            raise MegakernelError(f"machine file {path}: unknown base {base!r}: known are host, {', '.join(names())}")
     if below.resolve() in {p.resolve() for p in above}:
         raise MegakernelError(f"machine file {path}: its base {base!r} is built on it again")
     return _merged(below, above)
@@ -107,11 +114,18 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
         raise MegakernelError(f"machine file {where}: curve must be written [[curve]]")
     for one in curves:
         curve = _section(Curve, one, f"machine file {where}: curve")
-        sizes = curve.message_bytes
-        if len(sizes) != len(curve.bus_bytes_per_s) or not sizes or list(sizes) != sorted(set(sizes)):
-            raise MegakernelError(f"machine file {where}: a curve needs ascending sizes and a bandwidth for each")
+        _check_curve(curve.message_bytes, curve.bus_bytes_per_s, f"machine file {where}: a curve needs ascending sizes")
         built["curves"] = (*built.get("curves", ()), curve)
+    if core := built.get("core"):
+        rows = f"machine file {where}: core needs ascending rows"
+        _check_curve(core.matmul_rows, core.matmul_flops_per_s, rows)
+        _check_curve(core.attention_rows, core.attention_flops_per_s, rows)
     return Hardware(name=name, **built)
+
+
+def _check_curve(points: tuple[float, ...], values: tuple[float, ...], what: str) -> None:
+    if not points or len(points) != len(values) or list(points) != sorted(set(points)):
+        raise MegakernelError(f"{what} and a rate for each")
 
 
 def _section(kind: type, table: object, where: str) -> Any:

@@ -128,6 +128,22 @@ class Issue:
 
 
 @dataclass(frozen=True)
+class Core:
+    """What one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
+
+    Rates of arithmetic are by rows of a matmul tile, and by (row, head) pairs of an attention item; in between they lie
+    on a line over log(rows).
+    """
+
+    memory_bytes_per_s: float
+    matmul_rows: tuple[float, ...]
+    matmul_flops_per_s: tuple[float, ...]
+    attention_rows: tuple[float, ...]
+    attention_flops_per_s: tuple[float, ...]
+    vector_flops_per_s: float
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Shapes that suit the interpreter on this machine."""
 
@@ -189,6 +205,7 @@ class Hardware:
     costs: Costs | None = None  # None: only for comparison
     tiles: Tiles | None = None
     issue: Issue | None = None
+    core: Core | None = None  # of a CPU that was measured
     curves: tuple[Curve, ...] = ()
 
     @property

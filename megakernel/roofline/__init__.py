@@ -4,32 +4,47 @@
 paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
-from .ceilings import Ceilings, machine_ceilings, measure_ceilings
+from . import ask_chip, ask_model, ask_network
+from .ask import QUESTIONS, Question
+from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
+from .examples import EXAMPLES
 from .fit import memory_fit
 from .fleet import Serving, best, fleet
-from .plan import plan
+from .layout import Layout, LayoutTime
+from .plan import asked, plan
 from .plot import Mark, Point, render_plot
 from .program_step import Part, StepRoofline, step_roofline
 from .shapes import SHAPES, Shape, shape_of
 from .work import Work, achieved, bound, fraction_error, step_work
 
 __all__ = [
+    "EXAMPLES",
+    "QUESTIONS",
+    "QUIET",
     "SHAPES",
     "Ceilings",
+    "Layout",
+    "LayoutTime",
     "Mark",
+    "Measured",
     "Part",
     "Point",
+    "Question",
     "Serving",
     "Shape",
     "StepRoofline",
     "Work",
     "achieved",
+    "ask_chip",
+    "ask_model",
+    "ask_network",
+    "asked",
     "best",
     "bound",
     "fleet",
     "fraction_error",
     "machine_ceilings",
-    "measure_ceilings",
+    "measure",
     "memory_fit",
     "plan",
     "render_plot",

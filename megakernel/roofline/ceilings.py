@@ -4,40 +4,100 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
-from ..machine import Machine
+from ..machine import Machine, busy
 
 _REPEATS = 3
 _PROBE_S = 0.25
 _CACHE_FACTOR = 8  # a read must miss: the probe covers so many times the last-level cache
 _UNKNOWN_CACHE = 32 << 20
 _LARGEST_READ = 2 << 30  # some virtual machines report the cache of a whole socket
+_IN_CACHE = 8 << 20  # of a thread: more than its own caches hold, as far as the last one has room for all threads
+QUIET = 0.05  # of all cores' time: what others may take during a measurement that counts
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of all workers together. `how` says where they come from, for people."""
+    """Rates of all workers together. `how` says where they come from, `warning` why they may be too low, for people."""
 
     read_bytes_per_s: float
     flops: float  # a multiply-add counts as two
     threads: int
     how: str
     link_bytes_per_s: float | None = None  # of each rank to its peers; None: ranks share one memory
+    cache_bytes_per_s: float | None = None  # the last shared cache; None: nobody measured it
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What so many threads of this machine's CPU reached at best, in `probes` measurements until `date`.
+
+    `others`: the part of all cores' time that others took during the quietest of them; None: not known.
+    """
+
+    threads: int
+    read_bytes_per_s: float
+    cache_bytes_per_s: float
+    flops: float
+    others: float | None
+    date: str
+    probes: int = 1
+
+    @property
+    def quiet(self) -> bool:
+        return self.others is None or self.others <= QUIET
+
+    def better(self, earlier: Measured | None) -> Measured:
+        """The best of both: anything else on the machine only slows a measurement."""
+        if earlier is None:
+            return self
+        known = [one for one in (self.others, earlier.others) if one is not None]
+        return Measured(
+            self.threads,
+            max(self.read_bytes_per_s, earlier.read_bytes_per_s),
+            max(self.cache_bytes_per_s, earlier.cache_bytes_per_s),
+            max(self.flops, earlier.flops),
+            min(known, default=None),
+            self.date,
+            self.probes + earlier.probes,
+        )
+
+    @property
+    def ceilings(self) -> Ceilings:
+        times = "once" if self.probes == 1 else f"{self.probes} times"
+        warning = (
+            f"others took {self.others or 0:.0%} of this machine's cores while its ceilings were measured, so they may"
+            " be too low: run megakernel doctor when it is quiet"
+        )
+        return Ceilings(
+            self.read_bytes_per_s,
+            self.flops,
+            self.threads,
+            f"the best that was measured here, {times} until {self.date}",
+            cache_bytes_per_s=self.cache_bytes_per_s,
+            warning=None if self.quiet else warning,
+        )
 
 
 ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in all, about how many seconds) -> bytes/s
 FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers
 
 
-def measure_ceilings(threads: int, read: ReadProbe, fma: FmaProbe) -> Ceilings:
-    """This machine's own: the best of several all-worker probes, since anything else on the machine only slows one."""
-    size = min(_CACHE_FACTOR * last_level_cache(), _LARGEST_READ)
-    return Ceilings(
-        read_bytes_per_s=max(read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
-        flops=max(fma(threads) for _ in range(_REPEATS)),
-        threads=threads,
-        how=f"measured: best of {_REPEATS}, reads over {size >> 20} MiB",
+def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
+    """This machine's own: the best of several probes of all workers."""
+    cache = last_level_cache()
+    size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
+    begin = busy.now()
+    return Measured(
+        threads,
+        max(read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
+        max(read(threads, inside, _PROBE_S) for _ in range(_REPEATS)),
+        max(fma(threads) for _ in range(_REPEATS)),
+        busy.others(begin, busy.now()),
+        date.today().isoformat(),
     )
 
 
@@ -49,6 +109,7 @@ def machine_ceilings(machine: Machine) -> Ceilings:
         machine.workers,
         f"datasheet: {machine.name}",
         machine.link_bytes_per_s,
+        machine.cache_bytes_per_s,
     )
 
 

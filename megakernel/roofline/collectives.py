@@ -35,16 +35,19 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
     return out
 
 
-def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int) -> dict[str, float]:
+def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, nodes: int = 0) -> dict[str, float]:
     """Seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts of them.
 
     An all-to-all over a level's M children of min(k, M) copies of each row: once to each child that has an expert.
+    Where a router lets a row's experts lie on so many `nodes`, no more copies leave a node.
     """
     out: dict[str, float] = {}
     children = 1
     for level in reversed(levels):
         children *= level.degree
-        out[level.name] = all_to_all_s(array_bytes * min(chosen, children), children, level.child_bytes_per_s)
+        most = nodes if nodes and level.child_gpus > 1 else chosen
+        copies = min(chosen, most, children)
+        out[level.name] = all_to_all_s(array_bytes * copies, children, level.child_bytes_per_s)
     return out
 
 

@@ -19,12 +19,13 @@ _EQUAL = 1e-6  # throughputs that differ by less are the same
 
 @dataclass(frozen=True)
 class Serving:
-    """One size of replica at one batch, on the whole fleet.
+    """One size of replica, `tp` x `ep` GPUs, at one batch, on the whole fleet.
 
     `prefill_tokens_per_s` is what the fleet's arithmetic could read of prompts instead of decoding.
     """
 
     tp: int
+    ep: int
     replicas: int
     batch: int  # sequences of a replica
     step_s: float  # between a sequence's tokens
@@ -33,8 +34,13 @@ class Serving:
     bound: str
     bytes_per_gpu: float
 
+    @property
+    def gpus(self) -> int:
+        """Those that serve; what is left over idles."""
+        return self.tp * self.ep * self.replicas
+
     def gpu_seconds_per_token(self) -> float:
-        return self.tp * self.replicas / self.tokens_per_s
+        return self.gpus / self.tokens_per_s
 
     def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
         """Price of a GPU-hour in, price of a million generated tokens out; linear, so 1 gives the factor."""
@@ -45,27 +51,28 @@ class Serving:
         return 1 / (self.gpu_seconds_per_token() * board_w)
 
 
-def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float) -> int:
-    """Sequences of `context` tokens whose KV fits beside the weights of a group of `tp`; 0 where these do not fit."""
-    one = decode_step(shape, hardware, Layout(tp=tp), 1, context).bytes_per_gpu
-    per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads)
+def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float, ep: int = 1) -> int:
+    """Sequences of `context` tokens whose KV fits beside the weights of a group; 0 where these do not fit."""
+    one = decode_step(shape, hardware, Layout(tp=tp, ep=ep), 1, context).bytes_per_gpu
+    per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads) / ep
     room = hardware.chip.hbm_bytes - (one - per_sequence)
     return max(0, int(room // per_sequence))
 
 
-def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float) -> Serving:
-    """`gpus` in groups of `tp`; what is left over serves nothing."""
-    replicas = gpus // tp
-    time = decode_step(shape, hardware, Layout(tp=tp), batch, context)
+def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float, ep: int = 1) -> Serving:
+    """`gpus` in groups of `tp` x `ep`; what is left over serves nothing."""
+    replicas = gpus // (tp * ep)
+    time = decode_step(shape, hardware, Layout(tp=tp, ep=ep), batch, context)
     times = {"math": time.math_s, "memory": time.memory_s, "comms": max(time.comms_s.values(), default=0.0)}
     prompt_flops = 2 * shape.active_parameters
     return Serving(
         tp=tp,
+        ep=ep,
         replicas=replicas,
         batch=batch,
         step_s=time.step_s,
         tokens_per_s=replicas * batch / time.step_s,
-        prefill_tokens_per_s=replicas * tp * hardware.flops_per_s("bf16") / prompt_flops,
+        prefill_tokens_per_s=replicas * tp * ep * hardware.flops_per_s("bf16") / prompt_flops,
         bound=max(times, key=lambda name: times[name]),
         bytes_per_gpu=time.bytes_per_gpu,
     )
@@ -74,9 +81,9 @@ def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, cont
 def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
     """Every group size that holds the model, at batches by powers of four up to what memory holds."""
     out: list[Serving] = []
-    for tp, most in _groups(shape, hardware, gpus, context):
+    for tp, ep, most in _groups(shape, hardware, gpus, context):
         batches = {1 << i for i in range(0, most.bit_length(), 2)} | {most}
-        out += [serve(shape, hardware, gpus, tp, batch, context) for batch in sorted(batches)]
+        out += [serve(shape, hardware, gpus, tp, batch, context, ep) for batch in sorted(batches)]
     return out
 
 
@@ -89,8 +96,8 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
     """
     found: list[Serving] = []
     groups = _groups(shape, hardware, gpus, context)
-    for tp, most in groups:
-        at = partial(serve, shape, hardware, gpus, tp, context=context)
+    for tp, ep, most in groups:
+        at = partial(serve, shape, hardware, gpus, tp, context=context, ep=ep)
         batches = range(1, most + 1)
         quick = bisect_right(batches, step_s, key=lambda batch: at(batch=batch).step_s)
         if quick:
@@ -99,7 +106,7 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
                 at(batch=batches[bisect_left(batches[:quick], enough, key=lambda b: at(batch=b).tokens_per_s)])
             )
     if not found:
-        fastest = min(serve(shape, hardware, gpus, tp, 1, context).step_s for tp, _ in groups)
+        fastest = min(serve(shape, hardware, gpus, tp, 1, context, ep).step_s for tp, ep, _ in groups)
         raise MegakernelError(
             f"no group makes a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
         )
@@ -107,14 +114,28 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
     return min((s for s in found if s.tokens_per_s >= enough), key=lambda s: s.step_s)
 
 
-def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int]]:
-    """(tensor-parallel ways, largest batch) of the groups inside a node that hold the model and a sequence."""
-    sizes = [tp for tp in range(1, min(gpus, hardware.node.gpus) + 1) if shape.heads % tp == 0]
-    batches = ((tp, largest_batch(shape, hardware, tp, context)) for tp in sizes)
-    groups = [(tp, most) for tp, most in batches if most]
+def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int, int]]:
+    """(tensor-parallel ways, expert-parallel ways, largest batch) of the groups that hold the model and a sequence.
+
+    Tensor parallelism stays inside a node; experts may lie on several whole ones.
+    """
+    node = hardware.node.gpus
+    sizes = [
+        (tp, ep)
+        for tp in range(1, min(gpus, node) + 1)
+        for ep in range(1, min(gpus // tp, shape.experts) + 1)
+        if shape.heads % tp == 0 and shape.experts % ep == 0 and _joins(hardware, tp * ep)
+    ]
+    batches = ((tp, ep, largest_batch(shape, hardware, tp, context, ep)) for tp, ep in sizes)
+    groups = [group for group in batches if group[-1]]
     if not groups:
         raise MegakernelError(
-            f"{shape.name} with {context:,.0f} tokens of context fits no node of {hardware.node.gpus} {hardware.name}:"
-            f" shorten --context or take another --machine"
+            f"{shape.name} with {context:,.0f} tokens of context fits no group of {gpus} {hardware.name}, with TP in"
+            f" nodes of {node}: shorten --context or take another --machine"
         )
     return groups
+
+
+def _joins(hardware: Hardware, gpus: int) -> bool:
+    """Whether so many GPUs are a part of a node, or whole nodes that something joins."""
+    return gpus <= hardware.node.gpus or (gpus % hardware.node.gpus == 0 and hardware.fabric is not None)

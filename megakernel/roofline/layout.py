@@ -89,7 +89,7 @@ def _train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float,
     )
     activations = _BF16 * replica_tokens * shape.hidden
     tensor = axis_seconds(activations, hardware.levels(y), 1, y)
-    experts = exchange_seconds(activations * e, hardware.levels(y * e), shape.active) if e > 1 else {}
+    experts = _exchange(shape, hardware, activations * e, y, e)
     inner = _times(_added(_times(tensor, _GATHERS_PER_LAYER), _times(experts, 2)), shape.layers / z)
     forward = _added(inner, weights) if layout.zero == 3 else inner
     backward = _added(inner, _times(weights, 2))
@@ -118,7 +118,7 @@ def _train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float,
 
 
 def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: float, context: float) -> LayoutTime:
-    """A step that adds a token to each of `sequences`, which have `context` KV tokens each. bf16.
+    """A step that adds a token to each of `sequences`, which have `context` KV tokens each. bf16 but for weights.
 
     Each data-parallel replica has its share of them, each stage a microbatch at a time, so a token passes all stages in
     a step. Weights are read once per microbatch; of experts only those that some token chose. KV heads are copied where
@@ -135,11 +135,11 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     flops = 2 * shape.active_parameters * rows / (y * e * z)
     flops += 4 * rows * context * stage * shape.heads * shape.head_dim / (y * e)
     kv_bytes = _BF16 * rows / e * context * stage * shape.kv_width / kv_ways
-    read = _BF16 * (dense + touched) + kv_bytes
+    read = shape.weight_bytes * (dense + touched) + kv_bytes
 
     activations = _BF16 * rows / e * shape.hidden
     gather = axis_seconds(activations, hardware.levels(y), 1, y)
-    exchange = exchange_seconds(activations * e, hardware.levels(y * e), shape.active) if e > 1 else {}
+    exchange = _exchange(shape, hardware, activations * e, y, e)
     layer = _added(_with_hops(hardware, exchange, 2, 2), _tensor_seconds(hardware, gather, y))
     comms = _times(layer, shape.layers)
     math_s, memory_s = z * flops / peak, z * read / hardware.chip.hbm_bytes_per_s
@@ -147,7 +147,8 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     crossing = "node" if y * e * z <= hardware.node.gpus else "leaf"
     fixed = z * (_BF16 * rows * shape.hidden / hop_rate + _hop_s(hardware, crossing)) if z > 1 else 0.0
     overlapped = max(math_s, memory_s, *comms.values())
-    held = _BF16 * (shape.dense_parameters / (y * z) + shape.expert_parameters / (y * e * z)) + kv_bytes * z
+    weights = shape.dense_parameters / (y * z) + shape.expert_parameters / (y * e * z)
+    held = shape.weight_bytes * weights + kv_bytes * z
     return LayoutTime(
         layout=layout,
         microbatches=z,
@@ -161,6 +162,13 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
         tokens_per_s=sequences / (overlapped + fixed),
         why=_why(hardware, math_s, memory_s, comms, 0.0, held),
     )
+
+
+def _exchange(shape: Shape, hardware: Hardware, array_bytes: float, tp: int, ep: int) -> dict[str, float]:
+    """Of a replica's rows with their experts, one way."""
+    if ep == 1:
+        return {}
+    return exchange_seconds(array_bytes, hardware.levels(tp * ep), shape.active, shape.router_nodes)
 
 
 def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:

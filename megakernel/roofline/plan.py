@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import inf, isqrt
+from dataclasses import dataclass, replace
+from math import gcd, inf, isqrt
 
 from ..errors import MegakernelError
 from ..machine import Hardware
 from .layout import Layout, LayoutTime, decode_step, train_step
 from .shapes import Shape
+
+_MOST_GPUS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,28 @@ class Plan:
 
 
 def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
-    """The layouts of `gpus` GPUs for a step.
+    """The layouts of `gpus` GPUs for a step, and those that are faster than all of them with some GPUs left idle.
 
     Training: a batch of `tokens` in sequences of `context`. Decoding: `tokens` sequences with `context` KV tokens each.
     Of equally fast layouts the one with fewer axes comes first, then the one that takes less memory. Raises
     MegakernelError where no layout is possible.
     """
+    if gpus > _MOST_GPUS:
+        raise MegakernelError(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan takes")
     hardware.levels(gpus)  # whether so many can be joined at all
     ranked: list[LayoutTime] = []
     refused: list[Refusal] = []
     for layout in layouts(shape, gpus, training=training):
-        reason = _impossible(shape, hardware, layout, tokens)
-        if reason:
-            refused.append(Refusal(layout, reason))
-            continue
-        step = train_step if training else decode_step
-        time = step(shape, hardware, layout, tokens, context)
-        if time.fits:
-            ranked.append(time)
+        time = price(shape, hardware, layout, tokens, context, training=training)
+        if isinstance(time, Refusal):
+            refused.append(time)
         else:
-            refused.append(Refusal(layout, time.why, time.bytes_per_gpu))
+            ranked.append(time)
+    fastest = min((time.step_s for time in ranked), default=inf)
+    for layout in _idling(shape, gpus, hardware.node.gpus, training=training):
+        time = price(shape, hardware, layout, tokens, context, training=training)
+        if isinstance(time, LayoutTime) and time.step_s < fastest:
+            ranked.append(time)
     if not ranked:
         least = min(refused, key=lambda r: r.bytes_per_gpu or inf)
         raise MegakernelError(
@@ -58,6 +62,95 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
         )
     ranked.sort(key=lambda t: (float(f"{t.step_s:.9g}"), _axes(t.layout), t.bytes_per_gpu))
     return Plan(tuple(ranked), tuple(refused))
+
+
+def price(
+    shape: Shape, hardware: Hardware, layout: Layout, tokens: int, context: int, *, training: bool
+) -> LayoutTime | Refusal:
+    """What one layout takes, or why it cannot be."""
+    reason = _impossible(shape, hardware, layout, tokens)
+    if reason:
+        return Refusal(layout, reason)
+    step = train_step if training else decode_step
+    time = step(shape, hardware, layout, tokens, context)
+    return time if time.fits else Refusal(layout, time.why, time.bytes_per_gpu)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A layout beside the best. `rank` counts from 1. `cause`: what costs most of `slower_s` more, and how much."""
+
+    time: LayoutTime
+    rank: int
+    factor: float
+    slower_s: float
+    cause: str
+    cause_s: float
+
+
+def asked(
+    shape: Shape, hardware: Hardware, layout: Layout, found: Plan, tokens: int, context: int, *, training: bool
+) -> Loss:
+    """A layout that somebody asks for, beside `found`. Raises MegakernelError where it cannot be.
+
+    Where it says nothing of state that is sharded, that is sharded as much as it has to be.
+    """
+    if (shape.heads % layout.tp) or (shape.experts % layout.ep) or layout.pp > shape.layers:
+        raise MegakernelError(
+            f"{layout}: TP must divide {shape.heads} heads, EP {shape.experts} experts, and PP be at most"
+            f" {shape.layers} layers"
+        )
+    if layout.zero == 3 and layout.pp > 1:
+        raise MegakernelError(f"{layout} would gather its weights for each microbatch: take zero=1")
+    depths: tuple[int, ...] = (layout.zero,)
+    if training and not layout.zero:
+        depths = tuple(sorted((one.zero for one in _with_state(layout, training=True)), key=(1, 3, 0).index))
+    several = [
+        price(shape, hardware, replace(layout, zero=zero), tokens, context, training=training) for zero in depths
+    ]
+    times = [time for time in several if isinstance(time, LayoutTime)]
+    if not times:
+        raise MegakernelError(f"{layout} is not possible: it {several[0].why}")
+    time, best = times[0], found.ranked[0]
+    slower = time.step_s - best.step_s
+    causes = {"bubbles and hops between stages": time.fixed_s - best.fixed_s}
+    causes[_binding(time)] = time.overlapped_s - best.overlapped_s
+    cause = max(causes, key=lambda name: causes[name])
+    rank = 1 + sum(other.step_s < time.step_s for other in found.ranked)
+    return Loss(time, rank, time.step_s / best.step_s, slower, cause, causes[cause])
+
+
+def _binding(time: LayoutTime) -> str:
+    """What the part of a step that overlaps waits for."""
+    times = {"arithmetic": time.math_s, "memory": time.memory_s}
+    times |= {f"the {name} network": seconds for name, seconds in time.comms_s.items()}
+    return max(times, key=lambda name: times[name])
+
+
+def _idling(shape: Shape, gpus: int, node: int, *, training: bool) -> Iterator[Layout]:
+    """Layouts with even stages that leave some GPUs idle, each with as many replicas as there is room for.
+
+    Beyond a node they fill whole nodes.
+    """
+    for tp in _divisors(shape.heads):
+        for ep in _divisors(shape.experts):
+            for pp in _divisors(shape.layers):
+                inner = tp * ep * pp
+                if inner > gpus:
+                    continue
+                dp = gpus // inner
+                if dp * inner > node:
+                    whole = node // gcd(inner, node)
+                    dp = max(dp // whole * whole, node // inner)
+                if dp and dp * inner < gpus:
+                    yield from _with_state(Layout(tp, ep, pp, dp), training=training)
+
+
+def _with_state(layout: Layout, *, training: bool) -> Iterator[Layout]:
+    """Its state sharded in each way that there is."""
+    copies = layout.dp * layout.ep > 1
+    levels = ((0, 1, 3) if layout.pp == 1 else (0, 1)) if training and copies else (0,)
+    yield from (replace(layout, zero=zero) for zero in levels)
 
 
 def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
@@ -72,15 +165,13 @@ def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
                 if pp > shape.layers:
                     continue
                 dp = gpus // tp // ep // pp
-                copies = dp * ep > 1
-                levels = ((0, 1, 3) if pp == 1 else (0, 1)) if training and copies else (0,)
-                yield from (Layout(tp, ep, pp, dp, zero) for zero in levels)
+                yield from _with_state(Layout(tp, ep, pp, dp), training=training)
 
 
 def _impossible(shape: Shape, hardware: Hardware, layout: Layout, tokens: int) -> str | None:
     """What else than memory forbids a layout."""
     try:
-        for gpus in (layout.tp, layout.tp * layout.ep):
+        for gpus in (layout.tp, layout.tp * layout.ep, layout.gpus):
             hardware.levels(gpus)
     except MegakernelError as e:
         return str(e)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..machine import OPERAND_BYTES
 from ..model.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts. `ffn` is one expert's where there are experts; `kv_width` values are kept per token and layer."""
+    """Counts. `ffn` is one expert's where there are experts; `kv_width` values are kept per token and layer.
+
+    `router_nodes`: most nodes that a token's experts may lie on; 0: no limit. `weight_bytes`: of each while decoding.
+    """
 
     name: str
     layers: int
@@ -25,6 +29,8 @@ class Shape:
     experts: int = 1
     active: int = 1  # routed experts of a token
     expert_parameters: float = 0.0  # of all routed experts together, a part of `parameters`
+    router_nodes: int = 0
+    weight_bytes: float = OPERAND_BYTES["bf16"]
 
     @property
     def dense_parameters(self) -> float:
@@ -59,16 +65,16 @@ def shape_of(name: str, config: ModelConfig) -> Shape:
 
 
 # From the models' own config.json and reports. DeepSeek-V3 keeps 512 + 64 values per token and layer (its latent
-# attention) in one copy, and its first three layers are dense.
+# attention) in one copy, its first three layers are dense, and a token's experts lie on four nodes at most.
 _COLUMNS = (
     "name", "vocab", "layers", "hidden", "ffn", "heads", "head_dim", "kv_heads", "kv_width", "parameters",
-    "experts", "active", "dense_layers",
+    "experts", "active", "dense_layers", "router_nodes",
 )  # fmt: skip
 _PUBLISHED: tuple[tuple[Any, ...], ...] = (
-    ("llama-3.1-405b", 128256, 126, 16384, 53248, 128, 128, 8, 2048, 405.9e9, 1, 1, 126),
-    ("deepseek-v3", 129280, 61, 7168, 2048, 128, 128, 1, 576, 671e9, 256, 8, 3),
-    ("gpt-oss-120b", 201088, 36, 2880, 2880, 64, 64, 8, 1024, 116.8e9, 128, 4, 0),
-    ("grok-1", 131072, 64, 6144, 32768, 48, 128, 8, 2048, 314e9, 8, 2, 0),
+    ("llama-3.1-405b", 128256, 126, 16384, 53248, 128, 128, 8, 2048, 405.9e9, 1, 1, 126, 0),
+    ("deepseek-v3", 129280, 61, 7168, 2048, 128, 128, 1, 576, 671e9, 256, 8, 3, 4),
+    ("gpt-oss-120b", 201088, 36, 2880, 2880, 64, 64, 8, 1024, 116.8e9, 128, 4, 0, 0),
+    ("grok-1", 131072, 64, 6144, 32768, 48, 128, 8, 2048, 314e9, 8, 2, 0, 0),
 )
 
 

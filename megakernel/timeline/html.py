@@ -81,13 +81,16 @@ def write_html(
     machine: Machine | None = None,
 ) -> None:
     """Write the page, `other` below the first trace where given. `machine`: whose rates are the peaks, as in
-    `summarise`.
+    `summarise`; of `other` too, where that names the same machine.
 
     MegakernelError if a trace does not fit its program, the two have nothing in common or the file cannot be written.
     """
     pairs = [(program, trace), *([other] if other else [])]
     phases, places = in_common([program for program, _ in pairs])
-    sources = [_Source.of(*pair, own, machine) for pair, own in zip(pairs, places, strict=True)]
+    same = [one.machine == program.machine for one, _ in pairs]
+    sources = [
+        _Source.of(*pair, own, machine if alike else None) for pair, own, alike in zip(pairs, places, same, strict=True)
+    ]
     unit_s = _unit_s(sources)
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {

@@ -1,7 +1,7 @@
 """What the simulator takes things to cost: rates that are reached rather than promised, latencies, and room on chip.
 
-Fractions and latencies are published measurements of others, named below; the host's are measured by
-`benchmarks/calibration/simulate_host.py`. None was fitted to a step time: predictions are compared with measurements in
+Fractions and latencies are published measurements of others, named below; a CPU's are measured by
+`megakernel doctor --calibrate`. None was fitted to a step time: predictions are compared with measurements in
 docs/simulator.md.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 from ...isa.pages import QUERY_TILE, STEP_PAGES
-from ...machine import HOST, Issue, Machine
+from ...machine import CPU, HOST, Core, Issue, Machine
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
@@ -124,58 +124,54 @@ def _gpu_costs(machine: Machine) -> Costs:
     )
 
 
-# -- the host
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16: benchmarks/results/simulate-host.json, attention of
-# simulate-host-attention.json. For another host, run benchmarks/calibration/simulate_host.py there.
-def _host_costs(machine: Machine) -> Costs:
+# -- CPUs
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured as `megakernel doctor --calibrate` does:
+# benchmarks/results/simulate-host.json, attention of simulate-host-attention.json; the rate of its multiply-adds is of
+# cpu-latency-smollm2-135m.json. A CPU that was not calibrated reaches the same part of its own multiply-adds.
+_XEON = Core(
+    memory_bytes_per_s=11.6e9,
+    matmul_rows=(1, 2, 4, 8, 96),
+    matmul_flops_per_s=(52e9, 90e9, 110e9, 125e9, 124e9),
+    attention_rows=(4, 16, 64, 128),
+    attention_flops_per_s=(33.3e9, 49.6e9, 68.8e9, 68.3e9),
+    vector_flops_per_s=11.8e9,
+)
+_XEON_FLOPS = 166.8e9
+_XEON_COSTS = {"dispatch_s": 77e-9, "signal_s": 102e-9, "remote_signal_s": 102e-9, "launch_s": 39.7e-6}
+
+
+def _cpu_costs(machine: Machine) -> Costs:
+    core, scale = machine.core, 1.0
+    if core is None:
+        core, scale = _XEON, machine.matrix_flops / machine.workers / _XEON_FLOPS
+    seconds = {name: getattr(machine, name) for name in _XEON_COSTS}
     return Costs(
-        matmul_flops=((1.0, 52e9), (2.0, 90e9), (4.0, 110e9), (8.0, 125e9), (96.0, 124e9)),
-        attention_flops=((4.0, 33.3e9), (16.0, 49.6e9), (64.0, 68.8e9), (128.0, 68.3e9)),
+        matmul_flops=_scaled(core.matmul_rows, core.matmul_flops_per_s, scale),
+        attention_flops=_scaled(core.attention_rows, core.attention_flops_per_s, scale),
         row_quantum=1,
-        vector_flops=11.8e9,
-        memory_bytes_per_s=min(23.1e9, 11.6e9 * machine.workers),
-        cache_bytes_per_s=24.9e9 * machine.workers,
-        cache_bytes=37.5e6,
-        worker_bytes_per_s=24.9e9,
+        vector_flops=core.vector_flops_per_s * scale,
+        memory_bytes_per_s=machine.memory_bytes_per_s,
+        cache_bytes_per_s=machine.cache_bytes_per_s,
+        cache_bytes=machine.cache_bytes,
+        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s,
-        switch_bytes_per_s=machine.link_bytes_per_s,
+        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=0.0,
         store_s=0.0,
-        dispatch_s=77e-9,
         claim_s=0.0,
-        signal_s=102e-9,
-        remote_signal_s=102e-9,
-        launch_s=39.7e-6,
         ring_bytes=256.0 * 1024,
         stage_bytes=0.0,
         in_flight=1,
         claim_in_flight=1,
         roles=False,
+        **(_XEON_COSTS if machine.name == HOST else seconds),
     )
 
 
-def _cpu_costs(machine: Machine) -> Costs:
-    """The figures of a machine file. Arithmetic depends on the rows of a tile as it does on the host."""
-    host = _host_costs(machine)
-    scale = machine.matrix_flops / machine.workers / host.matmul_flops[-1][1]
-    return replace(
-        host,
-        matmul_flops=tuple((rows, scale * rate) for rows, rate in host.matmul_flops),
-        attention_flops=tuple((rows, scale * rate) for rows, rate in host.attention_flops),
-        vector_flops=machine.vector_flops / machine.workers,
-        memory_bytes_per_s=machine.memory_bytes_per_s,
-        cache_bytes_per_s=machine.cache_bytes_per_s,
-        cache_bytes=machine.cache_bytes,
-        worker_bytes_per_s=machine.worker_bytes_per_s,
-        dispatch_s=machine.dispatch_s,
-        signal_s=machine.signal_s,
-        remote_signal_s=machine.remote_signal_s,
-        launch_s=machine.launch_s,
-    )
+def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> Rates:
+    return tuple((row, rate * scale) for row, rate in zip(rows, rates, strict=True))
 
 
 def costs_of(machine: Machine) -> Costs:
-    """The table's costs for a machine."""
-    if machine.name == HOST:
-        return _host_costs(machine)
-    return _cpu_costs(machine) if machine.target == "cpu" else _gpu_costs(machine)
+    """The table's costs for a machine. Those of `host` are of the rates that `machine` has, measured or nominal."""
+    return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

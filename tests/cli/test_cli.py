@@ -34,7 +34,9 @@ from megakernel.settings import reference as settings_page
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes seconds; `test_doctor` does it once."""
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e12, 1e15, threads, "made up"))
+    monkeypatch.setattr(
+        ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up", cache_bytes_per_s=1e13)
+    )
 
 
 # -- generate
@@ -249,7 +251,7 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str], model: str) -> Non
 def test_a_fraction_above_the_roofline_is_named(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1.0, 1.0, threads, "made up"))
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1.0, 1.0, threads, "made up"))
     status, out, err = run(capsys, "bench", "latency", "--model", model, "--tokens", "2", "--runs", "1")
     assert status == 0 and "tokens/s" in out
     assert "decode: " in err and "made up" in err

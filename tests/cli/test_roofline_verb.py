@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,6 +19,7 @@ from megakernel.model import load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import SHAPES, Ceilings, Mark, Point, best, fleet, plan, render_plot, shape_of, step_work
+from megakernel.roofline.collectives import exchange_seconds
 from megakernel.roofline.fleet import largest_batch, serve
 from megakernel.roofline.layout import Layout, decode_step
 from megakernel.serving import ceilings
@@ -108,7 +110,7 @@ def test_text_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e9, 1e12, threads, "made up"))
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e9, 1e12, threads, "made up"))
     figures = run_json(capsys, "roofline", "--model", MODEL_1B)
     assert figures["machine"] == "host" and figures["t_memory_s"] == pytest.approx(figures["memory_bytes"] / 1e9)
     assert "one device" not in fails(capsys, "roofline", "--model", MODEL_1B, "--tp", "2")
@@ -125,6 +127,9 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--gpus", "8"], "--gpus needs --plan or --fleet"),
         (["--machine", "h100", "--training"], "--training needs --plan"),
         (["--machine", "h100", "--token-ms", "5"], "--token-ms needs --fleet"),
+        (["--machine", "h100", "--layout", "tp=2"], "--layout needs --plan"),
+        (["--machine", "h100", "--weight-bits", "4"], "--weight-bits needs --plan or --fleet"),
+        (["--machine", "h100", "--router-nodes", "4"], "--router-nodes needs --plan or --fleet"),
         (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
         (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot needs neither --plan nor --fleet"),
         (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
@@ -168,7 +173,73 @@ def test_every_factorisation_is_considered() -> None:
     experts = plan(SHAPES["gpt-oss-120b"], H100, 16, 10_000, 128)
     assert any(t.layout.ep == 8 for t in experts.ranked)
     thirds = plan(SHAPES["gpt-oss-120b"], H100, 24, 10_000, 128)
-    assert {t.layout.ep for t in thirds.ranked} <= {1, 2, 4, 8}  # three do not share 128 experts
+    assert {t.layout.ep for t in thirds.ranked if t.layout.gpus == 24} <= {1, 2, 4, 8}  # three do not share 128 experts
+
+
+def test_gpus_may_be_left_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts do not divide by nine: 64 of 72 GPUs are faster than all of them."""
+    shape = SHAPES["deepseek-v3"]
+    most, fewer = (plan(shape, NVL72, gpus, 2048, 2000) for gpus in (72, 64))
+    best = most.ranked[0]
+    assert best.layout.gpus == 64 and best.tokens_per_s == fewer.ranked[0].tokens_per_s == pytest.approx(359_345, abs=1)
+    whole = [t for t in most.ranked if t.layout.gpus == 72]
+    assert max(t.tokens_per_s for t in whole) == pytest.approx(87_413, abs=1)
+    assert max(t.step_s for t in most.ranked if t.layout.gpus < 72) < min(t.step_s for t in whole)
+    flags = ["--model", "deepseek-v3", "--machine", "gb200-nvl72", "--plan", "--tokens", "2048", "--context", "2000"]
+    figures = run_json(capsys, "roofline", *flags)
+    assert (figures["ranked"][0]["idle_gpus"], figures["ranked"][-1]["idle_gpus"]) == (8, 0)
+    status, out, _ = run(capsys, "roofline", *flags)
+    assert status == 0 and "TP 2 x EP 32, 8 GPUs idle" in out
+    for gpus in (512, 1024):  # idle GPUs beyond a node leave whole nodes
+        assert all(t.layout.gpus % 8 == 0 for t in plan(shape, H100, gpus, 8192, 2000).ranked if t.layout.gpus > 8)
+
+
+LLAMA_405B = ["--model", "llama-3.1-405b", "--machine", "h100", "--plan", "--training"]
+LLAMA_405B += ["--tokens", "16000000", "--context", "8192"]
+
+
+def test_a_layout_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """What Llama-3 405B was trained with, by which factor it loses and why."""
+    figures = run_json(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,pp=16,dp=128")
+    found, best = figures["layout"], figures["ranked"][0]
+    assert (figures["gpus"], found["rank"], found["name"]) == (16384, 31, "TP 8 x PP 16 x DP 128, ZeRO-1")
+    assert found["factor"] == pytest.approx(1.62, abs=5e-3)
+    assert found["factor"] == pytest.approx(found["step_s"] / best["step_s"])
+    assert found["cause"] == "bubbles and hops between stages"
+    assert found["cause_s"] == pytest.approx(found["fixed_s"] - best["fixed_s"])
+    assert found["slower_s"] == pytest.approx(found["step_s"] - best["step_s"])
+    assert figures["ranked"][30]["step_s"] == found["step_s"]
+    status, out, _ = run(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,pp=16,dp=128")
+    assert status == 0 and re.search(r"1\.62 x the best, number 31 of 89, .* more for bubbles", " ".join(out.split()))
+    wide = run_json(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,dp=2048,zero=3")["layout"]
+    assert wide["cause"] == "the leaf network" and wide["cause_s"] > 0
+    idle = run_json(capsys, "roofline", *LLAMA_405B, "--gpus", "16392", "--layout", "tp=8,pp=16,dp=128")["layout"]
+    assert idle["idle_gpus"] == 8 and idle["step_s"] == found["step_s"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--layout", "dp=8"], "no layout is possible"),
+        (["--layout", "tp=8,pp=2,zero=3", "--gpus", "1024"], "would gather its weights for each microbatch"),
+        (["--layout", "dp=16384,zero=1"], "DP 16384, ZeRO-1 is not possible: it needs"),
+        (["--layout", "tp=7,dp=8", "--gpus", "1024"], "TP must divide 128 heads"),
+        (["--layout", "pp=127,dp=8", "--gpus", "1024"], "PP be at most 126 layers"),
+        (["--layout", "ep=2,dp=8", "--gpus", "1024"], "EP 1 experts"),
+        (["--layout", "tp=16", "--gpus", "8"], "TP 16 takes 16 GPUs and there are 8"),
+        (["--layout", "tp=999999999,dp=999999999"], "are more than the 16,777,216 that a plan takes"),
+        (["--weight-bits", "8"], "--weight-bits needs --plan or --fleet, and no --training"),
+        (["--router-nodes", "8"], "--router-nodes needs a model with experts"),
+    ],
+)
+def test_layouts_that_cannot_be(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert message in fails(capsys, "roofline", *LLAMA_405B, *flags)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=x", "tp=0", "tp=-1", "tp=8,tp=8", "zero=2", "sp=2", "tp=9999999999"])
+def test_layouts_that_are_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    status, out, err = run(capsys, "roofline", *LLAMA_405B, f"--layout={text}")
+    assert (status, out) == (2, "") and err.count("error:") == 1 and "--layout" in err
 
 
 def test_no_layout_is_possible() -> None:
@@ -214,8 +285,47 @@ def test_the_best_fleet_within_a_latency() -> None:
     assert rates == sorted(rates)
     with pytest.raises(MegakernelError, match=r"no group makes a token in 0.001 ms: the fastest takes 5\.\d+ ms"):
         best(LLAMA_70B, H100, 64, 2000, 1e-6)
-    with pytest.raises(MegakernelError, match="fits no node of 8 h100"):
+    with pytest.raises(MegakernelError, match="fits no group of 64 h100, with TP in nodes of 8"):
         fleet(LLAMA_70B, H100, 64, 8e6)
+
+
+def test_experts_over_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that fits no node serves from several, and more of its experts' weights are read once."""
+    shape = replace(SHAPES["deepseek-v3"], weight_bytes=1.0)
+    wide = best(shape, H100, 256, 4000, 0.05)
+    assert wide.ep > 8 and wide.gpus == 256 and wide.replicas == 256 // (wide.tp * wide.ep)
+    groups = {(s.tp, s.ep) for s in fleet(shape, H100, 256, 4000)}
+    assert all(tp <= 8 and (tp * ep <= 8 or tp * ep % 8 == 0) and 256 % ep == 0 for tp, ep in groups)
+    assert all(s.ep == 1 for s in fleet(LLAMA_70B, H100, 64, 2000))
+    flags = ["--model", "deepseek-v3", "--machine", "h100", "--fleet", "--gpus", "256", "--context", "4000"]
+    status, out, _ = run(capsys, "roofline", *flags, "--token-ms", "50", "--weight-bits", "8")
+    assert status == 0 and f"TP {wide.tp} x EP {wide.ep}, {wide.batch:,} sequences" in out and "8-bit weights" in out
+
+
+def test_bits_of_weights() -> None:
+    """They change what is held and read, and nothing else."""
+    for model, layout in ((LLAMA_70B, Layout(tp=8)), (SHAPES["deepseek-v3"], Layout(ep=64))):
+        two, one, half = (
+            decode_step(replace(model, weight_bytes=b), NVL72, layout, 512, 1000) for b in (2.0, 1.0, 0.5)
+        )
+        assert two.bytes_per_gpu - one.bytes_per_gpu == pytest.approx(2 * (one.bytes_per_gpu - half.bytes_per_gpu))
+        held = model.dense_parameters / layout.tp + model.expert_parameters / layout.ep
+        assert two.bytes_per_gpu - one.bytes_per_gpu == pytest.approx(held)
+        assert two.memory_s - one.memory_s == pytest.approx(2 * (one.memory_s - half.memory_s))
+        assert (two.math_s, two.comms_s) == (half.math_s, half.comms_s)
+
+
+def test_a_router_that_keeps_to_few_nodes() -> None:
+    """DeepSeek-V3's sends a token to 8 experts on 4 nodes at most: half of what leaves a node."""
+    shape = SHAPES["deepseek-v3"]
+    assert shape.router_nodes == 4 and SHAPES["grok-1"].router_nodes == 0
+    kept, free = (exchange_seconds(1e9, H100.levels(128), 8, nodes) for nodes in (4, 0))
+    assert free["leaf"] == pytest.approx(2 * kept["leaf"]) and free["node"] == kept["node"]
+    assert exchange_seconds(1e9, H100.levels(16), 8, 4) == exchange_seconds(1e9, H100.levels(16), 8)  # two nodes
+    limited, any_ = (decode_step(replace(shape, router_nodes=n), H100, Layout(ep=128), 8192, 0) for n in (4, 0))
+    assert H100.costs
+    hops = 2 * 61 * H100.costs.scale_out_hop_s
+    assert any_.comms_s["leaf"] - hops == pytest.approx(2 * (limited.comms_s["leaf"] - hops))
 
 
 def test_a_fleet_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ LATENCY = ["bench", "latency", "--tokens", "4", "--prompt-tokens", "600", "--run
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads: Ceilings(1e12, 1e15, threads, "made up"))
+    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up"))
 
 
 @pytest.fixture

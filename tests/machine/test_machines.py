@@ -6,13 +6,13 @@ import tomllib
 from math import log2
 from pathlib import Path
 
-import book
 import pytest
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import MACHINES, Hardware, hardware
 from megakernel.machine.files import KNOWN_FOLDER, names
+from megakernel.roofline import book
 
 FILES = sorted(KNOWN_FOLDER.glob("*.toml"))
 KNOWN = names()

@@ -12,7 +12,7 @@ from megakernel.isa import Dtype
 from megakernel.model import ModelConfig, load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
-from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure_ceilings, step_work
+from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure, step_work
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.roofline.work import fraction_error
 
@@ -88,16 +88,17 @@ def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
 
 def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
     sizes = []
-    reads, rates = iter([5.0, 9.0, 7.0]), iter([3.0, 1.0, 2.0])
+    reads, rates = iter([5.0, 9.0, 7.0, 20.0, 40.0, 30.0]), iter([3.0, 1.0, 2.0])
 
     def read(threads: int, size: int, seconds: float) -> float:
         assert threads == 3 and seconds > 0
         sizes.append(size)
         return next(reads)
 
-    measured = measure_ceilings(3, read, lambda threads: next(rates))
-    assert (measured.read_bytes_per_s, measured.flops, measured.threads) == (9.0, 3.0, 3)
-    assert min(sizes) >= min(8 * last_level_cache(), 2 << 30)
+    measured = measure(3, read, lambda threads: next(rates))
+    figures = (measured.read_bytes_per_s, measured.cache_bytes_per_s, measured.flops, measured.threads)
+    assert figures == (9.0, 40.0, 3.0, 3)
+    assert min(sizes[:3]) >= min(8 * last_level_cache(), 2 << 30) > last_level_cache() >= max(sizes[3:])
 
 
 def test_cache_size_is_the_largest_that_linux_reports(tmp_path: Path) -> None:

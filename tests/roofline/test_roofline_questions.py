@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-import book
 import pytest
 
 from megakernel.machine import Level, hardware
 from megakernel.model import load_config
-from megakernel.roofline import SHAPES, plan, shape_of
+from megakernel.roofline import SHAPES, book, plan, shape_of
 from megakernel.roofline.collectives import all_to_all_s, axis_seconds, exchange_seconds, latency_s, measured_s
 from megakernel.roofline.layout import (
     OPTIMIZER_BYTES,
@@ -35,6 +34,12 @@ BOOST, CURVE = H100.chip.boost_clock_hz, H100.curve("all_reduce", 8)
 assert BOOST and CURVE and H100.costs
 
 
+def gather_s(array_bytes: float, gpus: int) -> float:
+    """Of H100s in a node."""
+    [seconds] = book.level_seconds(array_bytes, H100.levels(gpus))
+    return seconds
+
+
 def near(value: float, rel: float = 5e-3) -> object:
     return pytest.approx(value, rel=rel)
 
@@ -47,7 +52,7 @@ def test_01_fp32_lanes() -> None:
 
 
 def test_02_vector_rate_without_fma() -> None:
-    assert book.vector_ops_per_s(H100.chip, book.H100_BASE_CLOCK_HZ) == near(26.9e12)
+    assert book.vector_ops_per_s(H100.chip, 1.59e9) == near(26.9e12)
     assert book.vector_ops_per_s(H100.chip, BOOST) == near(33.5e12)
     assert PEAK / book.vector_ops_per_s(H100.chip, BOOST) == near(30, 0.02)
     assert H100.rates.fp32 == near(2 * book.vector_ops_per_s(H100.chip, BOOST))
@@ -98,8 +103,8 @@ def test_08_09_switches_and_bisection_of_a_node() -> None:
 
 def test_10_11_all_gather_of_a_large_and_of_a_small_array() -> None:
     large, small = 2.0 * 4096 * 65536, 2.0 * 1024 * 16384
-    assert large == near(537e6) and book.all_gather_s(large, 8, W) == near(1.04e-3)
-    assert small / W == near(74.6e-6) and book.all_gather_s(small, 8, W) == near(65.2e-6)
+    assert large == near(537e6) and gather_s(large, 8) == near(1.04e-3)
+    assert small / W == near(74.6e-6) and gather_s(small, 8) == near(65.2e-6)
 
 
 def test_12_sparse_all_to_all() -> None:
@@ -141,16 +146,16 @@ def test_17_all_gather_in_a_unit() -> None:
 
 
 def test_18_all_reduce_in_the_network() -> None:
-    added = book.all_reduce_s(1e9, 8, W, in_network=True)
+    added = max(book.level_shares(1e9, H100.levels(8)))
     assert added == pytest.approx(8 * 1e9 / book.level_bytes_per_s(H100.levels(8)[0]))
-    assert book.all_reduce_s(1e9, 8, W) / added == pytest.approx(1.75)
+    assert 2 * gather_s(1e9, 8) / added == pytest.approx(1.75)
 
 
 def test_19_all_reduce_over_one_of_two_axes() -> None:
     d, f, x, y = 8192, 32768, 4, 2
     array = 2.0 * d * f / y
-    assert book.all_reduce_s(array, x, W, in_network=True) == pytest.approx(2 * d * f / (y * W))
-    assert book.all_reduce_s(array, x, W) == pytest.approx(4 * d * f * (x - 1) / (x * y * W))
+    assert max(book.level_shares(array, H100.levels(x))) == pytest.approx(2 * d * f / (y * W))
+    assert 2 * gather_s(array, x) == pytest.approx(4 * d * f * (x - 1) / (x * y * W))
 
 
 def test_20_all_reduce_at_the_spine() -> None:
@@ -228,8 +233,7 @@ def test_28_published_layouts() -> None:
 
 
 def test_29_resident_warps() -> None:
-    fit = [book.REGISTERS_PER_SM // (registers * book.THREADS_PER_WARP) for registers in (256, 32)]
-    assert [min(book.WARPS_PER_SM, n) for n in fit] == [8, 64]
+    assert [book.resident_warps(registers) for registers in (256, 32)] == [8, 64]
 
 
 def test_30_vector_intensity() -> None:
@@ -313,10 +317,9 @@ def test_40_bubbles() -> None:
 
 def test_41_sparse_exchange_and_offloaded_weights() -> None:
     """A token takes 8 of Z experts: it sends (1 - (1 - 1/Z)^8) (1 - 1/Z), about min(8/Z, 1) (1 - 1/Z)."""
-    away = {z: 1 - 1 / z for z in (8, 256)}
-    sent = {z: (1 - a**8) * a for z, a in away.items()}
-    assert (sent[8], sent[256] / (8 / 256 * away[256])) == (near(0.574, 1e-3), near(0.986, 1e-3))
-    passes = [140e9 / book.HOST_LINK_BYTES_PER_S[name] for name in ("h100", "gh200", "gb200-nvl72")]
+    assert book.spread(8, 8) == (near(0.574, 1e-3), near(0.875, 1e-3))
+    assert book.spread(256, 8) == (near(0.0307, 2e-3), near(0.0311, 2e-3))
+    passes = [book.host_pass_s(chip, 140e9) for chip in (H100, GH200, NVL72)]
     assert passes == [near(2.19), near(0.311), near(0.156)]
 
 
@@ -374,7 +377,7 @@ def test_bytes_between_ranks() -> None:
 
 
 def test_latency_of_small_messages() -> None:
-    assert latency_s(1, H100.costs.node_hop_s, book.all_reduce_s(8192, 8, W)) == near(3e-6, 0.2)
+    assert latency_s(1, H100.costs.node_hop_s, 2 * gather_s(8192, 8)) == near(3e-6, 0.2)
     assert latency_s(1, H100.costs.scale_out_hop_s, 0.0) == near(10e-6)
     assert latency_s(3, 2e-6, 5e-6) == pytest.approx(11e-6)
     assert measured_s(4096, H100, 8) == near(3e-6) and measured_s(4096, B200, 8) is None
@@ -385,7 +388,7 @@ def test_measured_bandwidth_by_size() -> None:
     rates = [CURVE.at(2.0**i) for i in range(4, 40)]
     assert rates == sorted(rates) and max(rates) < W
     large = measured_s(10e9, H100, 8, passes=1)
-    assert large and large / book.all_gather_s(10e9, 8, W) == near(450 / 370)
+    assert large and large / gather_s(10e9, 8) == near(450 / 370)
 
 
 def test_decode_is_additive_in_weights_and_kv() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import predictions_host
 import pytest
 import small_programs
 from handmade import handmade, small_dims
@@ -439,3 +440,13 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
     found = json.loads(capsys.readouterr().out)
     expected = simulate(program, machine, decode_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("model", ["smollm2-135m", "random:llama-3.2-1b"])
+@pytest.mark.usefixtures("smollm2")
+def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) -> None:
+    """Decode and prefill of a CPU that was calibrated, and of this one with nominal rates."""
+    for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
+        for case in predictions_host.cases(model, workers, file, measured=False):
+            assert 0 < case.bound_s <= case.predicted.step_s < 2 * case.bound_s, (case.phase, file)

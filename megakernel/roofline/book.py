@@ -1,28 +1,28 @@
-"""The formulas of a book that no verb of the program reaches, for the questions that the book asks.
+"""The formulas of a book about GPUs, as it asks for them: `ask` answers its questions with these.
 
 Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly, with the (N - 1) / N that
-the text drops; docs/roofline.md says where the two differ. What plans, layouts and steps are priced with stands in
-megakernel/roofline. `array_bytes` is a whole array, all shards together; rates of links are one direction. `alpha` is
-FLOP/s / collective bytes/s, of an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16: backward of a layer takes 8 B D F FLOPs,
-forward 4 B D F.
+the text drops; docs/roofline.md says where the two differ. `array_bytes` is a whole array, all shards together; rates
+of links are one direction. `alpha` is FLOP/s / collective bytes/s, of an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16:
+backward of a layer takes 8 B D F FLOPs, forward 4 B D F.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
 
-from megakernel.errors import MegakernelError
-from megakernel.machine import OPERAND_BYTES, Chip, Hardware, Level
+from ..errors import MegakernelError
+from ..machine import OPERAND_BYTES, Chip, Hardware, Level
 
 # Figures of machines that nothing in the program is priced with: the book's anatomy of an SM, its table of GPUs and its
 # measurement of an all-reduce in the switch; links from DGX datasheets, of hosts also from those of GH200 and GB200.
 REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
-H100_BASE_CLOCK_HZ = 1.59e9
 # Of an SM: bytes of shared memory and L1 together, registers of 32 bits.
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
-H100_IN_NETWORK_BUS_BYTES_PER_S = 480e9
+MOST_REGISTERS = 256  # of a thread, as the book counts them
+IN_NETWORK_ON, H100_IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
 # The switches of NVIDIA's SuperPOD reference designs; of GB200 so many leaves that all cables have full bisection.
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
@@ -35,6 +35,9 @@ LINKS_PER_SWITCH = {
     "b200": (9, 9),
     "gb200-nvl72": (1,) * 18,
 }
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,16 @@ class Times:
 # -- one chip
 
 
+def _known(table: Mapping[str, _T], hardware: Hardware, what: str) -> _T:
+    """The figure of a machine."""
+    if hardware.name not in table:
+        raise MegakernelError(f"{what} of {hardware.name} is not known: take --machine {' or '.join(table)}")
+    return table[hardware.name]
+
+
 def on_chip_bytes(hardware: Hardware) -> tuple[float, float]:
     """Of shared memory, and of registers."""
-    smem, registers = ON_CHIP[hardware.name]
+    smem, registers = _known(ON_CHIP, hardware, "the memory on the chip")
     return hardware.chip.sms * smem, hardware.chip.sms * registers * 4.0
 
 
@@ -67,10 +77,10 @@ def vector_ops_per_s(chip: Chip, clock_hz: float) -> float:
     return chip.fp32_lanes * clock_hz
 
 
-def matmul(hardware: Hardware, rows: int, inner: int, cols: int) -> Times:
-    """[rows, inner] x [inner, cols] in bf16: both operands read and the result written once."""
-    moved = OPERAND_BYTES["bf16"] * (rows * inner + inner * cols + rows * cols)
-    math_s = 2.0 * rows * inner * cols / hardware.flops_per_s("bf16")
+def matmul(hardware: Hardware, rows: int, inner: int, cols: int, dtype: str = "bf16") -> Times:
+    """[rows, inner] x [inner, cols]: both operands read and the result, of their type, written once."""
+    moved = OPERAND_BYTES[dtype] * (rows * inner + inner * cols + rows * cols)
+    math_s = 2.0 * rows * inner * cols / hardware.flops_per_s(dtype)
     return Times(math_s, moved / hardware.chip.hbm_bytes_per_s)
 
 
@@ -83,18 +93,6 @@ def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
 
 
 # -- collectives
-
-
-def all_gather_s(array_bytes: float, members: int, egress_bytes_per_s: float) -> float:
-    """B (N - 1) / (N W): each member gets what the others have. A reduce-scatter takes as long."""
-    return array_bytes * (members - 1) / (members * egress_bytes_per_s)
-
-
-def all_reduce_s(array_bytes: float, members: int, egress_bytes_per_s: float, *, in_network: bool = False) -> float:
-    """A reduce-scatter and an all-gather; B / W where the switch adds, since each member sends and gets B once."""
-    if in_network:
-        return array_bytes / egress_bytes_per_s
-    return 2 * all_gather_s(array_bytes, members, egress_bytes_per_s)
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
@@ -118,6 +116,25 @@ def level_bytes_per_s(level: Level) -> float:
 
 
 # -- how far each kind of parallelism goes before its communication takes longer than its arithmetic
+
+
+def host_pass_s(hardware: Hardware, read_bytes: float) -> float:
+    """Weights that lie in the host's memory, read once over its link to the GPU."""
+    return read_bytes / _known(HOST_LINK_BYTES_PER_S, hardware, "the link to the host")
+
+
+def resident_warps(registers_per_thread: int) -> int:
+    """Warps that an SM holds at once."""
+    return min(WARPS_PER_SM, REGISTERS_PER_SM // (registers_per_thread * THREADS_PER_WARP))
+
+
+def spread(experts: int, active: int) -> tuple[float, float]:
+    """The part of Z GPUs, one for each expert, that a token of another GPU goes to: expected, and approximately.
+
+    It chooses k at random: (1 - (1 - 1/Z)^k) (1 - 1/Z), and min(k/Z, 1) (1 - 1/Z).
+    """
+    away = 1 - 1 / experts
+    return (1 - away**active) * away, min(active / experts, 1.0) * away
 
 
 def alpha_node(hardware: Hardware) -> float:
@@ -182,7 +199,7 @@ def parts(hardware: Hardware, gpus: int) -> Parts:
         raise MegakernelError(f"nothing is known of what joins nodes of {hardware.name}")
     nodes = ceil(gpus / per_node)
     units = ceil(nodes / fabric.nodes_per_unit)
-    leaves = units * LEAF_SWITCHES_PER_UNIT[hardware.name]
+    leaves = units * _known(LEAF_SWITCHES_PER_UNIT, hardware, "the number of leaf switches")
     cables = leaves * SWITCH_PORTS // 2
     if units == 1:
         return Parts(nodes, units, nodes * hardware.node.switches, leaves, 0, 0, 0.0)

@@ -1,0 +1,168 @@
+"""`megakernel roofline ask`: the questions of the roofline, each answered from its inputs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MegakernelError
+from . import output
+from .options import above_zero, positive
+
+if TYPE_CHECKING:
+    from ..roofline.ask import Input, Question
+
+_MACHINE = "h100"
+_amount = above_zero("a number above 0, up to 1e30", 1e30)
+_UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Below `roofline`. What may be asked is looked up when somebody asks."""
+    what = "answer a question about chips, collectives or parallelism; alone, list the questions"
+    verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
+    ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
+    ask.add_argument("words", nargs=argparse.REMAINDER)
+    ask.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    ask.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..roofline import EXAMPLES, QUESTIONS
+
+    if args.words and args.words[0].isascii() and args.words[0].isdigit():
+        return _example(int(args.words[0][:3]), args)
+    asked = _parser().parse_args([*args.words, *(["--json"] if args.json else [])])
+    if asked.question is None:
+        if asked.json:
+            output.emit({"questions": [_about(q) for q in QUESTIONS.values()], "examples": EXAMPLES})
+        else:
+            _list()
+        return 0
+    question = QUESTIONS[asked.question]
+    inputs = {i.name: getattr(asked, i.name) for i in question.inputs}
+    figures = question.answer(**{**inputs, **_machines(inputs)})
+    if asked.json:
+        output.emit(_about(question) | {"given": inputs, "figures": figures})
+        return 0
+    shown = ((name, value) for name, value in figures.items() if value is not None)
+    output.rows(
+        ("question", question.what),
+        *((_words(name), _figure(name, value)) for name, value in shown),
+        ("formula", question.formula),
+        ("source", question.source),
+    )
+    return 0
+
+
+def _example(number: int, args: argparse.Namespace) -> int:
+    """A question of the book with the book's own figures."""
+    from ..roofline import EXAMPLES
+    from . import parser
+
+    if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
+        raise MegakernelError(f"the book's questions are 1 to {max(EXAMPLES)}, and take no inputs but --json")
+    words = ["roofline", *EXAMPLES[number].split()]
+    output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
+    again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])
+    status: int = again.run(again)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ..roofline import QUESTIONS
+
+    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog="A number from 1 asks what the book asks.")
+    _add_json(top, False)
+    questions = top.add_subparsers(metavar="QUESTION", dest="question")
+    for question in QUESTIONS.values():
+        text = question.what[0].upper() + question.what[1:] + "."
+        parser = questions.add_parser(question.name, help=question.what, description=text, epilog=question.formula)
+        for each in question.inputs:
+            _add_input(parser, each)
+        _add_json(parser, argparse.SUPPRESS)
+    return top
+
+
+def _add_json(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument("--json", action="store_true", default=default, help="print one JSON object")
+
+
+def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
+    from ..roofline.ask import NEEDED
+
+    flag = "--" + one.name.replace("_", "-")
+    if one.kind == "flag":
+        parser.add_argument(flag, action="store_true", help=one.what)
+        return
+    default = _MACHINE if one.kind == "machine" and one.default is NEEDED else one.default
+    read = {"count": positive, "amount": _amount}.get(one.kind, str)
+    needed = default is NEEDED
+    said = one.what if needed or default is None else f"{one.what} (default: {default})"
+    metavar = "NAME" if one.kind == "machine" else "N" if one.kind == "count" else "X"
+    parser.add_argument(
+        flag, type=read, required=needed, default=None if needed else default, metavar=metavar, help=said
+    )
+
+
+def _machines(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The machine that an input names; this one is measured."""
+    from .. import machine as machines
+    from .roofline import measured_hardware
+
+    if "machine" not in inputs:
+        return {}
+    name = inputs["machine"]
+    return {"machine": measured_hardware() if name == machines.HOST else machines.hardware(name)}
+
+
+def _about(question: Question) -> dict[str, Any]:
+    inputs = [{"name": i.name, "what": i.what} for i in question.inputs]
+    return {
+        "question": question.name,
+        "what": question.what,
+        "formula": question.formula,
+        "source": question.source,
+        "numbers": question.numbers,
+        "inputs": inputs,
+    }
+
+
+def _list() -> None:
+    from ..roofline import EXAMPLES, QUESTIONS
+
+    table = output.table("phase", "why", "layout")
+    for column, name in zip(table.columns, ("question", "what", "numbers of the book"), strict=True):
+        column.header = name
+    for question in QUESTIONS.values():
+        table.add_row(question.name, question.what, ", ".join(map(str, question.numbers)))
+    output.stdout.print(table)
+    output.stdout.print(
+        f"\nInputs: megakernel roofline ask QUESTION --help. The book's {len(EXAMPLES)} worked questions by number:"
+        " megakernel roofline ask 11"
+    )
+
+
+def _words(name: str) -> str:
+    unit = next((u for u in _UNITS if name == u or name.endswith("_" + u)), "")
+    return (name.removesuffix(unit).rstrip("_") or name).replace("_", " ")
+
+
+def _figure(name: str, value: float | int | str | bool) -> str:
+    if isinstance(value, str | bool):
+        return str(value)
+    if name == "flops":
+        return f"{value:.4g} FLOP"
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e12:,.4g} TFLOP/s"
+    if name.endswith("bytes_per_s"):
+        return output.bytes_text(value) + "/s"
+    if name.endswith("_bytes"):
+        return output.bytes_text(value)
+    if name.endswith("_hz"):
+        return f"{value / 1e9:,.4g} GHz"
+    if name.endswith("_per_s"):
+        return f"{value:,.4g}/s"
+    if name.endswith("_s"):
+        return output.ms_text(value) if value >= 1e-4 else f"{value * 1e6:,.4g} us"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"

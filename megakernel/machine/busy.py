@@ -1,0 +1,42 @@
+"""How much of this machine's cores others take: what a measurement has to know of its conditions."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
+_COLUMNS = 8  # up to the time stolen by other virtual machines; guests are counted as user time already
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Seconds of all cores since the start: in all, idle, and of this process."""
+
+    total_s: float
+    idle_s: float
+    own_s: float
+
+
+def now(stat: Path = _STAT) -> Moment | None:
+    """None where the system does not say."""
+    try:
+        name, *columns = stat.read_text().splitlines()[0].split()
+        ticks = [int(column) for column in columns[:_COLUMNS]]
+    except (OSError, ValueError, IndexError):
+        return None
+    if name != "cpu" or len(ticks) < _COLUMNS:
+        return None
+    second = os.sysconf("SC_CLK_TCK")
+    own = os.times()
+    return Moment(sum(ticks) / second, sum(ticks[i] for i in _IDLE) / second, own.user + own.system)
+
+
+def others(begin: Moment | None, end: Moment | None) -> float | None:
+    """The part of all cores' time between two moments that others took, stolen time included; None: not known."""
+    if begin is None or end is None or end.total_s <= begin.total_s:
+        return None
+    mine = end.idle_s - begin.idle_s + end.own_s - begin.own_s
+    return min(1.0, max(0.0, 1.0 - mine / (end.total_s - begin.total_s)))

@@ -1,0 +1,59 @@
+"""This machine as a table of the same form as a machine file: what it says of itself, and nominal rates."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+_LANES = 16  # of a core's vector unit, AVX-512's; nominal
+_GHZ = 1e9  # the clock that figures per clock are stated for; nominal
+
+
+def cpu_count() -> int:
+    """Cores this process may use: its affinity mask, cut by a cgroup v2 CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def processor() -> str:
+    """What this machine's processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def table(cores: int) -> dict[str, Any]:
+    """A core is an SM with one vector unit. Rates are nominal, for placement."""
+    return {
+        "chip": {
+            "generation": processor(),
+            "sms": cores,
+            "subpartitions_per_sm": 1,
+            "fp32_lanes_per_subpartition": _LANES,
+            "boost_clock_hz": _GHZ,
+            "hbm_bytes": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+            "hbm_bytes_per_s": 10e9 * cores,
+            "l2_bytes": 36e6,
+            "l2_bytes_per_clock": 40.0,
+            "load_bytes_per_clock": 40.0,
+        },
+        "flops_per_s": {"bf16": 80e9 * cores, "fp32": 20e9 * cores},
+        "link": {"ports": 1, "port_bytes_per_s": 10e9},
+        "node": {"gpus": 1, "nic_bytes_per_s_per_gpu": 10e9},
+        "costs": {
+            "stream_launch_s": 10e-6,
+            "signal_s": 0.3e-6,
+            "dispatch_s": 0.2e-6,
+            "node_hop_s": 0.3e-6,
+            "scale_out_hop_s": 10e-6,
+        },
+        "tiles": {"rows": 96, "cols": 256, "col_unit": 16, "page": 16, "target": "cpu"},
+    }

@@ -1,0 +1,88 @@
+"""What may be asked of the roofline: each question with its inputs, its formula, its source and what answers it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# A figure's name ends in its unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops; others are counts, parts or words.
+Figures = dict[str, float | int | str | bool | None]
+Kind = Literal["machine", "count", "amount", "word", "flag"]
+
+BOOK = 'Austin et al., How to Scale Your Model, "How to Think About GPUs" (2025)'
+_KINDS: dict[str, Kind] = {"Hardware": "machine", "int": "count", "float": "amount", "str": "word", "bool": "flag"}
+
+
+NEEDED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Input:
+    """An argument of a question; without a `default` it must be given. None: the answer has one of its own."""
+
+    name: str
+    kind: Kind
+    default: Any  # NEEDED: none
+    what: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """`numbers`: those of docs/roofline.md that it answers."""
+
+    name: str
+    what: str
+    formula: str
+    source: str
+    numbers: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    answer: Callable[..., Figures]
+
+
+QUESTIONS: dict[str, Question] = {}
+
+_MEANINGS = {
+    "machine": "a known machine, a node such as h100x8, or a .toml file",
+    "bytes": "of the whole array, all shards together",
+    "gpus": "members of the collective, or GPUs of the cluster",
+    "inner": "ways in which another axis, inside, shards the array already",
+    "in_network": "switches add",
+    "copies": "most GPUs that a part of the array goes to, as with a token's experts (default: all)",
+    "nodes": "most nodes that it goes to (default: any)",
+    "rows": "of the left matrix",
+    "inner_size": "columns of the left matrix, rows of the right one",
+    "cols": "of the right matrix",
+    "dtype": "of operands: bf16, fp8, fp4 or fp32",
+    "weight_bytes": "of a weight in memory (default: as the operands)",
+    "elements": "of each vector",
+    "clock_ghz": "of the chip (default: its boost clock, or the one that its rate implies)",
+    "registers": "of a thread",
+    "tokens": "of the batch, on all GPUs",
+    "hidden": "width of the model, D",
+    "ffn": "width of the MLP, or of an expert, F",
+    "ways": "model-parallel ways",
+    "experts": "in all, E or Z",
+    "active": "experts of a token, k",
+    "parameters": "in all",
+    "utilisation": "part of the peak that is reached",
+    "stages": "of a pipeline",
+    "microbatches": "of a step",
+    "hops": "links that a message passes, one after the other",
+    "seconds": "what it took where it was measured",
+}
+
+
+def question(name: str, *numbers: int, what: str, formula: str, source: str = BOOK) -> Callable[[Any], Any]:
+    """Declares the function's parameters as the inputs of a question."""
+
+    def declare(answer: Callable[..., Figures]) -> Callable[..., Figures]:
+        inputs = tuple(
+            Input(p.name, _KINDS[p.annotation.removesuffix(" | None")], p.default, _MEANINGS[p.name])
+            for p in inspect.signature(answer).parameters.values()
+        )
+        QUESTIONS[name] = Question(name, what, formula, source, numbers, inputs, answer)
+        return answer
+
+    return declare

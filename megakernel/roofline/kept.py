@@ -1,0 +1,90 @@
+"""What was measured of this machine before: one file in the cache folder, which any process may read and replace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import asdict, fields
+from datetime import date
+from pathlib import Path
+
+from ..errors import MegakernelError, file_errors, whole_file
+from ..machine import cpu_count, processor
+from ..model.cache import cache_folder
+from .ceilings import Measured, last_level_cache
+
+_LARGEST_FILE = 1 << 20
+_MOST = 1e18  # of a rate; a wrong one that is larger than what the machine does would be kept for good
+log = logging.getLogger(__name__)
+
+
+def path() -> Path:
+    """The one place where measured ceilings lie."""
+    return cache_folder() / "ceilings.json"
+
+
+def this_machine(simd: str) -> str:
+    """What the figures are of; another machine that shares the folder has another name."""
+    return f"{processor()}, {cpu_count()} cores, {last_level_cache() >> 20} MiB of cache, {simd}"
+
+
+def recall(machine: str, threads: int) -> Measured | None:
+    """What was measured of so many threads. A damaged file counts as none, with one line that says so."""
+    found = _read().get(machine, {}).get(str(threads))
+    return None if found is None else _measured(found, threads)
+
+
+def keep(machine: str, found: Measured) -> None:
+    """Keep it beside what was measured of others. Where the folder cannot be written, one line says so."""
+    everything = _read()
+    everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
+    try:
+        with file_errors(f"make the cache folder {path().parent}"):
+            path().parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path(), f"this machine's ceilings to {path()}") as part:
+            part.write_text(json.dumps(everything, indent=1) + "\n")
+    except MegakernelError as e:
+        log.warning("%s; they are measured again next time", e)
+
+
+def _read() -> dict[str, dict[str, object]]:
+    try:
+        with path().open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        found = json.loads(text) if len(text) <= _LARGEST_FILE else None
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as e:
+        return _damaged(e.strerror or str(e) if isinstance(e, OSError) else "it is not JSON")
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        return _damaged("it is no table of machines")
+    return found
+
+
+def _damaged(why: str) -> dict[str, dict[str, object]]:
+    log.warning("cannot use the ceilings in %s: %s; they are measured anew", path(), why)
+    return {}
+
+
+def _measured(found: object, threads: int) -> Measured | None:
+    """`found` as it was written, or None where it cannot have been."""
+    try:
+        if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measured)}:
+            raise ValueError("a figure is missing or unknown")
+        for name in ("read_bytes_per_s", "cache_bytes_per_s", "flops"):
+            if not _is_rate(found[name]):
+                raise ValueError(f"{name} is no rate")
+        if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
+            raise ValueError("threads and probes are no such counts")
+        if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):
+            raise ValueError("others is no part of 1")
+        date.fromisoformat(found["date"])
+    except (ValueError, TypeError) as e:
+        _damaged(str(e))
+        return None
+    return Measured(**found)
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and 1 < value < _MOST

@@ -1,0 +1,256 @@
+"""This machine's costs for the simulator, from micro-benchmarks: no step of a model is timed.
+
+Arithmetic from single instructions, again and again, on weights that lie in the caches; set-up and signals from
+launches without arithmetic. The best of several, since anything else on the machine only slows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from .. import machine as machines
+from ..errors import MegakernelError, whole_file
+from ..isa import Buffer, Dims, Dtype, Operation, Phase, attention_cost
+from ..isa import record as rec
+from ..isa.record import Records
+from ..machine import Core, busy
+from ..model import ModelConfig, load_config
+from ..model.random_checkpoint import RandomCheckpoint
+from ..program import Program, Segment
+from ..roofline import QUIET, Ceilings
+from ..roofline.ceilings import last_level_cache
+from ..runtime import Chunk, build_step, create
+from ..scheduler import Options, compile_program
+
+_ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
+_ATTENTION_ROWS = (1, 4, 16, 32)
+_COLUMNS = 256  # of a matmul's tile
+_CONTEXT = 1024
+_REPEATS, _ROUNDS = 40, 3
+_BEST_S, _LEAST_RUNS = 0.3, 5
+_LEAST_S = 1e-9  # of what is too short to measure
+_FEW, _MANY = 2, 62  # layers
+_TOTALS = ("totals_first", "totals_middle", "totals_last")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`core`, and seconds that each launch, instruction and signal takes. `others`: see `Measured`."""
+
+    ceilings: Ceilings
+    core: Core
+    launch_s: float
+    dispatch_s: float
+    signal_s: float
+    others: float | None
+
+    @property
+    def quiet(self) -> bool:
+        return self.others is None or self.others <= QUIET
+
+
+def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
+    """`ceilings` of all cores, `alone` of one; `on_round(done, of)` is told how far it is. Takes about a minute.
+
+    What an instruction reaches is no more than a core's share of what multiply-adds alone do, with all cores at work.
+    """
+    begin = busy.now()
+    rounds, idle = [], []
+    for number in range(_ROUNDS):
+        rounds.append(_arithmetic())
+        idle.append(_idle(ceilings.threads))
+        on_round(number + 1, _ROUNDS)
+    most = min(alone.flops, ceilings.flops / ceilings.threads)
+    matmul, attention, vector = (_fastest([one[i] for one in rounds], most) for i in range(3))
+    dispatch, launch, signal = _synchronisation(ceilings.threads, idle)
+    core = Core(alone.read_bytes_per_s, *_columns(matmul), *_columns(attention), *vector.values())
+    return Calibration(ceilings, core, launch, dispatch, signal, busy.others(begin, busy.now()))
+
+
+def write_machine(path: Path, found: Calibration) -> None:
+    """A machine file on top of `host`, whole or not at all."""
+    host = machines.hardware(machines.HOST)
+    ghz = host.clock_hz
+    cache = (found.ceilings.cache_bytes_per_s or 0.0) / found.ceilings.threads / ghz
+    known = "an unknown part" if found.others is None else f"{found.others:.0%}"
+    sections: dict[str, dict[str, Any]] = {
+        "chip": {
+            "generation": machines.processor().replace('"', "'").replace("\\", "/"),
+            "sms": found.ceilings.threads,
+            "boost_clock_hz": ghz,
+            "hbm_bytes": host.chip.hbm_bytes,
+            "hbm_bytes_per_s": found.ceilings.read_bytes_per_s,
+            "l2_bytes": float(last_level_cache()),
+            "l2_bytes_per_clock": cache,
+            "load_bytes_per_clock": cache,
+        },
+        "flops_per_s": dict.fromkeys(("bf16", "fp32"), found.ceilings.flops),
+        "costs": {
+            "stream_launch_s": found.launch_s,
+            "signal_s": found.signal_s,
+            "dispatch_s": found.dispatch_s,
+            "node_hop_s": found.signal_s,
+        },
+        "core": vars(found.core),
+    }
+    lines = [
+        f"# Measured on {date.today().isoformat()} by `megakernel doctor --calibrate`; others took {known} of it.",
+        "# A core stands for an SM, the last shared cache for L2; figures per clock are per nanosecond.",
+        'base = "host"',
+    ]
+    for section, figures in sections.items():
+        lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in figures.items())]
+    with whole_file(path, f"machine file {path}") as part:
+        part.write_text("\n".join(lines) + "\n")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return tuple(map(float, rates)), tuple(rates.values())
+
+
+def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
+    """Raises MegakernelError where no round found a rate."""
+    rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
+    if not all(rates.values()):
+        raise MegakernelError("cannot calibrate: others disturb every measurement: try again when the machine is quiet")
+    return rates
+
+
+def _config(layers: int) -> ModelConfig:
+    """A shape of no model that predictions are made for."""
+    base = load_config("random:llama-3.2-1b")
+    return replace(base, layers=layers, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024)
+
+
+def _compiled(config: ModelConfig, workers: int, tokens: int, norm: str = "auto") -> Program:
+    return compile_program(
+        config,
+        machines.host(workers),
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=1,
+        max_seqs=1,
+        max_context=_CONTEXT,
+        options=Options(norm=norm),
+    )
+
+
+def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
+    checkpoint = RandomCheckpoint("random", config, seed=0)
+    return create(name, checkpoint, dims, dims.pages_per_seq, dtype=Dtype.BF16, threads=threads)
+
+
+def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """FLOP/s of one core by rows of a matmul tile, by (row, head) pairs of an attention item, and of a norm.
+
+    Each from launches that run one instruction once and many times over: the difference has neither launch nor call.
+    """
+    config, most = _config(1), max(_ROWS)
+    program = _compiled(config, 1, most, norm="own")
+    dims = program.dims
+    body = program.forward.body
+    matmul = next(phase for phase in body if phase.weights is Buffer.W_O)
+    attention = next(phase for phase in body if phase.operation is Operation.ATTENTION)
+    norm = next(phase for phase in body if phase.operation is Operation.NORM)
+    cpu = _backend("cpu", config, dims, 1)
+
+    def seconds_each(phase: Phase, operands: tuple[int, ...], start: int, rows: int) -> float:
+        one = rec.encode(phase.number, operands)
+        table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.pages_per_seq))])
+
+        def run(times: int) -> float:
+            several = _repeated(program, one, times)
+            return _best(lambda: cpu.launch(several, table))
+
+        return (run(1 + _REPEATS) - run(1)) / _REPEATS
+
+    matmuls, attentions = {}, {}
+    for rows in _ROWS:
+        seconds = seconds_each(matmul, (0, rows, 0, _COLUMNS), 0, rows)
+        matmuls[rows] = _rate(2.0 * rows * _COLUMNS * dims.o_cols, seconds)
+    for rows in _ATTENTION_ROWS:
+        pairs = sum(_CONTEXT - rows + 1 + i for i in range(rows))
+        seconds = seconds_each(attention, (0, 1, dims.rank_kv_heads), _CONTEXT - rows, rows)
+        attentions[rows * dims.group_size] = _rate(attention_cost(dims, dims.kv_heads, pairs)[0], seconds)
+    norms = {most: _rate(4.0 * most * dims.hidden, seconds_each(norm, (0, most), 0, most))}
+    cpu.close()
+    return matmuls, attentions, norms
+
+
+def _rate(work: float, seconds: float) -> float:
+    """0 where a disturbed launch of one instruction took longer than one of many."""
+    return work / seconds if seconds > 0 else 0.0
+
+
+def _repeated(program: Program, one: Records, times: int) -> Program:
+    """`program` with nothing in it but one record, again and again, on its only worker."""
+    nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
+    body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
+    unsignalled = {name: np.zeros_like(getattr(program, name)) for name in _TOTALS}
+    return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
+
+
+def _idle(cores: int) -> list[float]:
+    """Seconds of launches without arithmetic: of few and of many layers, by one worker and by all."""
+    return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
+
+
+def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
+    """Seconds of an instruction's set-up, of a launch and of a signal, from the shortest launches of all `rounds`.
+
+    The first two are of one worker's. A signal is what all cores' take longer: a layer with one row is a chain of
+    phases, each of which waits for all workers.
+    """
+    few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
+    few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
+    dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))
+    hops = (_MANY - _FEW) * len(_null_program(1, _FEW).forward.body)
+    signal = (many_all_s - few_all_s - (many_all - few_all) * dispatch) / hops
+    return dispatch, max(_LEAST_S, few_s - few * dispatch), max(_LEAST_S, signal)
+
+
+def _null_program(workers: int, layers: int) -> Program:
+    return _compiled(_config(layers), workers, 1)
+
+
+def _instructions(workers: int, layers: int) -> int:
+    """Of each worker."""
+    return _null_program(workers, layers).instructions // workers
+
+
+def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
+    """Shortest launch of one token without arithmetic, instructions of each worker, and phases of a layer.
+
+    Each worker has a thread, unless `threads` says otherwise.
+    """
+    program = _null_program(workers, layers)
+    null = _backend("null", _config(layers), program.dims, threads or workers)
+    table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.pages_per_seq))])
+    seconds = _best(lambda: null.launch(program, table))
+    null.close()
+    return seconds, program.instructions // workers, len(program.forward.body)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Shortest of many runs."""
+    work()
+    times: list[float] = []
+    stop = perf_counter() + _BEST_S
+    while perf_counter() < stop or len(times) < _LEAST_RUNS:
+        begin = perf_counter()
+        work()
+        times.append(perf_counter() - begin)
+    return min(times)

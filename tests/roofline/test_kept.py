@@ -1,0 +1,232 @@
+"""Ceilings of this machine: measured once, the best kept, under whatever conditions, in whatever file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import fails, run, run_json
+
+from megakernel import machine
+from megakernel.errors import MegakernelError
+from megakernel.machine import Core, busy
+from megakernel.machine.hardware import Hardware
+from megakernel.roofline import Ceilings, Measured, kept
+from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.serving import calibration, ceilings
+
+QUIET, BUSY = 0.01, 0.4
+
+
+def measured(read: float = 1e10, cache: float = 5e10, flops: float = 1e11, others: float | None = QUIET) -> Measured:
+    return Measured(2, read, cache, flops, others, "2026-01-01")
+
+
+@pytest.fixture
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
+    """What each measurement finds; an empty cache folder. A measurement too many is an error."""
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
+    found: list[Measured] = []
+    monkeypatch.setattr(ceilings, "measure", lambda threads, read, fma: found.pop(0))
+    monkeypatch.setattr("megakernel.roofline.ceilings.QUIET", 0.05)
+    return found
+
+
+def test_a_quiet_measurement_is_made_once(probes: list[Measured]) -> None:
+    probes += [measured()]
+    first = ceilings.host_ceilings(2)
+    assert (first.read_bytes_per_s, first.flops, first.cache_bytes_per_s, first.threads) == (1e10, 1e11, 5e10, 2)
+    assert ceilings.host_ceilings(2) == first and not probes
+    with pytest.raises(IndexError):
+        ceilings.host_ceilings(1)  # so many threads were never measured
+
+
+def test_the_best_is_kept(probes: list[Measured]) -> None:
+    probes += [measured(read=2e10, flops=1e11), measured(read=1e10, flops=3e11, cache=1e10), measured(cache=2e10)]
+    ceilings.host_ceilings(2)
+    ceilings.host_ceilings(2, anew=True)
+    best = ceilings.host_ceilings(2, anew=True)
+    assert (best.read_bytes_per_s, best.flops, best.cache_bytes_per_s) == (2e10, 3e11, 5e10)
+    assert "3 times until 2026-01-01" in best.how
+
+
+def test_a_busy_machine_warns_and_is_measured_again(probes: list[Measured]) -> None:
+    probes += [measured(others=BUSY), measured(read=5e9, others=QUIET)]
+    assert "others took 40% of this machine's cores" in (ceilings.host_ceilings(2).warning or "")
+    again = ceilings.host_ceilings(2)
+    assert (again.read_bytes_per_s, again.warning) == (1e10, None) and not probes
+    assert ceilings.host_ceilings(2) == again  # quiet by now
+
+
+def test_a_machine_that_does_not_say_how_busy_it_is_is_believed(probes: list[Measured]) -> None:
+    probes += [measured(others=None)]
+    assert ceilings.host_ceilings(2) == ceilings.host_ceilings(2)
+
+
+ENTRY = vars(measured())
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("\xff", "it is not JSON"),
+        ("[]", "no table of machines"),
+        ('{"MACHINE": 3}', "no table of machines"),
+        (" " * (2 << 20), "no table of machines"),
+        *(
+            (json.dumps({"MACHINE": {"2": ENTRY | wrong}}), why)
+            for wrong, why in (
+                ({"flops": "fast"}, "flops is no rate"),
+                ({"flops": -1.0}, "flops is no rate"),
+                ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is no rate"),
+                ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is no rate"),
+                ({"cache_bytes_per_s": True}, "cache_bytes_per_s is no rate"),
+                ({"threads": 1}, "no such counts"),
+                ({"probes": 0}, "no such counts"),
+                ({"others": 3.0}, "others is no part of 1"),
+                ({"date": "\x1b[31mtoday"}, "Invalid isoformat"),
+                ({"date": 3}, "must be"),
+                ({"more": 1}, "missing or unknown"),
+            )
+        ),
+        (json.dumps({"MACHINE": {"2": [1]}}), "missing or unknown"),
+    ],
+)
+def test_a_damaged_file_is_measured_anew(
+    probes: list[Measured], caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    name = kept.this_machine(ceilings.simd())
+    kept.path().parent.mkdir()
+    kept.path().write_bytes(text.replace("MACHINE", name).encode("latin-1"))
+    probes += [measured()]
+    assert ceilings.host_ceilings(2).flops == 1e11 and not probes
+    messages = [r.getMessage() for r in caplog.records]
+    assert messages and all(why in m and "measured anew" in m and "\n" not in m for m in messages)
+    caplog.clear()
+    assert ceilings.host_ceilings(2).flops == 1e11 and not caplog.text  # whole again
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probes: list[Measured], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
+    probes += [measured(), measured(flops=2e11)]
+    assert [ceilings.host_ceilings(2).flops for _ in range(2)] == [1e11, 2e11]
+    assert "measured again next time" in caplog.text
+
+
+def test_other_machines_keep_theirs(probes: list[Measured]) -> None:
+    kept.keep("another", measured(flops=7e11))
+    probes += [measured()]
+    ceilings.host_ceilings(2)
+    other = kept.recall("another", 2)
+    assert other and other.flops == 7e11
+
+
+def test_what_others_take(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    assert busy.now(stat) is None and busy.others(None, busy.now()) is None
+    for text in ("", "cpu 1 2 three", "cpu 1 2", "intr 1 2 3 4 5 6 7 8"):
+        stat.write_text(text)
+        assert busy.now(stat) is None
+    second = os.sysconf("SC_CLK_TCK")
+    stat.write_text(f"cpu {second} 0 0 {2 * second} {3 * second} 0 0 {4 * second} 9 9\n")
+    found = busy.now(stat)
+    assert found and (found.total_s, found.idle_s) == (10.0, 5.0)
+    begin = busy.Moment(0.0, 0.0, 0.0)
+    assert busy.others(begin, busy.Moment(10.0, 5.0, 4.0)) == pytest.approx(0.1)
+    assert busy.others(begin, busy.Moment(10.0, 8.0, 4.0)) == 0.0 and busy.others(begin, begin) is None
+
+
+def test_all_verbs_name_the_same_ceilings(
+    probes: list[Measured], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """A measurement for one thread, and none after it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+    read, flops = 3.3e9, 4.4e10
+    kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, QUIET, "2026-01-01"))
+    step = run_json(capsys, "roofline", "--model", model)
+    assert step["memory_bytes"] / step["t_memory_s"] == pytest.approx(read)
+    assert step["flops"] / step["t_math_s"] == pytest.approx(flops)
+    speed = ["--model", model, "--threads", "1"]
+    latency = run_json(capsys, "bench", "latency", *speed, "--prompt-tokens", "8", "--tokens", "2", "--runs", "1")
+    assert latency["ceilings"]["read_bytes_per_s"] == read
+    peaks = {"memory": read, "matrix": flops, "cache": 2e10}
+    for verb in (["timeline", *speed, "--prompt-tokens", "8"], ["simulate", "--model", model, "--workers", "1"]):
+        found = run_json(capsys, *verb)
+        resources = (found.get("timeline") or found)["resources"]
+        assert {r["name"]: r["peak"] for r in resources if r["name"] in peaks} == pytest.approx(peaks)
+
+
+CORE = Core(9e9, (1.0, 96.0), (2e10, 3e10), (4.0, 128.0), (1e10, 2e10), 3e9)
+
+
+def test_a_calibration_is_a_machine_file(tmp_path: Path) -> None:
+    found = calibration.Calibration(
+        Ceilings(1.2e10, 8e10, 2, "made up", cache_bytes_per_s=5e10), CORE, 2e-5, 3e-8, 4e-7, QUIET
+    )
+    path = tmp_path / "mine.toml"
+    calibration.write_machine(path, found)
+    two, one = machine.load(str(path)), machine.load(str(path), 1)
+    costs = costs_of(two)
+    assert (two.workers, costs.launch_s, costs.dispatch_s, costs.signal_s) == (2, 2e-5, 3e-8, 4e-7)
+    assert costs.matmul_flops == ((1.0, 2e10), (96.0, 3e10)) and costs.vector_flops == 3e9
+    assert (costs.memory_bytes_per_s, costs.cache_bytes_per_s) == (1.2e10, pytest.approx(5e10))
+    assert two.matrix_flops == 8e10 and machine.hardware(str(path)).rates.fp32 == 8e10
+    alone = costs_of(one)
+    assert (alone.memory_bytes_per_s, alone.cache_bytes_per_s, alone.matmul_flops) == (9e9, 2.5e10, costs.matmul_flops)
+    assert "others took 1% of it" in path.read_text()
+
+
+def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([({1: 5.0, 96: 9.0}, {4: 2.0}, {96: 1.0}), ({1: 6.0, 96: 7.0}, {4: 3.0}, {96: 0.5})] * 2)
+    monkeypatch.setattr(calibration, "_ROUNDS", 2)
+    monkeypatch.setattr(calibration, "_arithmetic", lambda: next(rounds))
+    idle = iter([[30e-6, 62e-6, 40e-6, 90e-6], [31e-6, 60e-6, 39e-6, 100e-6]])
+    monkeypatch.setattr(calibration, "_idle", lambda cores: next(idle))
+    done: list[tuple[int, int]] = []
+    most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
+    found = calibration.calibrate(most, most, lambda *progress: done.append(progress))
+    assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0) and done == [(1, 2), (2, 2)]
+    few, many = (calibration._instructions(1, layers) for layers in (2, 62))
+    dispatch = 30e-6 / (many - few)  # the shortest launches count, whichever round they are of
+    assert (found.dispatch_s, found.launch_s) == pytest.approx((dispatch, 30e-6 - few * dispatch))
+    phases = (many - few) / 60
+    assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * phases))
+
+
+def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (calibration._rate(6.0, 2.0), calibration._rate(6.0, -1e-9), calibration._rate(6.0, 0.0)) == (3.0, 0.0, 0.0)
+    monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))
+    monkeypatch.setattr(calibration, "_idle", lambda cores: [1.0, 2.0, 3.0, 4.0])
+    most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
+    with pytest.raises(MegakernelError, match="others disturb every measurement"):
+        calibration.calibrate(most, most, lambda *progress: None)
+
+
+def test_doctor_calibrates(
+    probes: list[Measured], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The true micro-benchmarks, each for an instant: what they reach is possible."""
+    for name, value in {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96)}.items():
+        monkeypatch.setattr(calibration, name, value)
+    probes += [measured(flops=1e15), measured(flops=1e15)]
+    path = tmp_path / "mine.toml"
+    assert "must end in .toml" in fails(capsys, "doctor", "--calibrate", "mine.json")
+    status, _, err = run(capsys, "doctor", "--calibrate", str(path))
+    assert status == 0 and f"wrote {path}" in err
+    found: Hardware = machine.hardware(str(path))
+    assert found.core and all(1e6 < rate < 1e15 for rate in found.core.matmul_flops_per_s)
+    assert found.chip.sms == machine.cpu_count() and found.rates.bf16 == 1e15
+
+
+def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
+    probes += [measured(others=BUSY)]
+    status, out, err = run(capsys, "roofline", "--model", "random:smollm2-135m")
+    assert status == 0 and "warning" not in out.lower()
+    assert err.count("\n") == 1 and err.startswith("megakernel: warning: others took 40% of")
