@@ -32,10 +32,10 @@ from megakernel.isa.pages import DOT_PIECE, PIECES
 from megakernel.machine import Issue, Machine
 from megakernel.model import load_config
 from megakernel.program import Program
+from megakernel.program.issue import matmul_issue
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.scheduler.simulate.issue import matmul_issue
 
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
 SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a cycle

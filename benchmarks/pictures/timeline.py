@@ -1,10 +1,10 @@
-"""The pictures of docs/timeline.md.
+"""The pictures of docs/timeline.md and docs/gallery.md.
 
-    megakernel timeline --model smollm2-135m --phase prefill --prompt-tokens 512 --save cpu
-    python benchmarks/pictures/timeline.py [--cpu cpu]
+    python benchmarks/pictures/record_cpu.py FOLDER
+    python benchmarks/pictures/timeline.py [--cpu FOLDER]
 
 The node's are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same without
-pipelining across instructions. --cpu is a step of a CPU, saved as STEM.program and STEM.trace.
+pipelining across instructions. --cpu has the pages of steps on a CPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ from steps import compiled
 TOKENS = 4096
 DOCS = Path(__file__).parents[2] / "docs"
 FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i); if (WHICH) return i; }"
-
-
-def load(stem: Path) -> tuple[Program, Trace]:
-    return Program.load(stem.with_name(stem.name + ".program")), Trace.load(stem.with_name(stem.name + ".trace"))
 
 
 def first(page: Browser, which: str) -> int:
@@ -79,10 +75,18 @@ def node(page: Browser, step_s: float) -> None:
     take(page, "roles")
 
 
-def cpu(page: Browser, step_s: float) -> None:
+def prefill(page: Browser, step_s: float) -> None:
     wait = first(page, f"d.kind === 'counter wait' && d.releaser >= 0 && d.begin_s > {step_s / 3}")
     around(page, wait, step_s / 14)
+    page.keys("y")
     take(page, "cpu")
+
+
+def worst(page: Browser, name: str) -> None:
+    """The page as it opens, after a click on the first bar of the waits."""
+    page.run("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'WAITS').nextSibling.firstChild.click()")
+    page.keys("0")
+    take(page, name)
 
 
 def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
@@ -96,13 +100,13 @@ def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", type=Path, metavar="STEM")
+    parser.add_argument("--cpu", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     step = simulated(pipelined=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.html"
 
-        def shoot(shots: Callable[[Browser, float], None], dark: bool = False) -> None:
+        def shoot(shots: Callable[[Browser, float], None], path: Path = path, dark: bool = False) -> None:
             with browser(1500, 900, dark=dark) as page:
                 page.open_timeline(path)
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
@@ -112,8 +116,9 @@ def main() -> None:
         write_html(*step, path, simulated(pipelined=False))
         shoot(lambda page, _: take(page, "compare"))
         if arguments.cpu:
-            write_html(*load(arguments.cpu), path)
-            shoot(cpu, dark=True)
+            shoot(prefill, arguments.cpu / "prefill.html", dark=True)
+            shoot(lambda page, _: worst(page, "decode"), arguments.cpu / "decode.html")
+            shoot(lambda page, _: worst(page, "speculation"), arguments.cpu / "speculation.html")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
 Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
 and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
 searched; from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the
-time inside the page's draw function, without the browser's own compositing. --program and --trace take a saved pair.
+time inside the page's draw function, without the browser's own compositing. Then it pans with all open, as fast as
+frames come, and types a search; its answer counts from the last key to the frame that shows it, the pause in which the
+page waits for another key included. --program and --trace take a saved pair.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from browser import Browser, browser
 from record import options, write
 
 FRAMES = 25  # of each way to look
+PANNED = 180  # frames
 SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight
 SIZE = (1600, 1000)
 
@@ -45,6 +48,40 @@ def frames(page: Browser, span: float, total_s: float) -> list[float]:
         )
         for n in range(FRAMES)
     ]
+
+
+PAN = """
+window.done = null;
+const [span, total, frames] = arguments, started = performance.now();
+let n = 0;
+const step = () => {
+  if (n === frames) { window.done = (1000 * frames) / (performance.now() - started); return; }
+  const from = (total * (1 - span) * n++) / frames;
+  timeline.show(from, from + total * span);
+  requestAnimationFrame(step);
+};
+requestAnimationFrame(step);
+"""
+SEARCH = """
+window.done = null;
+const box = document.getElementById("search"), shown = document.getElementById("matches");
+box.value = arguments[0]; shown.textContent = "";
+const started = performance.now();
+box.dispatchEvent(new Event("input"));
+const wait = () => {
+  if (shown.textContent === "") setTimeout(wait, 1);
+  else requestAnimationFrame(() => { window.done = performance.now() - started; });
+};
+wait();
+"""
+
+
+def timed(page: Browser, script: str, *arguments: object) -> float:
+    """What a script leaves in `window.done`."""
+    page.run(script, *arguments)
+    while (found := page.run("return window.done")) is None:
+        time.sleep(0.1)
+    return round(float(found), 1)
 
 
 def look(page: Browser, what: str, total_s: float) -> list[dict[str, object]]:
@@ -94,6 +131,10 @@ def main() -> None:
             rows += look(page, "a rank open", total_s)
         page.keys("EE")
         rows += look(page, "all open", total_s)
+        pans = {str(span): timed(page, PAN, span, total_s, PANNED) for span in SPANS[1:]}
+        searches = {text: timed(page, SEARCH, text) for text in ("gate_up_silu", "qkv layer=1 rank=1", "H[96]")}
+        print(f"panning, frames per second by part in sight: {pans}")
+        print(f"a search, ms after the last key: {searches}")
         page.run("timeline.find('gate_up_silu')")
         rows += look(page, "all open, a search", total_s)
         worst = max(float(str(r["worst_ms"])) for r in rows)
@@ -105,6 +146,8 @@ def main() -> None:
             "written_s": round(written_s, 2),
             "opened_s": round(opened_s, 2),
             "worst_ms": worst,
+            "pan_frames_per_s": pans,
+            "search_ms": searches,
             "rows": rows,
         }
         write(arguments.output, figures)

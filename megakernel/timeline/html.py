@@ -21,12 +21,13 @@ from ..machine import Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 from .compare import compare, identity, in_common, match
+from .outliers import FAR
 from .resolve import Resolved, by_phase, resolve
 from .resources import RESOURCES, curves, peaks
 from .summary import Summary, machine_of, summarise_resolved
 from .waits import Causes, causes, finishes, releasers
 
-_SCRIPTS = ("data", "rows", "detail", "paint", "curves", "overlay", "find", "panels", "input", "main")
+_SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
 _OWNERS = -3  # beside OWN and EVERY: the ranks that own the rows
 _LAYOUT = {
@@ -135,6 +136,7 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
         "roles": [r.name.lower().replace("_", " ") for r in Role],
         "resources": RESOURCES,
         "curveMost": _CURVE_MOST,
+        "outlier": FAR,
         "phases": [
             {"name": p.name, "family": families.index(p.family), "operands": p.operands, "meaning": _meaning(p)}
             for p in phases

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from ..isa import cost, loads
 from ..isa.link import link_bytes_each
 from ..machine import Machine
+from ..program import Program
+from ..program.issue import issued
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 
@@ -126,6 +128,16 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
             if dims.tp == ranks:  # programs made by hand may share nothing
                 link[rows] = link_bytes_each(phase, columns, dims)
     return work, link
+
+
+def issue_seconds(program: Program, machine: Machine) -> Amounts:
+    """[records, roles] what the roles of a worker take to issue each of `Resolved.records`; 0 where nobody says so."""
+    found = np.zeros((sum(len(program.numbered(segment)[0]) for segment in range(3)), 3))
+    for phase, dims, rows, columns in by_phase(program):
+        roles = issued(phase, columns, dims, machine.issue) if machine.issue else None
+        if roles is not None:
+            found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
+    return found
 
 
 def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:

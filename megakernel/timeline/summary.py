@@ -13,6 +13,7 @@ from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import IntervalKind, Trace
 from .critical import CriticalPath, critical_path
+from .outliers import Outliers, outliers
 from .overlap import Overlap, exposed_communication, overlap
 from .places import Place, longest
 from .resolve import WORK, Resolved, resolve
@@ -35,7 +36,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """COMPUTE and STORE time of one phase over all workers; `share` of all such time."""
+    """COMPUTE and STORE time of one phase over all workers; `share` of all such time.
+
+    `median_s`: of its COMPUTE. `outliers`: how many took more than FAR times that, and `outliers_s` what they took
+    beyond it.
+    """
 
     name: str
     family: str
@@ -43,6 +48,9 @@ class PhaseTime:
     total_s: float
     mean_s: float
     share: float
+    median_s: float
+    outliers: int
+    outliers_s: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,8 @@ def summarise_resolved(
     busy = [w.busy for w in workers]
     mean = sum(busy) / len(busy)
     described = machine or machine_of(program)
-    instructions, used = _instructions(resolved), resources(resolved, described)
+    far = outliers(resolved)
+    instructions, used = _instructions(resolved, far), resources(resolved, described)
     families: dict[str, float] = {}
     for item in instructions:
         families[item.family] = families.get(item.family, 0.0) + item.share
@@ -151,7 +160,7 @@ def summarise_resolved(
         waits=_waits(resolved, found, which, names),
         per_worker=workers,
         critical_path=critical_path(resolved, finish, releaser),
-        waterfall=waterfall(resolved, found, used, which, names),
+        waterfall=waterfall(resolved, found, used, which, names, far, described),
     )
 
 
@@ -168,11 +177,14 @@ def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
     ]
 
 
-def _instructions(resolved: Resolved) -> list[PhaseTime]:
+def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
+    """What cost most without its outliers first."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
     counts = np.bincount(resolved.number[work][executed], minlength=MAX_PHASES + 1)
+    slow, late = resolved.number[far.chosen], far.beyond(resolved)[far.chosen]
+    many, beyond = np.bincount(slow, minlength=MAX_PHASES + 1), np.bincount(slow, late, minlength=MAX_PHASES + 1)
     tick, total = resolved.trace.header.tick_s, max(float(ticks.sum()), 1.0)
     found = [
         PhaseTime(
@@ -182,11 +194,14 @@ def _instructions(resolved: Resolved) -> list[PhaseTime]:
             total_s=float(ticks[n]) * tick,
             mean_s=float(ticks[n]) / int(counts[n]) * tick,
             share=float(ticks[n]) / total,
+            median_s=float(far.median[n]) * tick,
+            outliers=int(many[n]),
+            outliers_s=float(beyond[n]) * tick,
         )
         for n, phase in resolved.program.forward.by_number.items()
         if counts[n]
     ]
-    return sorted(found, key=lambda item: -item.total_s)
+    return sorted(found, key=lambda item: item.outliers_s - item.total_s)
 
 
 def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:

@@ -144,10 +144,11 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _instructions(s: Summary) -> Table:
-    table = _table("Work", "phase", "count", "total", "mean", "share")
+    table = _table("Work", "phase", "count", "total", "median", "outliers", "share")
     for i in s.instructions:
         name = Text.assemble(("■ ", _STYLES[OperationFamily[i.family.upper()]]), i.name)
-        table.add_row(name, f"{i.count:,}", seconds(i.total_s), seconds(i.mean_s), percent(i.share))
+        far = f"{i.outliers:,}: {seconds(i.outliers_s)}" if i.outliers else ""
+        table.add_row(name, f"{i.count:,}", seconds(i.total_s), seconds(i.median_s), far, percent(i.share))
     return table
 
 

@@ -8,10 +8,12 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from ..machine import Machine
 from ..trace import IntervalKind
+from .outliers import Outliers
 from .places import Place, longest, ranked
 from .resolve import Resolved
-from .resources import ROOFLINE, Resource
+from .resources import ROOFLINE, Amounts, Resource, issue_seconds
 from .states import Pieces, State
 
 
@@ -19,7 +21,7 @@ class Cause(StrEnum):
     """What a bar is made of."""
 
     LEAST = "least"  # the time at the peak of the resource that bounds any program
-    RESOURCE = "resource"  # what the peak of another resource needs beyond that
+    RESOURCE = "resource"  # what another resource needs beyond that: the cache's peak, the warps that issue
     WORK = "work"
     WAIT = "wait"
     IDLE = "idle"
@@ -39,8 +41,9 @@ class Bar:
 class Waterfall:
     """`bars` add up to the step. `least_s` is what the fastest machine with these peaks needs, bound by `bound`.
 
-    `times`: of each resource, the seconds that its peak needs on the rank that asks most of it. `beyond`: the least
-    time is more than the step, so the machine's description or the clock is wrong; then the first bar is the step.
+    `times`: of each resource, the seconds that its peak needs on the rank that asks most of it; of "issue", those in
+    which the busiest role of a rank's mean worker issues what its instructions need. `beyond`: the least time is more
+    than the step, so the machine's description or the clock is wrong; then the first bar is the step.
     """
 
     least_s: float
@@ -56,14 +59,16 @@ def waterfall(
     used: list[Resource],
     causes: NDArray[np.int64],
     names: list[str],
+    outliers: Outliers,
+    machine: Machine,
 ) -> Waterfall:
     """`causes`: of each piece that waits, an index into `names`; -1 for others. `used`: what `resources` gives.
 
     The mean worker's step is what it computes and, beside that, stores, loads, waits and idles. Of what it computes the
     least time is the first part; a resource that needs more than that is the next; the rest is work that was slower
-    than every limit. If loads or sends go on while workers wait, the least time is more than what is computed: then of
-    the waits, and of all else beside computing, only that part is lost which the least time does not need, the same
-    share of each.
+    than every limit, where what outliers took beyond their phase's median is a bar of its own. If loads or sends go on
+    while workers wait, the least time is more than what is computed: then of the waits, and of all else beside
+    computing, only that part is lost which the least time does not need, the same share of each.
     """
     first, last = resolved.launch_spans()
     tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
@@ -77,9 +82,13 @@ def waterfall(
     length = (resolved.end - resolved.begin)[rows].astype(np.float64)
     bars = [Bar(bound, Cause.LEAST, at_least, ranked(resolved, rows, length))]
     reached = at_least
+    issue, busiest = _issue(resolved, rows, machine)
+    if busiest > 0:
+        times["issue"] = busiest
     for name, needed in times.items():
         if name not in ROOFLINE and min(needed, step) > reached:
-            bars.append(Bar(name, Cause.RESOURCE, min(needed, step) - reached, bars[0].places))
+            places = ranked(resolved, rows, issue) if name == "issue" else bars[0].places
+            bars.append(Bar(name, Cause.RESOURCE, min(needed, step) - reached, places))
             reached = min(needed, step)
 
     def mean_s(chosen: NDArray[np.bool_]) -> float:
@@ -87,8 +96,12 @@ def waterfall(
 
     computed = mean_s(compute)
     if computed > reached:
-        places = ranked(resolved, rows, length - _typical(resolved.number[rows], length))
-        bars.append(Bar("work slower than its limits", Cause.WORK, computed - reached, places))
+        slower, far = outliers.beyond(resolved)[rows], outliers.chosen[rows]
+        beyond = min(float(slower[far].sum()) / lanes * tick, computed - reached)
+        if beyond > 0:
+            bars.append(Bar("outliers", Cause.WORK, beyond, ranked(resolved, rows[far], slower[far])))
+        places = ranked(resolved, rows[~far], slower[~far])
+        bars.append(Bar("work slower than its limits", Cause.WORK, computed - reached - beyond, places))
     others = [("stores", Cause.WORK, pieces.of(State.STORE)), ("loads", Cause.WORK, pieces.of(State.LOAD))]
     waits = [(f"waits for {name}", Cause.WAIT, causes == number) for number, name in enumerate(names)]
     waits.sort(key=lambda wait: -int(pieces.length[wait[2]].sum()))
@@ -103,9 +116,12 @@ def waterfall(
     return Waterfall(least, bound, least > step, times, bars)
 
 
-def _typical(number: NDArray[np.int32], length: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each interval, the median length of its phase."""
-    result = np.zeros(len(length))
-    for one in np.unique(number):
-        result[number == one] = np.median(length[number == one])
-    return result
+def _issue(resolved: Resolved, rows: NDArray[np.int64], machine: Machine) -> tuple[Amounts, float]:
+    """Seconds that the intervals `rows` take to issue, and per launch those of the busiest role of a rank's mean
+    worker."""
+    seconds = issue_seconds(resolved.program, machine)[resolved.record[rows]]
+    once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals
+    rank = resolved.rows["rank"][rows[once]]
+    of_ranks = [np.bincount(rank, role[once], minlength=1) for role in seconds.T]
+    workers = resolved.program.workers * resolved.launches
+    return seconds.max(axis=1), float(np.max(of_ranks)) / workers

@@ -44,8 +44,8 @@ from ...isa.loads import region_reads
 from ...isa.pages import WARPGROUP_ROWS, ahead_columns, chunk_output_pages, dot_input_pages
 from ...isa.record import Records
 from ...program import SEGMENTS, Program
+from ...program.issue import matmul_issue, sample_steps
 from .costs import Costs
-from .issue import matmul_issue
 from .native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
@@ -231,7 +231,7 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
         weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
         if costs.issue and phase.operation is Operation.SAMPLE:
             # As many logits are added as are under way meanwhile.
-            steps = np.ceil(dims.vocab / costs.issue.sample_entries)
+            steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)

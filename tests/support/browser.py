@@ -43,6 +43,9 @@ class Browser:
         chrome = {"binary": binary, "args": flags}
         wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        # The page's own size: a window has a frame, and none is narrower than 500 pixels.
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._do("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

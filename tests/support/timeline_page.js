@@ -10,6 +10,13 @@ window.timeline = {
   select: choose,
   /** Scroll the row of an interval to the middle. */
   showRow: (i) => scrollRows(rowY(rowOf(i)) + rowOf(i).h / 2 - (rowsTop() + size.h) / 2),
+  scroll: (pixels) => { view.scroll = 0; scrollRows(pixels * size.k); },
+  /** When a layer, or a phase in it, was computed. */
+  block(name, phase) {
+    const shade = meta.phases.findIndex((p) => p.name === phase);
+    const { t0, t1 } = [...blocksOf({ s: sources[0], shade }, -Infinity, Infinity)].find((b) => b.name === name);
+    return [t0 * meta.unit_s, t1 * meta.unit_s];
+  },
   selected: () => selected,
   find,
   frameMs: () => { const started = performance.now(); draw(); return performance.now() - started; },

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import handmade
 import pytest
 import synthetic
+from compiled import compiled as small_compiled
 from cpu_support import DIMS, RandomCheckpoint
 from runner import Piece, Runner
 from simulated import step_of
@@ -27,7 +29,9 @@ from megakernel import machine as machines
 from megakernel.isa import MAX_PHASES, Operation, cost, loads
 from megakernel.isa.link import link_bytes_each
 from megakernel.isa.record import counter_word as word
+from megakernel.model import ModelConfig
 from megakernel.program import Program
+from megakernel.program.issue import issued
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import write_html
@@ -113,6 +117,18 @@ def queued(queue: str, tp: int) -> tuple[Program, Trace]:
     return program, done.trace
 
 
+def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
+    """A compiled step on a few SMs of an H100, through the ring of pages: of dots for few rows, of matrix units."""
+    config = ModelConfig(
+        vocab=2048, hidden=1024, ffn=2048, layers=2, heads=8, kv_heads=4, head_dim=128, max_context=256
+    )
+    h100 = replace(machines.load("h100"), workers=4)
+    program = small_compiled(config, h100, tokens, tp=tp, max_context=256)
+    done = simulate(program, h100, step_of(program), costs=costs_of(h100), trace=True)
+    assert done.trace is not None
+    return program, done.trace
+
+
 def twice() -> tuple[Program, Trace]:
     """Two launches in one trace, the second later and half as fast."""
     program, trace = synthetic.node(2, 3, layers=1)
@@ -151,6 +167,8 @@ KINDS = {
     "two launches": twice,
     "attention queued": lambda: queued("attention", 2),
     "body queued": lambda: queued("body", 3),
+    "GPU decode": lambda: for_a_gpu(8, 1),
+    "GPU prefill": lambda: for_a_gpu(256, 2),
     "CPU decode": lambda: compiled(1, 1),
     "CPU prefill": lambda: compiled(1, 70),
     "CPU of two ranks": lambda: compiled(2, 40),
@@ -276,13 +294,64 @@ def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
     assert blocked == pytest.approx(whole, abs=1)
 
 
+def busiest_role(case: Case) -> float:
+    """Seconds per launch in which a role of a rank's mean worker issues what the instructions declare."""
+    machine = machines.MACHINES.get(case.program.machine)
+    if machine is None or machine.issue is None:
+        return 0.0
+    each: dict[tuple[int, int], Any] = {}
+    for segment in range(3):
+        for phase, dims, rows, columns in case.program.by_phase(segment):
+            roles = issued(phase, columns, dims, machine.issue)
+            for n, row in enumerate(rows.tolist()):
+                each[segment, row] = roles and (roles.weight_loader[n], roles.input_loader[n], roles.consumers[n])
+    total: Counter[tuple[int, int]] = Counter()
+    for row in {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}.values():
+        segment = 0 if row.layer == PROLOGUE else 2 if row.layer == EPILOGUE else 1
+        for role, seconds in enumerate(each.get((segment, row.number)) or ()):
+            total[row.rank, role] += seconds
+    return max(total.values(), default=0.0) / case.program.workers / len(launches(case))
+
+
+def test_the_time_to_issue_is_part_of_the_waterfall(case: Case) -> None:
+    fall, expected = case.summary["waterfall"], busiest_role(case)
+    assert fall["times"].get("issue", 0.0) == pytest.approx(expected, rel=1e-9)
+    assert bool(expected) == bool(case.program.dims.ring_pages)
+    before = min(max(t for n, t in fall["times"].items() if n != "issue"), case.summary["step_s"])
+    bar = sum(bar["seconds"] for bar in fall["bars"] if bar["name"] == "issue")
+    assert bar == pytest.approx(max(0.0, min(expected, case.summary["step_s"]) - before), abs=case.read.tick_s)
+
+
+def test_outliers_took_eight_times_the_median_of_their_phase(case: Case) -> None:
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for row in case.read.rows:
+        if row.kind == COMPUTE:
+            lengths[name(case.program, row)].append(row.end - row.begin)
+    late = 0.0
+    for i in case.summary["instructions"]:
+        usual = median(lengths[i["name"]] or [0])
+        far = [t - usual for t in lengths[i["name"]] if usual and t > 8 * usual]
+        late += sum(far)
+        assert i["median_s"] == pytest.approx(usual * case.read.tick_s) and i["outliers"] == len(far)
+        assert i["outliers_s"] == pytest.approx(sum(far) * case.read.tick_s, abs=case.read.tick_s / 2)
+    cost = [i["total_s"] - i["outliers_s"] for i in case.summary["instructions"]]
+    assert cost == sorted(cost, reverse=True)
+    bars = {bar["name"]: bar for bar in case.summary["waterfall"]["bars"]}
+    slower = sum(bar["seconds"] for bar in bars.values() if bar["name"] in ("outliers", "work slower than its limits"))
+    expected = min(late / len(lanes(case)) / len(launches(case)) * case.read.tick_s, slower)
+    assert bars.get("outliers", {"seconds": 0})["seconds"] == pytest.approx(expected, abs=case.read.tick_s)
+    for place in bars.get("outliers", {"places": []})["places"]:
+        row = case.read.rows[place["interval"]]
+        assert row.end - row.begin > 8 * median(lengths[name(case.program, row)])
+
+
 def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
     fall, s = case.summary["waterfall"], case.summary
     bars = fall["bars"]
     assert sum(bar["seconds"] for bar in bars) == pytest.approx(s["step_s"], abs=case.read.tick_s)
     assert all(bar["seconds"] >= 0 for bar in bars)
     assert bars[0]["kind"] == "least" and bars[0]["seconds"] == min(fall["least_s"], s["step_s"])
-    assert fall["least_s"] == max(t for n, t in fall["times"].items() if n != "cache")
+    assert fall["least_s"] == max(t for n, t in fall["times"].items() if n not in ("cache", "issue"))
     assert fall["beyond"] == (fall["least_s"] > s["step_s"])
     mean: Counter[int] = Counter()
     for rows in lanes(case).values():

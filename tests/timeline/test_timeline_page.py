@@ -251,19 +251,124 @@ def test_keys_alone_select_open_and_measure(driver: Browser, files: dict[str, Pa
     driver.keys(ESCAPE)
 
 
-def test_a_small_screen_shows_everything(files: dict[str, Path]) -> None:
+BOX = (
+    "const r = arguments[0].getBoundingClientRect();"
+    " return [r.left, r.right, r.top, r.bottom, innerWidth, innerHeight, document.documentElement.scrollWidth]"
+)
+
+
+@pytest.mark.parametrize("name", ["node", "pair", "limits"])
+def test_a_small_screen_shows_everything(files: dict[str, Path], name: str) -> None:
+    """At 390 pixels all buttons and all numbers lie within the page's width, and nothing needs to be moved sideways."""
     if reason := missing():
         pytest.skip(reason)
-    with browser(500, 844) as small:
-        small.open_timeline(files["node"])
-        for element in ("fit", "arrows", "path", "theme", "help", "search", "summary", "canvas"):
-            box = small.run(
-                "const r = document.getElementById(arguments[0]).getBoundingClientRect();"
-                " return [r.left, r.right, r.top, r.width, r.height, innerWidth, innerHeight]",
-                element,
-            )
-            left, right, top, width, height, wide, tall = box
-            assert 0 <= left < right <= wide and 0 <= top < tall and width > 20 and height > 15, element
+    with browser(390, 844) as small:
+        small.open_timeline(files[name])
+        header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
+        for n, element in enumerate(header):
+            find = f"const all = document.querySelectorAll('header > *, #canvas, aside'); arguments[0] = all[{n}];"
+            left, right, top, bottom, wide, tall, page = small.run(find + BOX, None)
+            assert (wide, tall, page) == (390, 844, 390)
+            assert 0 <= left < right <= wide and 0 <= top < bottom <= tall and bottom - top > 10, element
+        numbers = small.run(
+            "return [...document.querySelectorAll('.numbers b, .bars .value')].map((e) => { e.scrollIntoView();"
+            " const r = e.getBoundingClientRect(); return [e.innerText, r.left, r.right, r.width]; })"
+        )
+        assert len(numbers) > 20
+        for text, left, right, width in numbers:
+            assert text and 0 <= left < right <= 390 and width > 5, text
+        assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
+
+
+def test_the_header_of_a_rank_stays_while_its_workers_scroll(driver: Browser, files: dict[str, Path]) -> None:
+    driver.open_timeline(files["node"])
+    driver.keys("E]]]]]]")
+    rows = driver.run("return timeline.rows()")
+    second = next(r for r in rows[1:] if r["type"] == "rank")
+    assert second["y"] > 500
+    top, inside = rows[0]["y"], (second["y"] - rows[0]["y"]) / 2
+    driver.run("timeline.scroll(arguments[0])", inside)
+    shown = driver.run("timeline.frameMs(); return timeline.rows()")
+    assert shown[0]["y"] == top and shown[1]["y"] == pytest.approx(rows[1]["y"] - inside, abs=1)
+    driver.run("timeline.scroll(arguments[0])", second["y"] - top - rows[0]["height"] / 2)  # the next one pushes it out
+    shown = {r["text"]: r for r in driver.run("timeline.frameMs(); return timeline.rows()") if r["type"] == "rank"}
+    assert shown["rank 0"]["y"] == pytest.approx(top - rows[0]["height"] / 2, abs=1)
+    assert shown["rank 1"]["y"] == pytest.approx(top + rows[0]["height"] / 2, abs=1)
+    driver.run("timeline.scroll(arguments[0])", second["y"] - top + 2 * rows[1]["height"])
+    canvas = driver.run("return document.getElementById('canvas').getBoundingClientRect().top")
+    driver.click(40, canvas + top + 5)  # on what stays at the top: the second rank closes
+    assert [r["type"] for r in driver.run("return timeline.rows()")][-1] == "rank"
+
+
+def test_layers_unfold_and_lead_to_their_time(driver: Browser, files: dict[str, Path]) -> None:
+    p, t = synthetic.stalled()[:2]
+    r = resolve(p, t)
+    compute = r.kind(IntervalKind.COMPUTE)
+    driver.open_timeline(files["page"])
+    for layer in range(3):
+        here = compute & (r.segment == 1) & (r.rows["layer"] == layer)
+        expected = r.begin[here].min() * 1e-9, r.end[here].max() * 1e-9
+        assert driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") == pytest.approx(expected)
+        mine = here & (r.number == p.forward.by_name["attention"].number)
+        expected = r.begin[mine].min() * 1e-9, r.end[mine].max() * 1e-9
+        assert driver.run("return timeline.block(arguments[0], 'attention')", f"layer {layer}") == pytest.approx(
+            expected
+        )
+    top = driver.run("return timeline.rows()[0].y")
+    driver.keys("y")
+    assert driver.run("return timeline.rows()[0].y") > top + 60
+    driver.keys("y")
+    assert driver.run("return timeline.rows()[0].y") == top
+    driver.keys("iii")
+    begin, end = driver.run("return timeline.block('layer 1', '')")
+    margin = (end - begin) / 20
+    assert _range(driver) == pytest.approx((begin - margin, end + margin), abs=3e-9)
+    driver.keys("u")
+    begin, end = driver.run("return timeline.block('layer 0', '')")
+    assert _range(driver)[0] == pytest.approx(begin - (end - begin) / 20, abs=3e-9)
+
+
+def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) -> None:
+    """Tab comes to every button, link and field of the page in turn, with a ring around it; Enter is a click."""
+    driver.open_timeline(files["limits"])
+    driver.run("timeline.select(arguments[0])", 5)
+    which = "button, input, canvas[tabindex], a[href]"
+    wanted = driver.run(
+        f"window.all = [...document.querySelectorAll('{which}')].filter((e) => !e.closest('dialog:not([open])'));"
+        " document.activeElement?.blur(); return window.all.map((e) => e.title || e.innerText || e.id)"
+    )
+    assert len(wanted) > 30
+    reached: dict[int, str] = {}
+    for _ in range(2 * len(wanted)):
+        driver.keys("\ue004")
+        at, ring = driver.run(
+            "const e = document.activeElement;"
+            " return [window.all.indexOf(e), e === document.body ? '' : getComputedStyle(e).outlineStyle]"
+        )
+        if at >= 0:
+            reached.setdefault(at, ring)
+        if len(reached) == len(wanted):
+            break
+    assert [wanted[n] for n in range(len(wanted)) if n not in reached] == []
+    assert [wanted[n] for n, ring in reached.items() if ring in ("", "none")] == []
+    driver.run("document.querySelector('.waterfall [data-walk]').focus()")
+    driver.keys(ENTER)
+    assert "of" in _text(driver, "details") and driver.run("return timeline.selected()") >= 0
+    driver.keys("?")
+    assert driver.run("return document.getElementById('guide').open")
+    driver.keys(ESCAPE)
+    driver.keys("c")
+    assert driver.run("return document.getElementById('path').getAttribute('aria-pressed')") == "true"
+    driver.keys("c")
+
+
+def test_what_outliers_took_is_told_apart(page: Browser) -> None:
+    """A stalled instruction does not put its phase first among those that cost most."""
+    found = summarise(*synthetic.stalled()[:2]).instructions
+    late = next(i for i in found if i.outliers)
+    lines = page.run("return [...document.querySelectorAll('#summary .bars > button')].map((b) => b.innerText)")
+    assert any(late.name in line and "1 outlier" in line for line in lines)
+    assert found[0] is not late and max(found, key=lambda i: i.total_s - i.outliers_s) is found[0]
 
 
 def test_hover_help_and_theme(page: Browser) -> None:
@@ -395,9 +500,9 @@ def test_curves_are_those_of_the_summary(node: Browser) -> None:
         assert shown == pytest.approx(expected / resource.peak, rel=0.02, abs=1e-4)
     node.move(700, 150)
     assert "per rank" in _text(node, "tooltip")
-    before = _pixels(node, "--page")
+    before, top = _pixels(node, "--page"), node.run("return timeline.rows()[0].y")
     node.keys("g")
-    assert node.run("return timeline.rows()[0].y") < 90 and before != _pixels(node, "--page")
+    assert node.run("return timeline.rows()[0].y") < top - 100 and before != _pixels(node, "--page")
     node.keys("g")
 
 

@@ -84,7 +84,7 @@ function drawCurveLabels() {
   setFont(11 * k); ctx.textBaseline = "middle";
   tracks.forEach(({ r, name, top }, n) => {
     const y = trackY(n) + (CURVE_ROW / 2) * k, [t0, t1] = inTrace(sources[0]);
-    ctx.fillStyle = colours.text; ctx.textAlign = "left"; ctx.fillText(name, 14 * k, y);
+    ctx.fillStyle = colours.text; ctx.textAlign = "left"; ctx.fillText(name, 8 * k, y);
     ctx.textAlign = "right"; ctx.fillText(percent(meanRate(sources[0], r, t0, t1)), gutter() - 8 * k, y);
     ctx.fillStyle = colours.dim; ctx.textAlign = "right";
     setFont(9 * k);

@@ -37,8 +37,12 @@ function reveal(i) {
     const wide = Math.max(span, length[i] * 1.5);
     setView(middle - wide / 2, middle + wide / 2);
   }
-  const row = rowOf(i), y = rowY(row);
-  if (y < rowsTop()) scrollRows(y - rowsTop());
+  bringRow(rowOf(i));
+}
+/** Scroll as little as brings a row in sight, below its rank's header. */
+function bringRow(row) {
+  const top = rowsTop() + (row.header?.h ?? 0), y = rowsTop() + row.y - view.scroll;
+  if (y < top) scrollRows(y - top);
   else if (y + row.h > size.h) scrollRows(y + row.h - size.h);
 }
 function zoomTo(i) {
@@ -63,7 +67,7 @@ function toggleRow(row) {
   relay();
 }
 /** The row at a height of the canvas. */
-const rowUnder = (y) => (y < rowsTop() ? undefined : rowAt(y - rowsTop() + view.scroll));
+const rowUnder = (y) => (y < rowsTop() ? undefined : stuck && y < rowY(stuck) + stuck.h ? stuck : rowAt(y - rowsTop() + view.scroll));
 
 /** The interval at a point, or -1. */
 function hit(x, y) {
@@ -171,8 +175,8 @@ canvas.addEventListener("pointermove", (e) => {
   const now = hit(x, y);
   if (measure && !measure.done) { measure.b = moment(x, y); request(); }
   if (now !== hovered) { hovered = now; request(); }
-  canvas.style.cursor = x < gutter() && rowUnder(y)?.openable ? "pointer" : "";
-  tooltip(x / size.k, y / size.k, rowUnder(y), x >= gutter() ? trackAt(y) : -1);
+  canvas.style.cursor = (x < gutter() && rowUnder(y)?.openable) || layerLineAt(y) ? "pointer" : "";
+  tooltip(x / size.k, y / size.k, rowUnder(y), x >= gutter() ? trackAt(y) : -1, x >= gutter() ? layerLineAt(y) : undefined);
 });
 canvas.addEventListener("pointerup", (e) => {
   const [x, y] = position(e), row = rowUnder(y);
@@ -180,6 +184,10 @@ canvas.addEventListener("pointerup", (e) => {
     if (measure.a === measure.b) measure = null;
     measured();
     request();
+  } else if (drag && !drag.moved && !drag.brush && layerLineAt(y)) {
+    const block = x < gutter() ? null : blockAt(layerLineAt(y), toTime(x));
+    if (block) showBlock(block);
+    else if (x < gutter()) toggleLayers();
   } else if (drag && !drag.moved && !drag.brush) {
     if (row?.openable && (x < gutter() || row.type === "rank")) toggleRow(row);
     else select(hit(x, y));
@@ -187,7 +195,7 @@ canvas.addEventListener("pointerup", (e) => {
   drag = null;
   canvas.classList.remove("drag");
 });
-canvas.addEventListener("pointerleave", () => { hovered = -1; pointer = null; tooltip(0, 0, undefined, -1); request(); });
+canvas.addEventListener("pointerleave", () => { hovered = -1; pointer = null; tooltip(0, 0); request(); });
 canvas.addEventListener("dblclick", (e) => { const i = hit(...position(e)); if (i >= 0) zoomTo(i); });
 document.addEventListener("click", (e) => {
   const target = e.target.closest("[data-select], [data-find], [data-toggle], [data-walk]");
@@ -214,7 +222,7 @@ function neighbour(by) {
   if (at >= 0 && groupStart[g] + at < groupStart[g + 1]) choose(order[groupStart[g] + at]);
 }
 function firstInSight() {
-  const row = rows[cursor] ?? visibleRows()[0], l = row?.lane0 ?? 0;
+  const row = rows[cursor] ?? rowAt(view.scroll), l = row?.lane0 ?? 0;
   let best = -1;
   for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) {
     const i = order[n];
@@ -224,15 +232,13 @@ function firstInSight() {
 }
 /** Move the cursor among the rows. */
 function moveCursor(by) {
-  cursor = Math.min(Math.max(cursor < 0 ? rows.indexOf(visibleRows()[0]) : cursor + by, 0), rows.length - 1);
-  const y = rowY(rows[cursor]), h = rows[cursor].h;
-  if (y < rowsTop()) scrollRows(y - rowsTop());
-  else if (y + h > size.h) scrollRows(y + h - size.h);
+  cursor = Math.min(Math.max(cursor < 0 ? rows.indexOf(rowAt(view.scroll)) : cursor + by, 0), rows.length - 1);
+  bringRow(rows[cursor]);
   request();
 }
 /** The row that a key means: under the pointer, else at the cursor, else of the selection. */
 function rowAtHand() {
-  return (pointer && rowUnder(pointer[1])) || rows[cursor] || (selected >= 0 ? rowOf(selected) : visibleRows()[0]);
+  return (pointer && rowUnder(pointer[1])) || rows[cursor] || (selected >= 0 ? rowOf(selected) : rowAt(view.scroll));
 }
 /** Measure from the pointer; without one, the selected interval, whose edges are marked one after the other. */
 function markHere() {
@@ -249,6 +255,7 @@ const keys = {
   b: () => { if (selected >= 0 && twin[selected] >= 0) choose(twin[selected]); }, l: align,
   e: () => { const row = rowAtHand(); if (row?.openable) toggleRow(row); }, E: () => { openMore(); relay(); },
   "[": () => growRows(1 / 1.3), "]": () => growRows(1.3),
+  y: toggleLayers, u: () => stepLayer(-1), i: () => stepLayer(1),
   m: markHere, j: () => moveCursor(1), k: () => moveCursor(-1),
   p: () => { if (walking !== null) walk(walking, 1); }, P: () => { if (walking !== null) walk(walking, -1); },
   "/": () => $("search").focus(), "?": () => $("guide").showModal(),

@@ -78,7 +78,7 @@ function drawMeasure() {
   const x0 = Math.max(toX(a), gutter()), x1 = Math.min(toX(b), size.w);
   if (x1 < gutter() || x0 > size.w) return;
   ctx.fillStyle = colours.accent;
-  ctx.globalAlpha = 0.1; ctx.fillRect(x0, curvesTop(), x1 - x0, size.h - curvesTop()); ctx.globalAlpha = 1;
+  ctx.globalAlpha = 0.1; ctx.fillRect(x0, layersTop(), x1 - x0, size.h - layersTop()); ctx.globalAlpha = 1;
   for (const x of [x0, x1]) ctx.fillRect(Math.round(x) - k / 2, rulerTop() + 4 * k, k, size.h);
   setFont(12 * k, "600 "); ctx.textBaseline = "middle";
   const text = time(b - a, 4), wide = textWidth(text), y = rulerTop() + 13 * k;
@@ -97,7 +97,7 @@ function ticks() {
   return found;
 }
 function drawRuler() {
-  const k = size.k, y = rulerTop() + 12 * k, bottom = curvesTop() - 2 * k;
+  const k = size.k, y = rulerTop() + 12 * k, bottom = layersTop() - 2 * k;
   ctx.fillStyle = colours.panel; ctx.fillRect(0, 0, size.w, bottom);
   ctx.fillStyle = colours.line; ctx.fillRect(0, bottom, size.w, k);
   setFont(11 * k); ctx.textBaseline = "middle"; ctx.textAlign = "center";
@@ -122,9 +122,9 @@ function drawRowLabels(shown) {
   let free = -Infinity; // where the next label has room: rows may be thinner than letters
   for (const row of shown) {
     const y = rowY(row) + row.h / 2, x = (8 + row.depth * 9) * k, point = 12 * k;
-    if (y - point / 2 < free) continue;
-    free = y + point * 0.7;
     if (row.n === cursor) { ctx.fillStyle = colours.accent; ctx.fillRect(0, rowY(row), 3 * k, row.h); }
+    if (y - point / 2 < free) continue;
+    free = row === stuck ? rowY(row) + row.h : y + point * 0.7;
     if (row.openable && row.h >= 10 * k) triangle(x, y, row.isOpen);
     const bar = row.h >= 34 * k && row.role < 0;
     setFont(row.role < 0 ? point : 11 * k, row.type === "rank" ? "600 " : "");

@@ -2,12 +2,14 @@
 
 const canvas = $("canvas"), ctx = canvas.getContext("2d");
 const view = { t0: 0, t1: meta.span, scroll: 0 };
+let stuck = null, stuckY = 0; // the header of the first row in sight, which stays when it has scrolled away
 let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false;
 
 // -- geometry, in device pixels
-const gutter = () => Math.min(124 * size.k, size.w / 4), rulerTop = () => 48 * size.k, curvesTop = () => 74 * size.k;
+const gutter = () => Math.min(124 * size.k, size.w / 4), rulerTop = () => 48 * size.k, layersTop = () => 74 * size.k;
+const curvesTop = () => layersTop() + layersHeight();
 const rowsTop = () => curvesTop() + curvesHeight() + 4 * size.k;
-const rowY = (r) => rowsTop() + r.y - view.scroll;
+const rowY = (r) => rowsTop() + (r === stuck ? stuckY : r.y - view.scroll);
 const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
 const toX = (t) => gutter() + (t - view.t0) * scale();
 const toTime = (x) => view.t0 + (x - gutter()) / scale();
@@ -40,23 +42,32 @@ function draw() {
   base.pixels.fill(colours.page32);
   const shown = visibleRows(), labelled = [];
   paintGrid(shown);
+  paintLayers();
   paintCurves();
   for (const row of shown) paintRow(row, labelled);
+  const top = stuck ? rowY(stuck) + stuck.h : rowsTop();
+  if (stuck) {
+    fill(gutter(), rowY(stuck), size.w, top, colours.panel32);
+    paintRow(stuck, labelled);
+  }
   ctx.putImageData(base.image, 0, 0);
   ctx.save();
-  ctx.beginPath(); ctx.rect(gutter(), rowsTop(), size.w - gutter(), size.h - rowsTop()); ctx.clip();
+  ctx.beginPath(); ctx.rect(gutter(), top, size.w - gutter(), size.h - top); ctx.clip();
   for (const bar of labelled) drawText(bar.i, bar);
   drawOverlay();
   unclip();
-  drawRowLabels(shown);
+  drawRowLabels(stuck ? [stuck, ...shown] : shown);
+  drawLayerLabels();
   drawCurveLabels();
   drawRuler();
   drawOverview();
   drawMeasure();
 }
 function visibleRows() {
-  const found = [], end = view.scroll + size.h - rowsTop();
-  for (let n = rowAt(view.scroll)?.n ?? rows.length; n < rows.length && rows[n].y < end; n++) found.push(rows[n]);
+  const found = [], end = view.scroll + size.h - rowsTop(), first = rowAt(view.scroll);
+  stuck = first?.header ?? (first?.end && first.y < view.scroll ? first : null);
+  if (stuck) stuckY = Math.min(0, stuck.end - view.scroll - stuck.h);
+  for (let n = first?.n ?? rows.length; n < rows.length && rows[n].y < end; n++) if (rows[n] !== stuck) found.push(rows[n]);
   return found;
 }
 
@@ -88,7 +99,7 @@ function paintGrid(shown) {
     if (colour !== colours.page32) fill(gutter(), y, size.w, y + row.h, colour);
     bottom = Math.max(bottom, y + row.h);
   }
-  for (const t of ticks()) fill(toX(t), curvesTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, curvesTop());
+  for (const t of ticks()) fill(toX(t), layersTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, layersTop());
 }
 
 // Columns of one pixel, and of three for rows that are too thin to show more: there are many of those.

@@ -23,6 +23,12 @@ const bar = (name, value, parts, action) => {
   const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
   return action ? `<button ${action}>${cells}</button>` : cells;
 };
+/** A phase's share of all work; what its outliers took beyond the median stands apart. */
+function work(x, most) {
+  const far = x.outliers ? (x.share * x.outliers_s) / x.total_s : 0;
+  const value = x.outliers ? `${x.outliers.toLocaleString("en")} outlier${x.outliers > 1 ? "s" : ""} ${percent(far)} · ` : "";
+  return bar(x.name, value + percent(x.share), [[(x.share - far) / most, shadeOfName(x.name)], [far / most, colours.accent]], `data-find="${x.name}"`);
+}
 const shadeOfName = (name) => colours.shade[meta.phases.findIndex((phase) => phase.name === name)];
 
 function summary() {
@@ -53,7 +59,7 @@ function summaryOf(source) {
     ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, phase) ÷ time in which some worker computes") : ""}
     ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote, nothing computing ÷ (workers × step)")}</div>
     ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>${s.without_attention ? "<p>Without attention, whose work this trace does not tell.</p>" : ""}` : ""}
-    <h2>Work</h2><div class="bars">${s.instructions.map((x) => bar(x.name, percent(x.share), [[x.share / most, shadeOfName(x.name)]], `data-find="${x.name}"`)).join("")}</div>
+    <h2>Work</h2><div class="bars">${s.instructions.map((x) => work(x, most)).join("")}</div>
     <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]], walkTo(source, x.places, `${x.instruction} waits for ${x.cause}`))).join("")}</div>
     <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]], walkTo(source, longestLinks(source, n), `${n} on the critical path`))).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]], walkTo(source, longestGaps(source), "gaps of the critical path"))}</div>
     ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(source.lane0 + l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
@@ -84,7 +90,7 @@ const longestLinks = (source, name) => linkPlaces(source, source.summary.critica
 const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.links, (l) => l.begin_s - l.gap_s, (l) => l.begin_s);
 
 // -- how long the instructions of a phase take
-const spreads = new Map(), BINS = 24, OUTLIER = 8; // times the median
+const spreads = new Map(), BINS = 24;
 /** Of a trace's COMPUTE of a phase: the median, counts in bins of equal ratio, and a list of those far above the median. */
 function spreadOf(source, shade) {
   return remembered(spreads, `${source.lane0} ${shade}`, () => {
@@ -95,15 +101,15 @@ function spreadOf(source, shade) {
     const bin = (units) => Math.min(BINS - 1, Math.floor((BINS * Math.log(Math.max(units, low) / low)) / Math.log(high / low)));
     const bins = new Uint32Array(BINS);
     for (const i of own) bins[bin(length[i])]++;
-    const far = own.filter((i) => length[i] > OUTLIER * median).reverse();
+    const far = own.filter((i) => median && length[i] > meta.outlier * median).reverse();
     const at = (i) => ({ interval: i - source.first, begin_s: (begin[i] - source.shift) * meta.unit_s, end_s: (endOf(i) - source.shift) * meta.unit_s });
-    return { median, low, high, bin, bins, count: own.length, far: far.length, walk: walkTo(source, far.slice(0, WALKED).map(at), `${meta.phases[shade].name} above ${OUTLIER} × the median`) };
+    return { median, low, high, bin, bins, count: own.length, far: far.length, walk: walkTo(source, far.slice(0, WALKED).map(at), `${meta.phases[shade].name} above ${meta.outlier} × the median`) };
   });
 }
 function histogram(usual, units) {
   const most = Math.max(...usual.bins), mine = usual.bin(units);
   const bars = [...usual.bins].map((n, b) => `<i style="height:${n ? Math.max(2, (40 * n) / most) : 0}px;background:${b === mine ? colours.accent : colours.curve}"></i>`);
-  const far = usual.far ? `<button class="link" ${usual.walk}>${usual.far.toLocaleString("en")} above ${OUTLIER} × the median</button>` : `none above ${OUTLIER} × the median`;
+  const far = usual.far ? `<button class="link" ${usual.walk}>${usual.far.toLocaleString("en")} above ${meta.outlier} × the median</button>` : `none above ${meta.outlier} × the median`;
   return `<h2>${usual.count.toLocaleString("en")} of this phase</h2><div class="histogram">${bars.join("")}</div><p>${time(usual.low)} to ${time(usual.high)}, ${far}</p>`;
 }
 
@@ -204,8 +210,9 @@ function measured() {
   }).join("");
 }
 
-function tooltip(x, y, row, track) {
-  const tip = $("tooltip"), text = hovered >= 0 ? aboutInterval(hovered) : track >= 0 ? describeTrack(track, x * size.k) : row ? aboutColumn(row, x * size.k) : "";
+function tooltip(x, y, row, track = -1, line = undefined) {
+  const tip = $("tooltip"), at = x * size.k;
+  const text = hovered >= 0 ? aboutInterval(hovered) : track >= 0 ? describeTrack(track, at) : line ? aboutBlock(line, at) : row ? aboutColumn(row, at) : "";
   tip.hidden = !text;
   if (!text) return;
   tip.innerHTML = text;
@@ -217,6 +224,11 @@ function aboutInterval(i) {
   const values = operands(record[i]).map(([n, v]) => `${n} ${v}`).join(", ");
   const first = isWait(i) ? `${phaseOf(i).name} ${label(i)}` : label(i);
   return `<b>${escape(first)}</b> &nbsp;${time(length[i])}<small>${place(i)} · ${laneName(lane[i])}${role[i] ? ` · ${meta.roles[role[i]]}` : ""}${values ? ` · ${escape(values)}` : ""}</small>`;
+}
+/** A layer, or a phase in one. */
+function aboutBlock(line, x) {
+  const block = blockAt(line, toTime(x));
+  return block ? `<b>${block.name}</b> ${line.shade < 0 ? "" : escape(meta.phases[line.shade].name)} ${time(block.t1 - block.t0)}<small>from ${time(block.t0 - line.s.shift, 6)} to ${time(block.t1 - line.s.shift, 6)}</small>` : "";
 }
 /** What a row's workers do in one column of pixels. */
 function aboutColumn(row, x) {

@@ -52,8 +52,11 @@ function layRows(room, k) {
     for (let r = 0; r < most; r++) {
       for (const s of sources.filter((x) => r < x.ranks)) {
         const from = s.lane0 + r * s.workers, key = rankKey(s, r), isOpen = opened.has(key);
-        rows.push({ key, type: "rank", size: isOpen ? ROW.open : ROW.rank, source: s, lane0: from, lane1: from + s.workers, role: -1, depth: 0, text: `${s.letter} rank ${r}`.trim(), openable: true, isOpen });
-        if (isOpen) workers(s, from, from + s.workers);
+        const header = { key, type: "rank", size: isOpen ? ROW.open : ROW.rank, source: s, lane0: from, lane1: from + s.workers, role: -1, depth: 0, text: `${s.letter} rank ${r}`.trim(), openable: true, isOpen };
+        rows.push(header);
+        if (!isOpen) continue;
+        workers(s, from, from + s.workers);
+        for (let n = rows.indexOf(header) + 1; n < rows.length; n++) rows[n].header = header;
       }
     }
   } else {
@@ -67,6 +70,7 @@ function layRows(room, k) {
     r.h = Math.max(2, Math.round(Math.min(r.size.most * k, Math.floor(r.size.least * k * grow)) * rowScale));
     r.y = y;
     y += r.h;
+    if (r.header) r.header.end = y;
   }
   rowsHeight = y;
 }

@@ -1,4 +1,4 @@
-"""How long a worker's roles take to issue what a matmul needs, whatever memory and arithmetic units would allow."""
+"""How long a worker's roles take to issue an instruction, whatever memory and arithmetic units would allow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import Dims, Phase, Units, ceil_div, matmul_pages
-from ...isa.pages import CHUNK, DOT_PIECE, K_STEP, PIECES
-from ...isa.record import Column
-from ...machine import Issue
+from ..isa import Dims, Operation, Phase, Units, ceil_div, matmul_pages
+from ..isa.pages import CHUNK, DOT_PIECE, K_STEP, PIECES
+from ..isa.record import Column
+from ..machine import Issue
 
 Floats = NDArray[np.float64]
 
@@ -47,3 +47,20 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pages.inputs * input_page + pages.weights * issue.pass_page,
         np.asarray(consumers, np.float64),
     )
+
+
+def sample_steps(dims: Dims, issue: Issue) -> int:
+    """In which a sampling row adds its logits, as many as are under way at once."""
+    return ceil_div(dims.vocab, int(issue.sample_entries))
+
+
+def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
+    """Of a program's instructions; None where the machine's description does not say what they take."""
+    if not dims.ring_pages:
+        return None
+    if phase.is_matmul:
+        return matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)
+    if phase.operation is Operation.SAMPLE:
+        rows = columns["rows"].astype(np.float64)
+        return Roles(0 * rows, 0 * rows, rows * (sample_steps(dims, issue) * issue.sample_step))
+    return None

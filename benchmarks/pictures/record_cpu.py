@@ -1,0 +1,59 @@
+"""Pages of steps on this machine's CPU, of which benchmarks/pictures/timeline.py takes pictures.
+
+    python benchmarks/pictures/record_cpu.py FOLDER
+
+Writes decode.html and prefill.html with `megakernel timeline`, and speculation.html of a step in which proposed tokens
+of a passage that repeats are verified. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "speed"))
+
+from speculation import TEXTS
+
+from megakernel import LLM, SamplingParams
+from megakernel.cli import main as megakernel
+from megakernel.serving.engine import Step
+
+MODEL, TOKENS = "smollm2-135m", 64
+
+
+def verifying_step(speculate: int = 7) -> Step:
+    """Of the steps that verify proposed tokens, one of the usual program and of the median time."""
+    prompt, sampling = TEXTS["repeats"]
+    params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True)
+    with LLM(MODEL, backend="cpu", max_context=2048, max_seqs=1, speculate=speculate) as llm:
+        ids = llm.chat_ids([{"role": "user", "content": prompt}])
+        llm.generate([ids], params)  # caches and threads are warm afterwards
+        llm.engine.reset_prefix_cache()
+        request, steps = llm.engine.add(ids, params), []
+        while not request.done:
+            steps.append(llm.engine.step(trace=True))
+    verified = [step for step in steps if step.logit_rows > 1 and step.output.trace]
+    usual = Counter(step.program.hash for step in verified).most_common(1)[0][0]
+    found = sorted((step for step in verified if step.program.hash == usual), key=lambda step: step.output.seconds)
+    return found[len(found) // 2]
+
+
+def main() -> None:
+    (name,) = sys.argv[1:] or sys.exit(__doc__)
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    traced = ["timeline", "--model", MODEL, "--backend", "cpu"]
+    megakernel([*traced, "--phase", "prefill", "--prompt-tokens", "512", "-o", str(folder / "prefill.html")])
+    megakernel([*traced, "--phase", "decode", "-o", str(folder / "decode.html")])
+    step = verifying_step()
+    files = [folder / "speculation.program", folder / "speculation.trace"]
+    step.program.save(files[0])
+    if step.output.trace:
+        step.output.trace.save(files[1])
+    megakernel(["timeline", *map(str, files), "-o", str(folder / "speculation.html")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Instructions that took far longer than the others of their phase, as one does that the system interrupts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..isa import MAX_PHASES
+from ..trace import IntervalKind
+from .resolve import Resolved
+
+FAR = 8  # times the median of the phase
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """`median`: by phase number the median length in ticks of its COMPUTE, 0 without any. `chosen`: which intervals are
+    a COMPUTE that took more than FAR times that."""
+
+    median: NDArray[np.float64]
+    chosen: NDArray[np.bool_]
+
+    def beyond(self, resolved: Resolved) -> NDArray[np.float64]:
+        """Ticks that each interval took beyond the median of its phase."""
+        ticks: NDArray[np.float64] = resolved.end - resolved.begin - self.median[resolved.number]
+        return ticks
+
+
+def outliers(resolved: Resolved) -> Outliers:
+    compute = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE))
+    length, number = (resolved.end - resolved.begin)[compute], resolved.number[compute]
+    median = np.zeros(MAX_PHASES + 1)
+    for one in np.unique(number):
+        median[one] = np.median(length[number == one])
+    chosen = np.zeros(len(resolved), dtype=bool)
+    chosen[compute] = (length > FAR * median[number]) & (median[number] > 0)
+    return Outliers(median, chosen)
