@@ -1,6 +1,6 @@
 """Does any file crash its readers? Changes files of every kind at random, and reads each in a child process.
 
-    python benchmarks/correctness/hostile_files.py --count 8000 -o benchmarks/results/hostile-files.json
+    python benchmarks/correctness/hostile_files.py --count 11000 -o benchmarks/results/hostile-files.json
 
 A mutant follows from its kind and number alone: `--kind traces --first 17 --count 1` makes one again. Every reader must
 take it or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def sanitized() -> int:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--count", type=int, default=1000, help="mutants of each kind (default: 1000)")
+    parser.add_argument("--count", type=int, default=1000, help="mutants of each kind (default: 1000), of templates a tenth")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
     parser.add_argument("--sanitized", action="store_true", help="with sanitizers in the native library")
     args = parser.parse_args()
@@ -61,12 +62,15 @@ def main() -> int:
         return sanitized()
     hostile_files.good_programs()  # before children are made
     found: dict[str, dict[str, int]] = {}
+    mutants: dict[str, int] = {}
     failures = []
-    seeds = range(args.first, args.first + args.count)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind in args.kind or KINDS:
             counts: Counter[str] = Counter()
+            mutants[kind] = max(1, round(args.count * KINDS[kind].share))
+            seeds = range(args.first, args.first + mutants[kind])
             for seed, stages in try_mutants(kind, KINDS[kind], seeds, folder):
                 counts.update(f"{r}: {outcome if outcome in FINE else 'failed'}" for r, outcome in stages.items())
                 bad = {reader: outcome for reader, outcome in stages.items() if outcome not in FINE}
@@ -76,9 +80,21 @@ def main() -> int:
                     print(f"{kind} {seed}: {bad}; enough is {changes[:8]}", flush=True)
             found[kind] = dict(sorted(counts.items()))
             lines = (f"{count:6} {what}" for what, count in found[kind].items())
-            print(f"{kind}: {args.count} mutants", *lines, sep="\n  ", flush=True)
+            print(f"{kind}: {mutants[kind]} mutants", *lines, sep="\n  ", flush=True)
     library = "sanitized" if "LD_PRELOAD" in os.environ else "as installed"
-    write(args.output, {"mutants_of_each_kind": args.count, "library": library, "readers": found, "failures": failures})
+    processor_seconds = sum(os.times()[:4])
+    write(
+        args.output,
+        {
+            "mutants": sum(mutants.values()),
+            "of_each_kind": mutants,
+            "library": library,
+            "seconds": round(time.monotonic() - begin),
+            "processor_seconds": round(processor_seconds),
+            "readers": found,
+            "failures": failures,
+        },
+    )
     return 1 if failures else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -45,6 +45,8 @@ class Gate:
             return
         headers = dict(scope["headers"])
         scope[_DIRECT] = send
+        if headers.keys() & {b"content-length", b"transfer-encoding"}:
+            receive, send = _answered_to_the_end(receive, send)
         try:
             self._access.check(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"] in self._takes_body:
@@ -100,15 +102,40 @@ class Gate:
     def _admit(self, size: int, more: int) -> None:
         """Raises a 413 for a body of `size` bytes that is too large, a 503 where nobody may send `more` bytes now."""
         if size > self._max_body:
-            raise APIError(
-                413, f"the body is larger than {self._max_body} bytes: send less", headers={"Connection": "close"}
-            )
+            raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
             raise APIError(
                 503,
                 f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later",
-                headers={"Connection": "close", "Retry-After": "5"},
+                headers={"Retry-After": "5"},
             )
+
+
+def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Both as they are, but an answer does not end before the body has come, or the time for that is over.
+
+    A connection that is closed while its client still sends is reset, and then the client never reads the answer. What
+    still comes is dropped.
+    """
+    more = True
+
+    async def receive_and_look() -> Message:
+        nonlocal more
+        message = await receive()
+        more = message.get("more_body", False)
+        return message
+
+    async def send_and_drop(message: Message) -> None:
+        if more and message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BODY_SECONDS):
+                    while more:
+                        await receive_and_look()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return receive_and_look, send_and_drop
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

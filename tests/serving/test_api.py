@@ -376,8 +376,8 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
 def test_limits(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.01, max_body=1000, max_waiting=3) as small:
         for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks
-            status, headers, data = small.request("POST", COMPLETIONS, body)
-            assert (status, headers["connection"]) == (413, "close")
+            status, _, data = small.request("POST", COMPLETIONS, body)
+            assert status == 413
             assert error_of(data)["message"] == "the body is larger than 1000 bytes: send less"
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
         error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]

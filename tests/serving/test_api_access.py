@@ -15,7 +15,7 @@ import pytest
 from api_support import Live, serving, until
 
 from megakernel import LLM
-from megakernel.serving.api import limits
+from megakernel.serving.api import http, limits
 from megakernel.serving.api.access import Access, local_names
 from megakernel.serving.api.limits import MAX_MESSAGES, MAX_PARTS, MAX_VALUES, has_more_values, max_values
 
@@ -153,6 +153,7 @@ def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
 
 def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.5)
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"23GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -161,6 +162,18 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"2")
         sock.makefile("rb").read()  # ends, because the rest does not come
+
+
+@pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
+def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
+    """More than the sockets hold comes behind the answer, on a connection that ends with it."""
+    head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
+    with begun(live, head) as sock:
+        assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())
+        for _ in range(40):
+            sock.sendall(b"x" * 1_000_000)
+        answer = sock.makefile("rb").read()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
 
 
 def test_all_bodies_share_one_budget(llm: LLM) -> None:

@@ -310,6 +310,7 @@ KINDS = {
     "safetensors": Kind(_safetensors, lambda path, mutant: _weights(str(_folder(path)))),
     "tokenizer.json": Kind(_tokenizer, lambda path, mutant: _text_of(str(_folder(path)))),
     "tokenizer_config.json": Kind(_tokenizer_config, lambda path, mutant: _text_of(str(_folder(path)), chat=True)),
-    "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True)),
+    # Many compute until their time is over.
+    "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.1),
     "GGUF": Kind(_gguf, _read_gguf),
 }
