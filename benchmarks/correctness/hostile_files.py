@@ -54,7 +54,9 @@ def sanitized() -> int:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--count", type=int, default=1000, help="mutants of each kind (default: 1000), of templates a tenth")
+    parser.add_argument(
+        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), a tenth of templates"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
     parser.add_argument("--sanitized", action="store_true", help="with sanitizers in the native library")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access import Access
 from .errors import APIError, as_api_error
-from .limits import BODY_SECONDS, Limits, has_more_values
+from .limits import BODY_SECONDS, LARGE_BODY, TURNS, Limits, has_more_values
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Gate:
         self._max_body, self._max_values = limits.max_body, max_values
         self._max_bodies = max(limits.max_bodies, limits.max_body)
         self._held = 0  # bytes of all bodies
+        self._large = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,6 +64,10 @@ class Gate:
         body = await self._read(headers, receive)
         size = len(body)
         try:
+            if size > LARGE_BODY:
+                async with self._large:  # one by one
+                    for _ in range(TURNS):
+                        await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
                 raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
             messages = [{"type": "http.request", "body": body, "more_body": False}]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BODY_SECONDS = 60.0  # A slow client may hold its share of the memory for bodies no longer.
+LARGE_BODY = 1 << 18  # bytes; to parse more than that takes milliseconds, and others have their turn before each.
+TURNS = 4  # of the event loop, in which a short request on a new connection is answered
 MAX_PROMPTS = 2048  # Each prompt of a request has a queue entry of its own.
 MAX_MESSAGES = 2048  # A template walks over every message in Python.
 MAX_PARTS = 1024  # The parts of a message are joined in Python.

@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import APIError
 
 _MOST_HEAD = 1 << 16  # bytes
+_FIELD = 32  # bytes that a header counts beside its own, as in HTTP/2: short ones take as long as others
 
 
 class _HeadTooLarge(Exception):
@@ -39,23 +40,23 @@ class Protocol(HttpToolsProtocol):
             waiting.cancel()
 
     def on_url(self, url: bytes) -> None:
-        self._count(url)
+        self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name, value)
+        self._count(len(name) + len(value) + _FIELD)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()  # raises where the target is none; then there is no request
         self._in_head, self._head = False, 0
-        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
 
-    def _count(self, *parts: bytes) -> None:
-        self._head += sum(map(len, parts))
+    def _count(self, size: int) -> None:
+        self._head += size
         if self._head > _MOST_HEAD:
             raise _HeadTooLarge
 

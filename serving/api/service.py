@@ -21,7 +21,7 @@ from ..sampling import SamplingParams
 from ..seam import Description
 from .access import Access
 from .answers import Answers
-from .errors import APIError, shortened
+from .errors import APIError, quoted
 from .http import EventStream, event
 from .limits import Limits, max_values
 from .metrics import Metrics
@@ -73,7 +73,7 @@ class Service:
         if name not in self.names:
             raise APIError(
                 404,
-                f"the model {shortened(repr(name))} is not served here: known are {', '.join(self.names)}",
+                f"the model {quoted(name)} is not served here: known are {', '.join(self.names)}",
                 param="model",
             )
         return name

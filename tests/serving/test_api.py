@@ -292,7 +292,7 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "need stream=true"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "each of 1 to 1024 characters"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "at most 0 characters"),
-        (COMPLETIONS, {"prompt": "a", "top_k": "y" * 500}, "top_k", "(502 characters)"),
+        (COMPLETIONS, {"prompt": "a", "top_k": "y" * 500}, "top_k", "(500 characters)"),
         (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature", "finite number"),
         (COMPLETIONS, b'{"prompt": "\\ud800"}', "prompt", "must be text"),
         (COMPLETIONS, b'{"prompt": ', None, "the body is not JSON: Expecting value at character 11"),
@@ -408,6 +408,22 @@ def said(live: Live, sent: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
         sock.sendall(sent)
         return sock.makefile("rb").read()
+
+
+def test_a_target_that_is_none_is_answered(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    assert said(live, b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert caplog.records == []  # nobody can fill the log
+
+
+def test_many_short_headers_are_a_large_head(live: Live) -> None:
+    head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"X: y\r\n" * 3000 + b"\r\n"
+    assert said(live, head).startswith(b"HTTP/1.1 400 ")
+    assert said(live, head.replace(b"X: y\r\n" * 2000, b"")).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_long_value_is_repeated_in_part(live: Live) -> None:
+    error = live.post(COMPLETIONS, {"prompt": "x", "n": "5" * 5000}, 400)["error"]["message"]
+    assert error.endswith(f"not '{'5' * 120}'... (5000 characters)")
 
 
 def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

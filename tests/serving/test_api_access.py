@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from api_support import Live, serving, until
+from starlette.types import Message, Receive, Scope, Send
 
 from megakernel import LLM
 from megakernel.serving.api import http, limits
@@ -194,6 +196,32 @@ def test_all_bodies_share_one_budget(llm: LLM) -> None:
             until(lambda: small.request("POST", TOKENIZE, body)[0] == 200)
             assert small.request("POST", TOKENIZE, b"{".ljust(1000))[0] == 400
         first.close()
+
+
+def test_others_have_their_turn_between_large_bodies() -> None:
+    """Three arrive at once. The application parses one in a go, and the event loop goes round before the next."""
+    rounds, begun = 0, list[int]()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(rounds)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b" " * (http.LARGE_BODY + 1), "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    async def post() -> None:
+        gate = http.Gate(application, access=Access(), limits=limits.Limits(), max_values=9, takes_body={TOKENIZE})
+        scope = {"type": "http", "method": "POST", "path": TOKENIZE, "headers": []}
+        clients = asyncio.gather(*(gate(scope, receive, send) for _ in range(3)))
+        nonlocal rounds
+        while not clients.done():
+            await asyncio.sleep(0)
+            rounds += 1
+
+    asyncio.run(post())
+    assert len(begun) == 3 and min(np.diff(begun)) >= http.TURNS
 
 
 def test_values_are_counted_without_parsing() -> None:
