@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .access import Access
 from .errors import APIError, as_api_error
 from .limits import BODY_SECONDS, LARGE_BODY, TURNS, Limits, has_more_values
+from .turns import CLIENT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         scope[_DIRECT] = send
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
         try:

@@ -288,8 +288,8 @@ def _read_machine(path: Path, mutant: Mutant) -> Iterator[Stage]:
 
 
 KINDS = {
-    "program files": Kind(_program, _read_program),
-    "programs in memory": Kind(_object, lambda _, mutant: _uses(*mutant.context)),
-    "traces": Kind(_trace, _read_trace),
     "machine files": Kind(_machine, _read_machine),
+    "traces": Kind(_trace, _read_trace, share=0.5),
+    "program files": Kind(_program, _read_program, share=0.3),
+    "programs in memory": Kind(_object, lambda _, mutant: _uses(*mutant.context), share=0.15),
 }

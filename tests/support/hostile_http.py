@@ -24,8 +24,8 @@ BODIES: dict[str, list[Any]] = {
 }
 PATHS = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/", "/roofline", "/timeline", *BODIES]
 _PATHS = [
-    "*", "//", "/../../etc/passwd", "/v1/models/%00", "/v1/models/" + "%ff" * 99, "/v1/models/" + "x" * 60_000, "/%", "?",
-    "http://other.example/health", "/health/", "/health?x=" + "y" * 30_000, "/tokenize#x", "/\u00e9", "/v1/models/\x1b[2J",
+    "*", "//", "/../../etc/passwd", "/v1/models/%00", "/v1/models/" + "%ff" * 99, "/v1/models/" + "x" * 60_000, "/%",
+    "http://other.example/health", "/health/", "/health?x=" + "y" * 30_000, "/tokenize#x", "/\u00e9", "?", "/\x1b[2J",
 ]  # fmt: skip
 _METHODS = ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "get", "FOO", "PRI", "", "POST"]
 _HEADERS = [
@@ -34,7 +34,7 @@ _HEADERS = [
     "Transfer-Encoding: gzip, chunked", "Transfer-Encoding: x", "Transfer-Encoding: chunked\r\nContent-Length: 3",
     "Expect: 100-continue", "Expect: x", "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x",
     "Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: x", "Connection: keep-alive, close",
-    "Content-Type: text/plain", "Content-Type: multipart/form-data; boundary=x", "Content-Type: application/json; q=\u00e9",
+    "Content-Type: text/plain", "Content-Type: multipart/form-data; boundary=x", "Content-Type: a/b; q=\u00e9",
     "Content-Encoding: gzip", "Host: evil.example", "Host: ", "Host: [::1", "Host: a\r\nHost: b", "Origin: null",
     "Authorization: Basic *", "Authorization: Bearer", "Authorization: " + "x" * 20_000, "Cookie: " + "y" * 70_000,
     "X: \x00", "X\x00: y", " folded: x", "X: a\r\n b", "no colon", ": no name", "Range: bytes=0-1", "Accept: x/y",
@@ -42,8 +42,8 @@ _HEADERS = [
 ]  # fmt: skip
 _LINES = [
     b"hello\r\n\r\n", b"\r\n" * 1000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x80" * 500, b"\0" * 2000,
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
-    b"GET /health HTTP/1.1\n\n", b"GET /health HTTP/1.1\r\r\n\r\n", b"GET  /health  HTTP/1.1\r\n\r\n", b"POST",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n", b"POST",
+    b"GET /health HTTP/1.1\n\n", b"GET /health HTTP/1.1\r\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 200, b"GET /" + b"x" * 200_000, b"X: y\r\n" * 20_000,
     b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"Y" * 100_000,
 ]  # fmt: skip

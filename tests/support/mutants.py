@@ -51,7 +51,7 @@ class Mutant:
 class Kind:
     """How mutants are made of a generator and a number, and what is done with one: each stage by itself.
 
-    `share` is how many are tried where one of each other kind is: fewer of a kind that takes long.
+    `share` says how many are tried beside those of a kind that is read in a millisecond: fewer of what takes longer.
     """
 
     make: Callable[[Rng, int], Mutant]
