@@ -166,6 +166,14 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
         sock.makefile("rb").read()  # ends, because the rest does not come
 
 
+def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
+    """One that only shuts down its sending side looks the same, and gets no answer. Nothing is generated for either."""
+    with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+        until(live.at_rest)
+
+
 @pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
 def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
     """More than the sockets hold comes behind the answer, on a connection that ends with it."""

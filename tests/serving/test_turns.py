@@ -59,9 +59,11 @@ def test_a_client_leaves_a_thread_for_the_others() -> None:
         turns, gate = Turns(3), threading.Event()
         greedy = [ask(turns, "greedy", gate.wait) for _ in range(5)]
         await settle()
-        assert await ask(turns, "other", lambda: 7) == 7
-        assert not any(task.done() for task in greedy)
-        gate.set()
+        try:
+            assert await asyncio.wait_for(ask(turns, "other", lambda: 7), 10) == 7
+            assert not any(task.done() for task in greedy)
+        finally:
+            gate.set()
         await asyncio.gather(*greedy)
         assert turns._free == 3 and not turns._running and not turns._waiting
 
@@ -121,8 +123,10 @@ def test_a_server_encodes_in_turn_by_address(model: str, monkeypatch: pytest.Mon
         greedy = [live.send("/tokenize", {"prompt": "slow"}) for _ in range(9)]
         for _ in range(3):
             assert begun.acquire(timeout=30)
-        assert _tokenize_from("127.0.0.9", live) == 200
-        gate.set()
+        try:
+            assert _tokenize_from("127.0.0.9", live) == 200
+        finally:
+            gate.set()
         for sock in greedy:
             assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
             sock.close()
