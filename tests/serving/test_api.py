@@ -439,6 +439,13 @@ def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
         assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
 
 
+def test_an_answer_may_take_longer_than_the_next_head(llm: LLM, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(llm, live, 0.01) as slow:
+        monkeypatch.setattr(slow.server.config, "timeout_keep_alive", 0.2)
+        assert "".join(e["choices"][0]["text"] for e in slow.events(COMPLETIONS, {**LONG, "max_tokens": 60}))
+        assert slow.post(COMPLETIONS, {**LONG, "max_tokens": 60})["usage"]["completion_tokens"] == 60
+
+
 @pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"])
 def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
     head, _, body = said(live, sent).partition(b"\r\n\r\n")
