@@ -125,7 +125,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("max num batched tokens", "tokens that one step computes at most", "512", "--max-num-batched-tokens"),
         Setting(
             "max queued requests",
-            "sequences that may wait for their first step; more are turned away with 503",
+            "sequences of one client that may wait for their first step; more are turned away with 503",
             "65536",
             "--max-queued-requests",
         ),

@@ -9,7 +9,6 @@ up its own and waits again with the tokens it has generated; what it computes ag
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from .counts import Counts
 from .pages import PagePool
 from .request import Request, Sequence
 from .slots import Slots
+from .waiting import Waiting
 
 SCORED_ROWS = 64  # logit rows that prompt scoring may fill; each holds a whole vocabulary
 
@@ -43,7 +43,7 @@ class Batch:
     """Sequences of `dims.max_seqs` slots on a pool of `pages` KV pages, at most `step_tokens` tokens a step."""
 
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.waiting = Waiting()
         self.slots = Slots(dims)
         self.counts = Counts()  # the engine's, who knows the outcome of steps
         self._max_seqs, self._page = dims.max_seqs, dims.kv_page
@@ -74,7 +74,7 @@ class Batch:
     def add(self, request: Request) -> None:
         """Queue a request's choices; the others after the first where its prompt's pages may be shared."""
         now = len(request.choices) if len(request.prompt_ids) <= self._page else 1  # nothing to share: all at once
-        self.waiting.update(dict.fromkeys(request.choices[:now]))
+        self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 
     def pages_for(self, tokens: int) -> int:
@@ -107,7 +107,7 @@ class Batch:
         elif sequence in sequence.request.held:
             sequence.request.held.remove(sequence)
         else:
-            self.waiting.pop(sequence, None)
+            self.waiting.remove(sequence)
         if sequence.choice == 0:
             self.unhold(sequence.request)
 
@@ -136,7 +136,7 @@ class Batch:
     def unhold(self, request: Request) -> None:
         """The first choice has computed the prompt (or ended): the others come next."""
         for sequence in reversed(request.held):
-            self._push(sequence)
+            self.waiting.push(sequence)
         request.held = []
         slot = request.choices[0].slot
         if slot >= 0:
@@ -195,10 +195,10 @@ class Batch:
         """Back to the head of the queue, with the tokens it has."""
         sequence.sampling = bool(self.slots.length[sequence.slot] > self.slots.known[sequence.slot])
         self._release(sequence)
-        self._push(sequence)
+        self.waiting.push(sequence)
 
     def _admit(self) -> None:
-        """Let those who wait run while there is a slot and room for the tokens they have, in order.
+        """Let those who wait run while there is a slot and room for the tokens they have, in turn.
 
         Room is what is free less a page for each running sequence that will need one. Who has just lost its pages waits
         for the token that is being sampled for it: that goes to the slot that it had.
@@ -209,7 +209,7 @@ class Batch:
         roomy = slots.pages.count[running] * self._page >= slots.limit[running] - 1
         spare = self._pool.free - int((~roomy).sum())
         while self.waiting and self._slots:
-            sequence = next(iter(self.waiting))
+            sequence = self.waiting.first()
             if sequence.sampling:
                 return
             shared = self._prefix(sequence)
@@ -217,7 +217,7 @@ class Batch:
             taken = own + self._pool.unused(shared)
             if taken > (spare if len(slots.order) else self._pool.free):
                 return
-            del self.waiting[sequence]
+            self.waiting.take()
             self._pool.share(shared)
             pages = shared + self._pool.take(own)
             slots.seat(self._slots.pop(), sequence, pages, len(shared))
@@ -278,11 +278,6 @@ class Batch:
     def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
         self._pool.give(self.slots.leave(sequence))
-
-    def _push(self, sequence: Sequence) -> None:
-        """To the head of the queue."""
-        self.waiting[sequence] = None
-        self.waiting.move_to_end(sequence, last=False)
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

@@ -106,11 +106,14 @@ class Engine:
     def stats(self) -> Stats:
         return self._batch.stats
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, tag: int = 0) -> Request:
-        """Queue a prompt, whose tokens will carry `tag`. Raises MegakernelError where it can never run."""
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, tag: int = 0, client: str = "") -> Request:
+        """Queue a prompt, whose tokens will carry `tag`; clients take turns where several have prompts that wait.
+
+        Raises MegakernelError where it can never run.
+        """
         prompt = self.check(prompt_ids, params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        request = Request(self._requests, prompt, params, stop_ids, tag)
+        request = Request(self._requests, prompt, params, stop_ids, tag, client)
         self._requests += 1
         limit = self._length_limit(len(prompt), params)
         request.choices = [Sequence(request, choice, limit, self._batch.slots) for choice in range(params.n)]

@@ -138,9 +138,9 @@ class EngineClient:
             socket.close(linger=1000)
         self._context.term()
 
-    def submit(self, prompts: Seq[Seq[int]], params: SamplingParams) -> Job:
-        """Have prompts continued. The job fails with Overloaded, EngineDead, or, where it can never run, with
-        MegakernelError; then none of its prompts runs. Raises EngineDead at once where that is known.
+    def submit(self, prompts: Seq[Seq[int]], params: SamplingParams, client: str) -> Job:
+        """Have a client's prompts continued. The job fails with Overloaded, EngineDead, or, where it can never run,
+        with MegakernelError; then none of its prompts runs. Raises EngineDead at once where that is known.
         """
         if self.dead is not None:
             raise self.dead
@@ -149,7 +149,7 @@ class EngineClient:
         self._next += count
         for number in range(job.first, self._next):
             self._choices[number] = job
-        self._send(Submit(job.first, [prompt_bytes(prompt) for prompt in prompts], params))
+        self._send(Submit(job.first, [prompt_bytes(prompt) for prompt in prompts], params, client))
         return job
 
     def stop(self, job: Job, number: int) -> None:

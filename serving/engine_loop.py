@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from time import monotonic, perf_counter
 
@@ -41,9 +42,10 @@ CONTROL = b"server"  # who may send Gone and Close
 class EngineLoop:
     """Runs `engine`, which nobody else may call from `start` to the end of `join`.
 
-    `address` is where frontends connect. `max_waiting` bounds the choices that wait for their first step; what comes
-    beyond it is refused. `on_step` is called after each step, in the engine's thread, with the step and the seconds
-    since the one before, or since work came. `on_death` is called in that thread when the engine has failed.
+    `address` is where frontends connect. `max_waiting` bounds the choices of one client that wait for their first step,
+    and all clients together may have twice as many, so that nobody alone fills the queue; what comes beyond is refused.
+    `on_step` is called after each step, in the engine's thread, with the step and the seconds since the one before, or
+    since work came. `on_death` is called in that thread when the engine has failed.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class EngineLoop:
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._addresses = Addresses()
         self._open = 0  # choices of theirs
+        self._open_of: Counter[str] = Counter()  # by client
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -160,18 +163,16 @@ class EngineLoop:
     def _submit(self, frontend: bytes, asked: Submit) -> None:
         """Queue a job's prompts, all or none."""
         n, count = asked.params.n, len(asked.prompts) * asked.params.n
-        waiting = self._waiting()
+        waiting, most = self._waiting(), self._max_waiting
+        own = min(waiting, self._open_of[asked.client])  # at most: who runs is not known by client
         later = False
         try:
-            if count > self._max_waiting:
-                raise MegakernelError(
-                    f"{len(asked.prompts)} prompts with n={n} are more than the {self._max_waiting} that may wait"
-                )
-            if waiting + count > self._max_waiting:
-                later = True
-                raise MegakernelError(
-                    f"{waiting} sequences wait already, of at most {self._max_waiting}: try again later"
-                )
+            if count > most:
+                raise MegakernelError(f"{len(asked.prompts)} prompts with n={n} are more than the {most} that may wait")
+            for already, allowed in ((own, most), (waiting, 2 * most)):
+                if already + count > allowed:
+                    later = True
+                    raise MegakernelError(f"{already} sequences wait already, of at most {allowed}: try again later")
             prompts = [prompt_ids(prompt) for prompt in asked.prompts]
             for prompt in prompts if len(prompts) > 1 else ():  # `add` checks too, but then others are queued already
                 self.engine.check(prompt, asked.params)
@@ -181,8 +182,9 @@ class EngineLoop:
             return
         if not self._jobs:
             self.row.put(progress_at=monotonic())
-        job = self._jobs[frontend, asked.first] = Job(frontend, asked.first, count, requests)
+        job = self._jobs[frontend, asked.first] = Job(frontend, asked.first, asked.client, count, requests)
         self._open += count
+        self._open_of[asked.client] += count
         for request in requests:
             self.owners[request] = Owner(job, n)
 
@@ -190,7 +192,7 @@ class EngineLoop:
         """Queue a prompt of a job, `first` choices of which come before."""
         tag = self._addresses.take(frontend, asked.first + first)
         try:
-            return self.engine.add(prompt, asked.params, tag=tag)
+            return self.engine.add(prompt, asked.params, tag=tag, client=asked.client)
         except MegakernelError:
             self._addresses.give(tag)
             raise
@@ -215,6 +217,9 @@ class EngineLoop:
         owner.open -= choices
         owner.job.open -= choices
         self._open -= choices
+        self._open_of[owner.job.client] -= choices
+        if not self._open_of[owner.job.client]:
+            del self._open_of[owner.job.client]
         if not owner.open:
             del self.owners[request]
             self._addresses.give(request.tag)

@@ -13,10 +13,11 @@ from .tokens import Tokens
 
 @dataclass(eq=False)
 class Job:
-    """Prompts that a frontend asked for together; `open` choices of them have not ended."""
+    """Prompts that a frontend asked for together, for a client; `open` choices of them have not ended."""
 
     frontend: bytes
     first: int
+    client: str
     open: int
     requests: list[Request] = field(default_factory=list)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from ..machine import Machine
-from ..timeline import write_html
+from ..timeline import page
 from .live import Live
 from .seam import ROOFLINE, TIMELINE, Look, Seen, decode_look, encode
 
@@ -26,6 +24,7 @@ class Looks:
         self._live, self._machine, self._address = live, machine, address
         self._loop = asyncio.new_event_loop()
         self._serving: asyncio.Task[None] | None = None
+        self._tracing: asyncio.Future[bytes | None] | None = None
         self._thread = threading.Thread(target=self._run, name="looks", daemon=True)
 
     def start(self) -> None:
@@ -58,20 +57,21 @@ class Looks:
             context.destroy(linger=0)
 
     async def _answer(self, socket: zmq.asyncio.Socket, frontend: bytes, look: Look) -> None:
-        content = await asyncio.to_thread({ROOFLINE: self._roofline, TIMELINE: self._timeline}[look.what])
+        content = await {ROOFLINE: self._roofline, TIMELINE: self._timeline}[look.what]()
         await socket.send_multipart([frontend, encode(Seen(look.number, content))])
 
-    def _roofline(self) -> bytes:
-        return msgspec.json.encode(self._live.snapshot())
+    async def _roofline(self) -> bytes:
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self._live.snapshot()))
 
-    def _timeline(self) -> bytes | None:
+    async def _timeline(self) -> bytes | None:
+        """One step is traced for all who ask meanwhile, so that they hold one thread and not each their own."""
+        if self._tracing is None or self._tracing.done():
+            self._tracing = asyncio.ensure_future(asyncio.to_thread(self._trace))
+        return await asyncio.shield(self._tracing)
+
+    def _trace(self) -> bytes | None:
         traced = self._live.trace(TRACE_WAIT_S)
-        if traced is None:
-            return None
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "timeline.html"
-            write_html(*traced, path, machine=self._machine)
-            return path.read_bytes()
+        return page(*traced, machine=self._machine).encode() if traced else None
 
 
 async def _until_cancelled(task: asyncio.Task[None]) -> None:

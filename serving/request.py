@@ -118,7 +118,7 @@ class Sequence:
 class Request:
     """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1.
 
-    `tag` is a number that its tokens carry, for whoever added it.
+    `tag` is a number that its tokens carry, for whoever added it. Those who wait take turns by `client`.
 
     `cached_tokens` of the prompt were in the prefix cache; None before the request is admitted. `held` are choices
     that wait until the first has computed the prompt, to share its pages. `scored` prompt tokens have their score or
@@ -130,6 +130,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     tag: int = 0
+    client: str = ""
     choices: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)

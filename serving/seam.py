@@ -28,11 +28,15 @@ class Hello(_Record):
 
 
 class Submit(_Record):
-    """Continue each of `prompts`, the bytes of int32 token ids, with `params`; choices are numbered from `first`."""
+    """Continue each of `prompts`, the bytes of int32 token ids, with `params`; choices are numbered from `first`.
+
+    Clients take turns where many wait.
+    """
 
     first: int
     prompts: list[bytes]
     params: SamplingParams
+    client: str
 
 
 class Stop(_Record):

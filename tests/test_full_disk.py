@@ -7,9 +7,11 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from commands import fails
 from hostile_files import good_programs
 from record import put
 from small_programs import CONFIG
@@ -19,10 +21,21 @@ from megakernel.isa import Dtype
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program
+from megakernel.timeline import write_html, write_perfetto
+from megakernel.trace import Trace
+
+
+def traced(write: Callable[[Program, Trace, Path], None], path: Path) -> None:
+    """Write what shows the trace of a program."""
+    good = good_programs()[0]
+    write(good.program, good.trace, path)
+
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "program": lambda path: good_programs()[0].program.save(path),
     "trace": lambda path: good_programs()[0].trace.save(path),
+    "timeline": partial(traced, write_html),
+    "Perfetto trace": partial(traced, write_perfetto),
     "figures": lambda path: put(path, {"runs": list(range(10000))}),
     "GGUF file": lambda path: write_gguf(RandomCheckpoint("random", CONFIG), path, Dtype.F32),
 }
@@ -48,6 +61,25 @@ def test_what_was_there_stays(tmp_path: Path, what: str) -> None:
     with no_file_beyond(size // 2), pytest.raises(MegakernelError, match=rf"cannot write {what}.*(too large|written)"):
         WRITERS[what](path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"before"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_device_that_is_full_is_one_line(what: str) -> None:
+    with pytest.raises(MegakernelError, match=rf"^cannot write {what}.*: (No space left on device|.*written)"):
+        WRITERS[what](Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("verb", ["simulate", "timeline"])
+def test_a_step_that_cannot_be_kept_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str, verb: str
+) -> None:
+    """`--save` writes two files, and the first that fails ends the verb."""
+    model = ("--model", tiny_shape, "--machine", "h100") if verb == "simulate" else ("--model", tiny_shape)
+    with no_file_beyond(1000):
+        err = fails(capsys, verb, *model, "--save", str(tmp_path / "step"))
+    assert "cannot write program" in err and [*tmp_path.iterdir()] == []
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:

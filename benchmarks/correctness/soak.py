@@ -1,12 +1,13 @@
 """Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
 
-    python benchmarks/correctness/soak.py --minutes 10 -o benchmarks/results/soak.json
+    python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 
-Starts `megakernel serve` (by default on the null backend, where arithmetic costs nothing and scheduling does), sends
-well-formed requests beside clients that leave while queued, prefilling or decoding, malformed bodies, prompts that are
-too long, readers that stall and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic.
-Fails where an answer is a 5xx other than 503, an error is not in the documented shape, a request hangs, or a KV page is
-missing in the end.
+Starts `megakernel serve` (by default on a small random model whose tokens are bytes), sends well-formed requests beside
+clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long, readers
+that stall and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic. Meanwhile it
+samples what the server's processes take, and asks for one prompt again and again, whose answer may never change by a
+bit. Fails where it does, where an answer is a 5xx other than 503, an error is not in the documented shape, a request
+hangs, or a KV page is missing in the end.
 """
 
 from __future__ import annotations
@@ -17,22 +18,27 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from family import taken
+from model_helpers import byte_model
 from record import options, text, write
 from servers import megakernel
 
 from megakernel.serving.api.server import allow_connections
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HANG = 300.0  # seconds without an answer that count as stuck
+COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+HANG = 600.0  # seconds without an answer that count as stuck
+SAMPLES = 720  # of what the server takes, in all
 
 
 @dataclass
@@ -121,11 +127,13 @@ class Traffic:
         self.target, self.random = target, random.Random(seed)
         self.context: int = facts["max_model_len"]
         self.vocab = 256
+        self.same: Counter[bytes] = Counter()  # answers to one prompt
 
     def kinds(self) -> list[Callable[[], Awaitable[None]]]:
         return [
             self.whole, self.whole, self.stream, self.stream, self.several, self.scored, self.malformed, self.too_long,
             self.leaves, self.leaves, self.leaves, self.leaves_while_sending, self.stalls, self.same_id, self.looks,
+            self.chats, self.huge, self.tokenizes, self.asks_again, self.asks_again,
         ]  # fmt: skip
 
     def body(self, **changes: Any) -> bytes:
@@ -179,6 +187,45 @@ class Traffic:
         status, _ = await self.target.ask(COMPLETIONS, self.body(prompt=prompt, max_tokens=2))
         if status not in (0, 400, 503):
             self.target.complain(f"{status} for a prompt of {len(prompt)} and 2 tokens in a context of {self.context}")
+
+    async def chats(self) -> None:
+        messages = [{"role": "user", "content": "ab"}] * self.random.randint(1, 9)
+        await self.target.ask(CHAT, json.dumps({"messages": messages, "max_tokens": 8}).encode())
+
+    async def huge(self) -> None:
+        """Bodies beyond a limit, or as near to it as may be."""
+        word, many = b"a" * self.random.choice((100_000, 8_000_000, 17_000_000)), self.random.choice((1000, 200_000))
+        path, body = self.random.choice(
+            (
+                (COMPLETIONS, b'{"prompt": "%s", "max_tokens": 1}' % word),
+                (TOKENIZE, b'{"prompt": "%s"}' % word),
+                (CHAT, b'{"messages": [%s]}' % b",".join([b'{"role": "user", "content": ""}'] * many)),
+                ("/detokenize", b'{"tokens": [%s]}' % b",".join([b"7"] * many)),
+                (COMPLETIONS, b'{"prompt": %s}' % (b"[" * many)),
+            )
+        )
+        status, _ = await self.target.ask(path, body)
+        if status not in (0, 200, 400, 413, 503) or (status == 200 and len(body) > 10_000):
+            self.target.complain(f"{status} for a body of {len(body)} bytes to {path}")
+
+    async def tokenizes(self) -> None:
+        prompt = "ab \u00e9 " * self.random.randint(1, self.context // 6)
+        status, content = await self.target.ask(TOKENIZE, json.dumps({"prompt": prompt}).encode())
+        if status == 200:
+            tokens = json.dumps({"tokens": json.loads(content)["tokens"]}).encode()
+            status, content = await self.target.ask("/detokenize", tokens)
+            if status == 200 and json.loads(content)["prompt"] != prompt:
+                self.target.complain("a text came back as another one")
+
+    async def asks_again(self) -> None:
+        """A prompt with a seed of its own: ids, scores and text are the same each time."""
+        wanted = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, "temperature": 0.9, "top_p": 0.95}
+        body = json.dumps(wanted | {"logprobs": 5, "return_token_ids": True, "ignore_eos": True}).encode()
+        status, content = await self.target.ask(COMPLETIONS, body)
+        if status == 200:
+            self.same[json.dumps(json.loads(content)["choices"]).encode()] += 1
+            if len(self.same) > 1:
+                self.target.complain(f"one prompt has {len(self.same)} answers")
 
     async def leaves(self) -> None:
         """At once, and a little later, whatever its request does then: waits, is prefilled, decodes."""
@@ -272,6 +319,18 @@ async def at_rest(target: Target) -> dict[str, float]:
     return found
 
 
+async def watch(pid: int, target: Target, every: float, samples: list[dict[str, float]]) -> None:
+    """Add what the server takes and holds, once in a while, until cancelled."""
+    begin = time.monotonic()
+    while True:
+        try:
+            held = await gauges(target)
+        except (OSError, KeyError):
+            return  # it has ended
+        samples.append({"at": round(time.monotonic() - begin, 1)} | asdict(taken(pid)) | held)
+        await asyncio.sleep(every)
+
+
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
     started = megakernel("serve", "--json", "--port", "0", "--shutdown-timeout", "60", *args.serve)
     server = await asyncio.create_subprocess_exec(*started, stdout=asyncio.subprocess.PIPE)
@@ -285,16 +344,18 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         target = Target(host, int(port))
         traffic = Traffic(target, facts, args.seed)
         begin = time.monotonic()
-        memory = [resident(server.pid)]
+        samples: list[dict[str, float]] = []
+        watching = asyncio.create_task(watch(server.pid, target, max(1.0, args.minutes * 60 / SAMPLES), samples))
+        resting = [asdict(taken(server.pid))]
         clients = 0
         for _ in range(args.rounds):
             clients += await mixed(traffic, args.minutes * 60 / args.rounds, args.clients)
-            await at_rest(target)
-            memory.append(resident(server.pid))
+            resting.append(asdict(taken(server.pid)) | await at_rest(target))
         await burst(traffic, args.connections)
         rest = await at_rest(target)
         seconds = time.monotonic() - begin
         seen = dict(target.seen)
+        watching.cancel()
         ending = asyncio.ensure_future(mixed(traffic, 3.0, args.clients))
         await asyncio.sleep(1.0)
         target.ending = True
@@ -314,18 +375,11 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "answers": seen,
         "at_rest": rest,
-        "resident_MB": memory,
+        "same_answers": list(traffic.same.values()),
         "server": facts,
+        "after_each_round": resting,
+        "samples": samples,
     }
-
-
-def resident(pid: int) -> float:
-    """Megabytes of a process in memory; 0 where the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0.0
-    return round(int(fields[1]) * 4096 / 1e6, 1)
 
 
 def main() -> int:
@@ -337,10 +391,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()
-    args.serve = args.serve or ["--backend", "null", "--model", "smollm2-135m", "--max-model-len", "1024"]
     allow_connections()
-    result = asyncio.run(soak(args))
-    print(text(result))
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.serve:
+            byte_model(Path(folder))
+            args.serve = ["--model", folder, "--served-model-name", "bytes", "--max-model-len", "1024"]
+        result = asyncio.run(soak(args))
+    print(text({name: value for name, value in result.items() if name != "samples"}))
     write(args.output, result)
     return 0 if result["ok"] else 1
 

@@ -1,7 +1,7 @@
 """Where the time went: metrics, a page, a Perfetto file and a terminal table, from a program and its trace."""
 
 from .compare import compare
-from .html import write_html
+from .html import page, write_html
 from .launches import compare_launches
 from .perfetto import write_perfetto
 from .summary import summarise
@@ -10,6 +10,7 @@ from .text import render, render_comparison, render_figures, render_launches
 __all__ = [
     "compare",
     "compare_launches",
+    "page",
     "render",
     "render_comparison",
     "render_figures",

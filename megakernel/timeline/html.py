@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import file_errors
+from ..errors import whole_file
 from ..isa import RESULTS, Buffer, OperationFamily, Phase, Result, accesses
 from ..isa import access as acc
 from ..isa import record as rec
@@ -81,10 +81,19 @@ def write_html(
     *,
     machine: Machine | None = None,
 ) -> None:
-    """Write the page, `other` below the first trace where given. `machine`: whose rates are the peaks, as in
+    """Write `page` to a file. Raises MegakernelError as it does, and where the file cannot be written."""
+    text = page(program, trace, other, machine=machine)
+    with whole_file(path, f"timeline {path}") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def page(
+    program: Program, trace: Trace, other: tuple[Program, Trace] | None = None, *, machine: Machine | None = None
+) -> str:
+    """The page, `other` below the first trace where given. `machine`: whose rates are the peaks, as in
     `summarise`; of `other` too, where that names the same machine.
 
-    MegakernelError if a trace does not fit its program, the two have nothing in common or the file cannot be written.
+    MegakernelError if a trace does not fit its program, or the two have nothing in common.
     """
     pairs = [(program, trace), *([other] if other else [])]
     phases, places = in_common([program for program, _ in pairs])
@@ -106,11 +115,10 @@ def write_html(
         "META": json.dumps(meta, separators=(",", ":")).replace("</", "<\\/"),
         "DATA": base64.b64encode(packed).decode(),
     }
-    page = _asset("viewer.html")
+    made = _asset("viewer.html")
     for name, text in parts.items():
-        page = page.replace(f"@@{name}@@", text)
-    with file_errors(f"write timeline {path}"):
-        path.write_text(page, encoding="utf-8")
+        made = made.replace(f"@@{name}@@", text)
+    return made
 
 
 def _asset(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import file_errors
+from ..errors import whole_file
 from ..program import Program
 from ..trace import IntervalKind, Role, Trace
 from .resolve import WAIT, WORK, Resolved, resolve
@@ -43,7 +43,7 @@ def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     resolved = resolve(program, trace)
     cause = causes(program)
     releaser = releasers(resolved, finishes(resolved))
-    with file_errors(f"write Perfetto trace {path}"), path.open("wb") as f:
+    with whole_file(path, f"Perfetto trace {path}") as part, part.open("wb") as f:
         builder = StreamingTraceProtoBuilder(f)
         for packet in _packets(resolved, cause, releaser):
             builder.write_packet(packet)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address
 
-from .errors import APIError, shortened
+from .errors import APIError, quoted
 
 _HEALTH, _METRICS = "/health", "/metrics"
 
@@ -35,7 +35,7 @@ class Access:
         """Raises a 403 for a wrong host, a 401 for a missing or wrong key."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self.hosts is not None and path != _HEALTH and _name(host) not in self.hosts:
-            raise APIError(403, f"the host {shortened(repr(host))} is not served here: name it in --allowed-hosts")
+            raise APIError(403, f"the host {quoted(host)} is not served here: name it in --allowed-hosts")
         if self.guards(path):
             self._authorise(headers.get(b"authorization", b""))
 

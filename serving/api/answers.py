@@ -10,6 +10,7 @@ from ..sampling import SamplingParams
 from ..transcript import Transcript
 from .metrics import Metrics
 from .responses import FinishReason
+from .turns import CLIENT
 
 _REASONS: dict[str | None, FinishReason | None] = {"stop": "stop", "length": "length", None: None}
 
@@ -42,7 +43,7 @@ class Answers:
     ) -> None:
         """Submits the prompts; `transcripts` makes those of one prompt's choices. Raises as EngineClient.submit."""
         self.completion_tokens = 0
-        self.job = engine.submit(prompts, params)
+        self.job = engine.submit(prompts, params, CLIENT.get())
         self._engine, self._metrics, self._params = engine, metrics, params
         self._prompts = prompts
         self._transcripts = [transcript for _ in prompts for transcript in transcripts()]

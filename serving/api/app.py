@@ -48,6 +48,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.openapi()  # It is made once, which takes a tenth of a second: before others would have to wait for it.
         service.engine.start()
         yield
         service.engine.close()

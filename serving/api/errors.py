@@ -78,10 +78,17 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return as_api_error(error).response()
 
 
-def shortened(value: object) -> str:
-    """A client's value as an error repeats it."""
-    text = printable(value if isinstance(value, str) else repr(value))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+def shortened(text: str) -> str:
+    """A client's text as an error repeats it."""
+    shown = printable(text[:_SHOWN])
+    return shown if len(text) <= _SHOWN else f"{shown}... ({len(text)} characters)"
+
+
+def quoted(value: object) -> str:
+    """A client's value as an error repeats it; of a text, the rest is not even looked at."""
+    if isinstance(value, str):
+        return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
+    return shortened(repr(value))
 
 
 def printable(text: str) -> str:
@@ -101,5 +108,5 @@ def _validation(errors: Sequence[Any]) -> APIError:
         return APIError(400, f"{name or 'the body'} is required", param=name or None)
     if first["type"] == "contradiction":
         return APIError(400, first["msg"], param=first["ctx"]["field"])
-    got = "" if isinstance(first["input"], (dict, list)) else f", not {shortened(repr(first['input']))}"
+    got = "" if isinstance(first["input"], (dict, list)) else f", not {quoted(first['input'])}"
     return APIError(400, f"{name or 'the body'}: {shortened(first['msg'])}{got}", param=name or None)

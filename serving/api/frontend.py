@@ -57,9 +57,7 @@ def main(start: Start) -> int:
     service = Service(
         start.description, tokenizer, start.number, start.identity, start.names, start.access, start.limits
     )
-    # What is there now stays. Nothing that a token makes is part of a cycle, so cycles are looked for less often.
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(_GC_THRESHOLD)  # Nothing that a token makes is part of a cycle.
     orphaned = False
 
     def gone() -> None:
@@ -70,6 +68,8 @@ def main(start: Start) -> int:
         server.end()
 
     def ready() -> None:
+        gc.collect()
+        gc.freeze()  # What is there now stays; to look through it takes tens of milliseconds.
         asyncio.get_running_loop().add_reader(parent, gone)
         with contextlib.suppress(OSError):  # then it is gone, and that is what is read
             parent.send(READY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access import Access
 from .errors import APIError, as_api_error
-from .limits import BODY_SECONDS, Limits, has_more_values
+from .limits import BODY_SECONDS, LARGE_BODY, TURNS, Limits, has_more_values
+from .turns import CLIENT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Gate:
         self._max_body, self._max_values = limits.max_body, max_values
         self._max_bodies = max(limits.max_bodies, limits.max_body)
         self._held = 0  # bytes of all bodies
+        self._large = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,6 +47,9 @@ class Gate:
             return
         headers = dict(scope["headers"])
         scope[_DIRECT] = send
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        if headers.keys() & {b"content-length", b"transfer-encoding"}:
+            receive, send = _answered_to_the_end(receive, send)
         try:
             self._access.check(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"] in self._takes_body:
@@ -61,6 +66,10 @@ class Gate:
         body = await self._read(headers, receive)
         size = len(body)
         try:
+            if size > LARGE_BODY:
+                async with self._large:  # one by one
+                    for _ in range(TURNS):
+                        await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
                 raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
             messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -100,15 +109,40 @@ class Gate:
     def _admit(self, size: int, more: int) -> None:
         """Raises a 413 for a body of `size` bytes that is too large, a 503 where nobody may send `more` bytes now."""
         if size > self._max_body:
-            raise APIError(
-                413, f"the body is larger than {self._max_body} bytes: send less", headers={"Connection": "close"}
-            )
+            raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
             raise APIError(
                 503,
                 f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later",
-                headers={"Connection": "close", "Retry-After": "5"},
+                headers={"Retry-After": "5"},
             )
+
+
+def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Both as they are, but an answer does not end before the body has come, or the time for that is over.
+
+    A connection that is closed while its client still sends is reset, and then the client never reads the answer. What
+    still comes is dropped.
+    """
+    more = True
+
+    async def receive_and_look() -> Message:
+        nonlocal more
+        message = await receive()
+        more = message.get("more_body", False)
+        return message
+
+    async def send_and_drop(message: Message) -> None:
+        if more and message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BODY_SECONDS):
+                    while more:
+                        await receive_and_look()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return receive_and_look, send_and_drop
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

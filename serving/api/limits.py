@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BODY_SECONDS = 60.0  # A slow client may hold its share of the memory for bodies no longer.
+LARGE_BODY = 1 << 18  # bytes; to parse more than that takes milliseconds, and others have their turn before each.
+THREADS = 4  # that make ids of text and text of ids; each holds the interpreter's lock for a part of its time
+TURNS = 4  # of the event loop, in which a short request on a new connection is answered
 MAX_PROMPTS = 2048  # Each prompt of a request has a queue entry of its own.
 MAX_MESSAGES = 2048  # A template walks over every message in Python.
 MAX_PARTS = 1024  # The parts of a message are joined in Python.
@@ -19,7 +22,7 @@ MAX_VALUES = 1 << 17  # Parsing and validating so many JSON values takes some te
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on. `max_waiting` counts choices that wait for their first step."""
+    """What a server takes on. `max_waiting` counts choices of one client that wait for their first step."""
 
     max_waiting: int = 65536
     max_body: int = 16 << 20  # bytes

@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import APIError
 
 _MOST_HEAD = 1 << 16  # bytes
+_FIELD = 32  # bytes that a header counts beside its own, as in HTTP/2: short ones take as long as others
 
 
 class _HeadTooLarge(Exception):
@@ -18,8 +19,7 @@ class _HeadTooLarge(Exception):
 class Protocol(HttpToolsProtocol):
     """A connection is closed when a head is not there `timeout_keep_alive` seconds after the last answer, or at all."""
 
-    _in_head = True  # the rest of a head is what comes next
-    _head = 0  # bytes of it so far
+    _head = 0  # bytes of a head so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,31 +31,27 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if waiting is None:
             return
-        # A refused request is answered before its body has come, which is then dropped as it comes.
-        idle = self._in_head or self.cycle.response_complete
+        # Nothing waits for an answer: a head is still to come, or the rest of a body that was refused.
+        idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
         else:
             waiting.cancel()
 
     def on_url(self, url: bytes) -> None:
-        self._count(url)
+        self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name, value)
+        self._count(len(name) + len(value) + _FIELD)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head = False, 0
         super().on_headers_complete()
+        self._head = 0
 
-    def on_message_complete(self) -> None:
-        self._in_head = True
-        super().on_message_complete()
-
-    def _count(self, *parts: bytes) -> None:
-        self._head += sum(map(len, parts))
+    def _count(self, size: int) -> None:
+        self._head += size
         if self._head > _MOST_HEAD:
             raise _HeadTooLarge
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -43,6 +44,10 @@ def url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# It warns of every request that is no HTTP, so that anybody could fill the log. Errors are the server's own.
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Server(uvicorn.Server):

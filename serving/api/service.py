@@ -7,6 +7,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,12 +22,13 @@ from ..sampling import SamplingParams
 from ..seam import Description
 from .access import Access
 from .answers import Answers
-from .errors import APIError, shortened
+from .errors import APIError, quoted
 from .http import EventStream, event
-from .limits import Limits, max_values
+from .limits import THREADS, Limits, max_values
 from .metrics import Metrics
 from .requests import Message, Prompt, Sampled
 from .responses import Usage
+from .turns import Turns
 
 T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
@@ -51,6 +53,7 @@ class Service:
         self.codec = Codec(description.name, tokenizer)
         self.access, self.limits = access or Access(), limits or Limits()
         self.names = names or [description.name]
+        self._turns = Turns(THREADS)
         self._longest = tokenizer.longest_token() if tokenizer else 0
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
@@ -73,7 +76,7 @@ class Service:
         if name not in self.names:
             raise APIError(
                 404,
-                f"the model {shortened(repr(name))} is not served here: known are {', '.join(self.names)}",
+                f"the model {quoted(name)} is not served here: known are {', '.join(self.names)}",
                 param="model",
             )
         return name
@@ -82,8 +85,8 @@ class Service:
         self._check_text(text)
         tokenizer = self.tokenizer
         if add_special or tokenizer is None:
-            return await asyncio.to_thread(self.codec.encode, text)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special=False)
+            return await self._turns.run(partial(self.codec.encode, text))
+        return await self._turns.run(partial(tokenizer.encode, text, add_special=False))
 
     async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of a completion's prompts."""
@@ -96,13 +99,13 @@ class Service:
         texts = [part for part in parts if isinstance(part, str)]
         self._check_text(*texts)
         if texts:
-            return await asyncio.to_thread(lambda: list(map(self.codec.encode, parts)))
+            return [await self._turns.run(partial(self.codec.encode, text)) for text in texts]
         return [part for part in parts if not isinstance(part, str)]
 
     async def encode_chat(self, messages: list[Message]) -> list[int]:
         plain = [message.plain() for message in messages]
         self._check_text("".join(message["content"] for message in plain))
-        return await asyncio.to_thread(self.codec.chat_ids, plain)
+        return await self._turns.run(partial(self.codec.chat_ids, plain))
 
     async def decode(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer
@@ -112,7 +115,7 @@ class Service:
         vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
             raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
-        return await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
+        return await self._turns.run(partial(tokenizer.decode, ids, skip_special=False))
 
     def check_count(self, ids: list[int]) -> None:
         """Raises a 400 for more tokens than the context has, which no answer lists and no request decodes."""

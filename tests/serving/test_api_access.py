@@ -10,12 +10,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from api_support import Live, serving, until
+from starlette.types import Message, Receive, Scope, Send
 
 from megakernel import LLM
-from megakernel.serving.api import limits
+from megakernel.serving.api import http, limits
 from megakernel.serving.api.access import Access, local_names
 from megakernel.serving.api.limits import MAX_MESSAGES, MAX_PARTS, MAX_VALUES, has_more_values, max_values
 
@@ -153,6 +155,7 @@ def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
 
 def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.5)
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"23GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -161,6 +164,26 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"2")
         sock.makefile("rb").read()  # ends, because the rest does not come
+
+
+def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
+    """One that only shuts down its sending side looks the same, and gets no answer. Nothing is generated for either."""
+    with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+        until(live.at_rest)
+
+
+@pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
+def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
+    """More than the sockets hold comes behind the answer, on a connection that ends with it."""
+    head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
+    with begun(live, head) as sock:
+        assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())
+        for _ in range(40):
+            sock.sendall(b"x" * 1_000_000)
+        answer = sock.makefile("rb").read()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
 
 
 def test_all_bodies_share_one_budget(llm: LLM) -> None:
@@ -181,6 +204,32 @@ def test_all_bodies_share_one_budget(llm: LLM) -> None:
             until(lambda: small.request("POST", TOKENIZE, body)[0] == 200)
             assert small.request("POST", TOKENIZE, b"{".ljust(1000))[0] == 400
         first.close()
+
+
+def test_others_have_their_turn_between_large_bodies() -> None:
+    """Three arrive at once. The application parses one in a go, and the event loop goes round before the next."""
+    rounds, begun = 0, list[int]()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(rounds)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b" " * (http.LARGE_BODY + 1), "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    async def post() -> None:
+        gate = http.Gate(application, access=Access(), limits=limits.Limits(), max_values=9, takes_body={TOKENIZE})
+        scope = {"type": "http", "method": "POST", "path": TOKENIZE, "headers": []}
+        clients = asyncio.gather(*(gate(scope, receive, send) for _ in range(3)))
+        nonlocal rounds
+        while not clients.done():
+            await asyncio.sleep(0)
+            rounds += 1
+
+    asyncio.run(post())
+    assert len(begun) == 3 and min(np.diff(begun)) >= http.TURNS
 
 
 def test_values_are_counted_without_parsing() -> None:

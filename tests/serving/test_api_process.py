@@ -124,6 +124,17 @@ def test_every_flag_is_in_the_table_of_settings() -> None:
     assert all(SETTINGS[name].flag for name in _TYPES)
 
 
+def test_a_sample_of_hostile_requests() -> None:
+    """A few of the 10,000 that benchmarks/results/hostile-http.json tells of: no 5xx, no traceback, no lost memory."""
+    script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_http.py"
+    arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    answers = {status for statuses in result["answers"].values() for status in statuses}
+    assert {"200", "400", "401", "403", "404", "405", "413"} <= answers and result["health"]["asked"] > 0
+
+
 def test_mixed_traffic(model: str) -> None:
     """Seconds of benchmarks/correctness/soak.py, whose ten minutes are in benchmarks/results."""
     script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"

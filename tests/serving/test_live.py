@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +127,41 @@ def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.request("GET", "/")[2] == (Path(live_routes.__file__).parent / "live.html").read_bytes()
         status, _, text = server.request("GET", "/timeline")
         assert status == 404 and b"Send a request" in text
+
+
+def test_those_who_wait_for_a_step_hold_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live page is answered meanwhile, and one trace is for all."""
+    gate, asked = threading.Event(), threading.Semaphore(0)
+
+    def trace(wait_s: float) -> None:
+        asked.release()
+        gate.wait(60)
+
+    with tiny("null") as server:
+        monkeypatch.setattr(server.host.live, "trace", trace)
+        waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(40)]
+        for sock in waiting:
+            sock.sendall(b"GET /timeline HTTP/1.1\r\nHost: x\r\n\r\n")
+        try:
+            assert asked.acquire(timeout=60)
+            assert server.request("GET", "/roofline")[0] == 200
+        finally:
+            gate.set()
+        for sock in waiting:
+            assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
+            sock.close()
+        assert not asked.acquire(blocking=False)
+
+
+def test_a_timeline_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the disk of it is full."""
+    with tiny("null") as server:
+        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with server.send("/v1/completions", body) as stream:
+            assert stream.recv(100).startswith(b"HTTP/1.1 200 ")
+            monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+            status, _, text = server.request("GET", "/timeline")
+        assert status == 200 and text.startswith(b"<!") and b"megakernel" in text
 
 
 @needs_browser

@@ -197,7 +197,7 @@ def machine_file(text: str, rng: Rng) -> bytes:
 # -- readers
 
 
-def _uses(program: Program, good: Good) -> Iterator[Stage]:
+def uses(program: Program, good: Good) -> Iterator[Stage]:
     """What may be done with a program: each by itself."""
 
     def virtual() -> None:
@@ -248,7 +248,7 @@ def _read_program(path: Path, mutant: Mutant) -> Iterator[Stage]:
     loaded: list[Program] = []
     yield "load", lambda: loaded.append(Program.load(path))
     if loaded:
-        yield from _uses(loaded[0], mutant.context)
+        yield from uses(loaded[0], mutant.context)
 
 
 def _object(rng: Rng, seed: int) -> Mutant:
@@ -288,8 +288,8 @@ def _read_machine(path: Path, mutant: Mutant) -> Iterator[Stage]:
 
 
 KINDS = {
-    "program files": Kind(_program, _read_program),
-    "programs in memory": Kind(_object, lambda _, mutant: _uses(*mutant.context)),
-    "traces": Kind(_trace, _read_trace),
     "machine files": Kind(_machine, _read_machine),
+    "traces": Kind(_trace, _read_trace, share=0.5),
+    "program files": Kind(_program, _read_program, share=0.3),
+    "programs in memory": Kind(_object, lambda _, mutant: uses(*mutant.context), share=0.15),
 }

@@ -308,8 +308,12 @@ def _read_gguf(path: Path, mutant: Mutant) -> Iterator[Stage]:
 KINDS = {
     "config.json": Kind(_config, _read_config),
     "safetensors": Kind(_safetensors, lambda path, mutant: _weights(str(_folder(path)))),
-    "tokenizer.json": Kind(_tokenizer, lambda path, mutant: _text_of(str(_folder(path)))),
-    "tokenizer_config.json": Kind(_tokenizer_config, lambda path, mutant: _text_of(str(_folder(path)), chat=True)),
-    "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True)),
     "GGUF": Kind(_gguf, _read_gguf),
+    "tokenizer.json": Kind(_tokenizer, lambda path, mutant: _text_of(str(_folder(path))), share=0.5),
+    # Each has a process of its own for its template.
+    "tokenizer_config.json": Kind(
+        _tokenizer_config, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.1
+    ),
+    # Many compute until their time is over.
+    "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.03),
 }

@@ -23,7 +23,8 @@ from megakernel.errors import MegakernelError
 
 Rng = np.random.Generator
 Stage = tuple[str, Callable[[], Any]]
-LIMIT_S = 10  # a reader that takes longer hangs
+LIMIT_S = 10  # of processor time: a reader that takes more hangs
+LIMIT_WALL_S = 120  # one that only waits hangs too; the machine may be busy, and this process stopped meanwhile
 MEMORY = 6 << 30  # bytes of address space of a child
 FINE = {"ok", "refused"}
 # Values on the far side of some limit, of every type that JSON and TOML have.
@@ -48,10 +49,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Kind:
-    """How mutants are made of a generator and a number, and what is done with one: each stage by itself."""
+    """How mutants are made of a generator and a number, and what is done with one: each stage by itself.
+
+    `share` says how many are tried beside those of a kind that is read in a millisecond: fewer of what takes longer.
+    """
 
     make: Callable[[Rng, int], Mutant]
     read: Callable[[Path, Mutant], Iterator[Stage]]
+    share: float = 1.0
 
 
 # -- changes
@@ -183,7 +188,7 @@ def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) 
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        stages[last] = "hang" if number == signal.SIGALRM else f"signal {signal.Signals(number).name}"
+        stages[last] = "hang" if number in (signal.SIGALRM, signal.SIGPROF) else f"signal {signal.Signals(number).name}"
     elif os.WEXITSTATUS(status):
         stages[last] = f"exit {os.WEXITSTATUS(status)}: {stages.get(last)}"
     yield seed, stages
@@ -204,9 +209,11 @@ def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: 
             path = folder / mutant.name
             path.write_bytes(mutant.data)
             for stage, run in how.read(path, mutant):
-                signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+                signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+                signal.setitimer(signal.ITIMER_REAL, LIMIT_WALL_S)
                 out.write(json.dumps([stage, "no answer"]) + "\n")
                 out.write(json.dumps([stage, _outcome(run)]) + "\n")
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException:  # of the script, not of a reader
         out.write(json.dumps(["script", traceback.format_exc()[-900:]]) + "\n")

@@ -1,0 +1,50 @@
+"""What the processes of a server take, read from /proc: memory, open files, threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of a process and all that it has started, together. Memory that several of them share counts once."""
+
+    processes: int
+    memory_mb: float
+    descriptors: int
+    threads: int
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                # The name of a program, in parentheses, may hold anything.
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it has ended
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def taken(pid: int) -> Taken:
+    """What the family of a process takes now."""
+    memory = descriptors = threads = processes = 0
+    for one in family(pid):
+        try:
+            rollup = (_PROC / str(one) / "smaps_rollup").read_text()
+            memory += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            descriptors += len(list((_PROC / str(one) / "fd").iterdir()))
+            threads += len(list((_PROC / str(one) / "task").iterdir()))
+            processes += 1
+        except (OSError, StopIteration):
+            continue  # it has ended
+    return Taken(processes, round(memory * 1024 / 1e6, 1), descriptors, threads)

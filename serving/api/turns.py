@@ -1,0 +1,70 @@
+"""Threads for what would hold up the event loop, in which clients take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # the address that the request at hand comes from
+
+
+class Turns:
+    """Runs work in `threads`. Clients with work that waits get a thread in turn, however much each has sent.
+
+    A client never has the last thread beside others of its own. So one whose work takes long leaves one for the others.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "turns")
+        self._free = threads
+        self._running: Counter[str] = Counter()  # by client
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, once it was the turn of the client that asks."""
+        client, loop = CLIENT.get(), asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._deal()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given a thread at the same time
+                self._end(client)
+            raise
+        done = self._pool.submit(work)
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                loop.call_soon_threadsafe(self._end, client)
+
+        done.add_done_callback(ended)  # also where nobody waits for the result any more
+        return await asyncio.wrap_future(done)
+
+    def _end(self, client: str) -> None:
+        self._free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._deal()
+
+    def _deal(self) -> None:
+        while self._free:
+            client = next((c for c in self._waiting if self._free > 1 or c not in self._running), None)
+            if client is None:
+                return
+            turn = self._waiting[client].popleft()
+            if self._waiting[client]:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            if not turn.cancelled():
+                self._free -= 1
+                self._running[client] += 1
+                turn.set_result(None)

@@ -1,0 +1,63 @@
+"""Who waits for a slot, and whose turn it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from .request import Sequence
+
+_Queue = OrderedDict[Sequence, None]
+
+
+class Waiting:
+    """Sequences in the order in which they are admitted: first those at the head, then clients in turn.
+
+    Those of one client keep their order. So a client with one request waits for at most one sequence of each other
+    client, however many they have sent.
+    """
+
+    def __init__(self) -> None:
+        self._head = _Queue()
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # by client; none is empty
+
+    def __len__(self) -> int:
+        return len(self._head) + sum(map(len, self._queues.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._head or self._queues)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._head
+        for queue in self._queues.values():
+            yield from queue
+
+    def append(self, client: str, sequences: Iterable[Sequence]) -> None:
+        """Behind what the client already has."""
+        self._queues.setdefault(client, _Queue()).update(dict.fromkeys(sequences))
+
+    def push(self, sequence: Sequence) -> None:
+        """To the head."""
+        self._head[sequence] = None
+        self._head.move_to_end(sequence, last=False)
+
+    def first(self) -> Sequence:
+        """Who is next; there must be one."""
+        return next(iter(self._head or next(iter(self._queues.values()))))
+
+    def take(self) -> None:
+        """Remove who is next. Then it is another client's turn."""
+        sequence = self.first()
+        at_head = sequence in self._head
+        self.remove(sequence)
+        if not at_head and (client := sequence.request.client) in self._queues:
+            self._queues.move_to_end(client)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Nothing where it does not wait."""
+        self._head.pop(sequence, None)
+        client = sequence.request.client
+        if (queue := self._queues.get(client)) is not None:
+            queue.pop(sequence, None)
+            if not queue:
+                del self._queues[client]
