@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import synthetic
 from browser import Browser, browser, missing
 
 from megakernel import machine
+from megakernel.cli import main
 from megakernel.program import Program
 from megakernel.timeline import write_html
 from megakernel.timeline.resolve import WAIT, resolve
@@ -326,6 +328,18 @@ def test_layers_unfold_and_lead_to_their_time(driver: Browser, files: dict[str, 
     driver.keys("u")
     begin, end = driver.run("return timeline.block('layer 0', '')")
     assert _range(driver)[0] == pytest.approx(begin - (end - begin) / 20, abs=3e-9)
+
+
+def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> None:
+    """Of 132 workers most have no part in attention, and pass it long before."""
+    path = tmp_path / "decode.html"
+    assert (
+        main(["simulate", "--model", "random:smollm2-135m", "--machine", "h100", "--tokens", "1", "-o", str(path)]) == 0
+    )
+    driver.open_timeline(path)
+    layers = [driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") for layer in range(30)]
+    for (begin, end), (after, _) in pairwise(layers):
+        assert after > (begin + end) / 2
 
 
 def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) -> None:

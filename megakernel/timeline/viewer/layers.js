@@ -4,18 +4,33 @@ const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // prologue and epilogue, bes
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
-/** Of each trace and (launch, layer), and of each phase in one, when the first COMPUTE began and the last one ended. */
+/**
+ * Of each trace and (launch, layer), and of each phase in one, when the first COMPUTE began and the last one ended.
+ * Workers that have no part in a phase pass it early and at once: what is far shorter than a phase's mean does not count.
+ */
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
-  s.blocks = { begin: new Float64Array(blocks * (phases + 1)).fill(Infinity), end: new Float64Array(blocks * (phases + 1)), each, count: blocks };
-  for (let i = s.first; i < s.first + s.intervals; i++) {
-    if (kind[i] !== COMPUTE) continue;
+  const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);
+  const took = new Float64Array(begins.length), times = new Uint32Array(begins.length);
+  s.blocks = { begin: begins, end: ends, each, count: blocks };
+  const computes = function* () {
+    for (let i = s.first; i < s.first + s.intervals; i++) {
+      if (kind[i] !== COMPUTE) continue;
+      const own = layer[i] === PROLOGUE ? PROLOGUE_BLOCK : layer[i] === EPILOGUE ? EPILOGUE_BLOCK : layer[i] + OUTSIDE;
+      yield [i, (launch[i] * each + own) * (phases + 1)];
+    }
+  };
+  for (const [i, whole] of computes()) {
     shadesRun.add(shadeOf[i]);
-    const own = layer[i] === PROLOGUE ? PROLOGUE_BLOCK : layer[i] === EPILOGUE ? EPILOGUE_BLOCK : layer[i] + OUTSIDE;
-    const whole = (launch[i] * each + own) * (phases + 1);
-    for (const at of [whole, whole + 1 + shadeOf[i]]) {
-      if (begin[i] < s.blocks.begin[at]) s.blocks.begin[at] = begin[i];
-      if (endOf(i) > s.blocks.end[at]) s.blocks.end[at] = endOf(i);
+    took[whole + 1 + shadeOf[i]] += endOf(i) - begin[i];
+    times[whole + 1 + shadeOf[i]]++;
+  }
+  for (const [i, whole] of computes()) {
+    const own = whole + 1 + shadeOf[i];
+    if ((endOf(i) - begin[i]) * 8 * times[own] < took[own]) continue;
+    for (const at of [whole, own]) {
+      begins[at] = Math.min(begins[at], begin[i]);
+      ends[at] = Math.max(ends[at], endOf(i));
     }
   }
 }
