@@ -135,7 +135,7 @@ class EngineClient:
         """Abort what is left, and read no more."""
         self.fail_all(Overloaded("the server has stopped"))
         for socket in (self._requests, self._looks):
-            if self._loop is not None:
+            if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(socket.fileno())
             socket.close(linger=1000)
         self._context.term()

@@ -217,7 +217,7 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> Non
     assert [c["index"] for c in choices] == [0, 1, 2, 3]
     for choice in choices:
         result = alone[choice["index"] // 2]
-        tops, chosen = result.prompt_top_logprobs, result.prompt_ids
+        tops, chosen = result.prompt_top_logprobs, result.prompt_token_ids
         assert tops is not None and choice["prompt_logprobs"][0] is tops[0] is None
         for got, top, token in zip(choice["prompt_logprobs"][1:], tops[1:], chosen[1:], strict=True):
             assert top is not None and {int(k): v["logprob"] for k, v in got.items()} == top
