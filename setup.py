@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # A switch over operations or results that lacks one is an error.
@@ -73,6 +74,13 @@ class BuildNative(build_ext):
         run([*cxx, "-shared", "-pthread", *(str(job[2]) for job in jobs), "-o", str(target)])
 
 
+class AnyPython(bdist_wheel):
+    """A wheel for every Python 3 of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[
         Extension(
@@ -81,5 +89,5 @@ setup(
             depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
         )
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"bdist_wheel": AnyPython, "build_ext": BuildNative},
 )

@@ -12,11 +12,19 @@ if not (Path(__file__).parent / "scheduler").exists():
 
 if TYPE_CHECKING:
     from .errors import MegakernelError
-    from .serving import LLM, SamplingParams
+    from .serving import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "MegakernelError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "MegakernelError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
-_HOMES = {"LLM": ".serving", "SamplingParams": ".serving", "MegakernelError": ".errors"}
+_HOMES = dict.fromkeys(__all__, ".serving") | {"MegakernelError": ".errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import MegakernelError
-from ..model.tokenizer import Tokenizer
+from ..model.tokenizer import TextStream, Tokenizer
 from .sampling import SamplingParams
 from .transcript import Transcript
 
@@ -26,11 +27,13 @@ class Codec:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of text")
         return self.tokenizer.encode(prompt)
 
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the answer."""
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] | None = None, **how: bool
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer. The rest is as `Tokenizer.apply_chat_template` has it."""
         if self.tokenizer is None:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
-        return self.tokenizer.apply_chat_template([dict(message) for message in messages])
+        return self.tokenizer.apply_chat_template([dict(message) for message in messages], values, **how)
 
     def check(self, params: SamplingParams) -> None:
         """Raise MegakernelError where only a tokenizer could do what is asked."""
@@ -39,4 +42,7 @@ class Codec:
 
     def transcripts(self, params: SamplingParams) -> list[Transcript]:
         """One for the reader of each choice."""
-        return [Transcript(params, self.tokenizer.stream() if self.tokenizer else None) for _ in range(params.n)]
+        return [Transcript(params, self._decoder(params)) for _ in range(params.n)]
+
+    def _decoder(self, params: SamplingParams) -> TextStream | None:
+        return self.tokenizer.stream(skip_special=params.skip_special_tokens) if self.tokenizer else None

@@ -60,6 +60,7 @@ class Job:
 
     `open` counts the choices that have not ended; choice c of prompt p is number p * n + c. `scores` has, once its
     first choice has begun, the log-probabilities and the likeliest ids of a prompt's tokens from the second on.
+    `cached` counts the tokens of the prompts that have begun which were in the prefix cache.
     """
 
     first: int
@@ -67,6 +68,7 @@ class Job:
     n: int
     submitted_at: float
     open: int
+    cached: int = 0
     scores: dict[int, tuple[list[float], list[dict[int, float]]]] = field(default_factory=dict)
     _pieces: dict[int, list[Piece]] = field(default_factory=dict)
     _error: Exception | None = None
@@ -133,7 +135,7 @@ class EngineClient:
         """Abort what is left, and read no more."""
         self.fail_all(Overloaded("the server has stopped"))
         for socket in (self._requests, self._looks):
-            if self._loop is not None:
+            if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(socket.fileno())
             socket.close(linger=1000)
         self._context.term()
@@ -230,6 +232,9 @@ class EngineClient:
         for score in tokens.scores:
             if job := choices.get(score.choice):
                 job.scores[(score.choice - job.first) // job.n] = score.logprobs, score.tops
+        for number, cached in tokens.cached.items():
+            if job := choices.get(number):
+                job.cached += cached
         for row, (number, token, logprob, code) in enumerate(token_rows(tokens)):
             job = choices.get(number)
             if job is None:

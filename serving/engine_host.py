@@ -22,8 +22,13 @@ from .seam import Description
 class EngineHost:
     """An LLM's engine for `frontends` frontends at a time. `close` ends everything but the LLM."""
 
-    def __init__(self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings):
-        """`source` names the tokenizer, `name` the model, to people; steps are held against `ceilings`."""
+    def __init__(
+        self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
+    ):
+        """`source` names the tokenizer, `name` the model, to people.
+
+        Steps are recorded and held against `ceilings`, or not at all without.
+        """
         engine, dims = llm.engine, llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # which nobody else may enter
         self.description = Description(
@@ -36,25 +41,38 @@ class EngineHost:
             rows=1 + frontends,
         )
         self._row = Board(self.description.board, 1 + frontends, create=True).row(0, ENGINE_FIELDS)
-        self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.loop = EngineLoop(engine, self._context, self.description.requests, self._row, max_waiting=max_waiting)
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot make a socket in {folder}: {e}; set TMPDIR to another folder") from e
+        self._looks: Looks | None = None
+        if ceilings is not None:
+            self._record_steps(llm, name, ceilings)
+
+    def _record_steps(self, llm: LLM, name: str, ceilings: Ceilings) -> None:
+        self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
         about = {"model": name, "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"}
-        self.live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=dims.max_seqs, about=llm.about | about)
+        self.live = Live(
+            ceilings,
+            llm.engine.stats,
+            tied=llm.config.tied,
+            max_seqs=llm.engine.dims.max_seqs,
+            about=llm.about | about,
+        )
         self.loop.on_step.append(self._record)
         self.loop.wants_trace = lambda: self.live.tracing
-        self._looks = Looks(self.live, share_of(ceilings, llm.machine, dims.tp), self.description.looks)
+        self._looks = Looks(self.live, share_of(ceilings, llm.machine, llm.engine.dims.tp), self.description.looks)
 
     def start(self) -> None:
-        self._looks.start()
+        if self._looks:
+            self._looks.start()
         self.loop.start()
 
     def close(self) -> None:
         self.loop.close()
-        self._looks.close()
+        if self._looks:
+            self._looks.close()
         self._context.term()
         shutil.rmtree(self.description.folder, ignore_errors=True)
 

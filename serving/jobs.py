@@ -73,5 +73,6 @@ class Addresses:
                     for row in begun
                     if (request := tokens.sequence[row].request).params.prompt_logprobs is not None
                 ],
+                {int(numbers[row]): cached for row in begun if (cached := tokens.sequence[row].request.cached_tokens)},
             )
         return found

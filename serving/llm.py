@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import Checkpoint, load_tokenizer, open_checkpoint
 from ..model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
+from ..model.tokenizer import Tokenizer
 from ..runtime import choose_backend, create, join_ranks, rank_machine, registered
 from ..scheduler import Options, step_seconds, with_matmul
 from ..scheduler.tune import Fastest
@@ -19,46 +20,20 @@ from .batch import SCORED_ROWS
 from .codec import Codec
 from .engine import Engine, Step, Token
 from .memory import kv_capacity
+from .outputs import Completion, RequestOutput, request_output
 from .programs import Programs
+from .progress import progress
 from .request import Request
 from .request import Sequence as Choice
 from .sampling import SamplingParams
 from .speculation import VERIFIED_ROWS, Speculation, check_depth
 from .step_times import StepTimes
 from .transcript import Transcript
+from .vllm_names import as_conversations, as_prompts, own_names
 
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One choice. `logprobs` are raw log-softmax values of the tokens; times are seconds, None where undefined.
-
-    `top_logprobs`, where asked, has per token the most likely ids and the chosen one. `finish_reason` is `stop`,
-    `length` or `abort`. `ttft_s` runs from the call to the first token, `tpot_s` is the mean time per later token.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]] | None
-    ttft_s: float | None
-    tpot_s: float | None
-
-
-@dataclass(frozen=True)
-class Result(Completion):
-    """A prompt and its `n` choices; the attributes of the first are the result's own.
-
-    prompt_logprobs[i] is the log-probability of prompt token i after those before it; None for the first one.
-    """
-
-    prompt_ids: list[int]
-    choices: list[Completion]
-    prompt_logprobs: list[float | None] | None
-    prompt_top_logprobs: list[dict[int, float] | None] | None
+DTYPES |= {"float": Dtype.F32, "half": Dtype.BF16, "float16": Dtype.BF16}
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -67,7 +42,7 @@ class LLM:
     model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
     tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
     backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
-    dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16
+    dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
     weights      type that matrices have in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
     kv_cache_dtype  type that K and V have in memory: auto (dtype) or q8_0, in half the bytes of bf16 (not on a GPU)
     threads      CPU threads; None: the cores that this process may use
@@ -77,6 +52,8 @@ class LLM:
     prefix_cache prompts that begin alike compute the beginning once
     speculate    tokens that are proposed and verified at once for each sequence, 0 for none; results are the same
     ranks        threads, or processes; in a torchrun job its processes, where only rank 0 goes on after the call
+
+    `vllm` are arguments in vLLM's names, such as tensor_parallel_size and max_model_len.
     """
 
     def __init__(
@@ -95,7 +72,12 @@ class LLM:
         ranks: str = "threads",
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
+        **vllm: Any,
     ) -> None:
+        if own := own_names(vllm):
+            tp, max_context = own.get("tp", tp), own.get("max_context", max_context)
+            max_seqs, prefix_cache = own.get("max_seqs", max_seqs), own.get("prefix_cache", prefix_cache)
+            step_tokens = own.get("step_tokens", max(step_tokens, max_seqs))
         for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
             if value is not None and value < 1:
                 raise MegakernelError(f"{name}={value} must be positive")
@@ -161,43 +143,62 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         on_token: Callable[[Token, str], None] | None = None,
         on_step: Callable[[Step], None] | None = None,
-    ) -> list[Result]:
-        """Continue each prompt (text or token ids), with one `params` for all or one each.
+    ) -> list[RequestOutput]:
+        """Continue each prompt, with one `sampling_params` for all or one each.
 
-        `on_token` sees tokens as they appear, each with the text that became certain with it, `on_step` every launch.
-        Raises MegakernelError before anything runs
-        where a prompt or a parameter is wrong.
+        A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `use_tqdm` shows a bar on a
+        terminal, unless `on_token` or `on_step` watches: they see tokens as they appear, each with the text that became
+        certain with it, and every launch. Raises MegakernelError before anything runs where a prompt or a parameter is
+        wrong.
         """
-        ids = [self.encode(prompt) for prompt in _as_list(prompts)]
-        given = SamplingParams() if params is None else params
+        asked = as_prompts(prompts)
+        ids = [self.encode(prompt) for prompt in asked]
+        given = SamplingParams() if sampling_params is None else sampling_params
         each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(ids):
             raise MegakernelError(f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one each")
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
         requests = {self.engine.add(prompt, p): self.transcripts(p) for prompt, p in zip(ids, each, strict=True)}
+        open_choices = {request: request.params.n for request in requests}
+        watched = on_token is not None or on_step is not None
         try:
-            for step in self.engine.run():
-                if on_step:
-                    on_step(step)
-                for token in step.tokens:
-                    transcript = requests[token.request][token.choice]
-                    if transcript.finish_reason is not None:
-                        continue  # generated in the step whose text ended with a stop string
-                    text = transcript.add(token)
-                    if transcript.finish_reason != token.finish_reason:
-                        self.engine.stop(token.request, token.choice)
-                    if on_token:
-                        on_token(token, text)
+            with progress(len(requests), use_tqdm and not watched) as advance:
+                for step in self.engine.run():
+                    if on_step:
+                        on_step(step)
+                    finished = 0
+                    for token in step.tokens:
+                        request = token.request
+                        transcript = requests[request][token.choice]
+                        if transcript.finish_reason is not None:
+                            continue  # generated in the step whose text ended with a stop string
+                        text = transcript.add(token)
+                        if transcript.finish_reason != token.finish_reason:
+                            self.engine.stop(request, token.choice)
+                        if transcript.finish_reason is not None:
+                            open_choices[request] -= 1
+                            finished += not open_choices[request]
+                        if on_token:
+                            on_token(token, text)
+                    advance(step, finished)
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
             raise
-        return [_result(request, transcripts) for request, transcripts in requests.items()]
+        made = zip(requests.items(), asked, strict=True)
+        return [_output(request, prompt, transcripts, self.tokenizer) for (request, transcripts), prompt in made]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        if self.tokenizer is None:
+            raise MegakernelError(f"{self.model} has no tokenizer")
+        return self.tokenizer
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise MegakernelError where the model can never run that."""
@@ -206,19 +207,32 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
-        params: SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_token: Callable[[Token, str], None] | None = None,
-    ) -> Result:
-        """Answer a conversation, `[{"role": ..., "content": ...}, ...]`, through the model's chat template."""
-        return self.generate([self.chat_ids(messages)], params, on_token=on_token)[0]
+    ) -> list[RequestOutput]:
+        """Answer a conversation, `[{"role": ..., "content": ...}, ...]`, or several, through the model's chat template.
+
+        `continue_final_message` lets an answer continue the last message; `chat_template_kwargs` are more names for the
+        template.
+        """
+        values = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        prompts = [
+            self.codec.chat_ids(conversation, values, continue_final=continue_final_message)
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_token=on_token)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the answer."""
         return self.codec.chat_ids(messages)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
         return self.codec.encode(prompt)
 
@@ -226,14 +240,14 @@ class LLM:
         """One for the reader of each choice."""
         return self.codec.transcripts(params)
 
-    def trace_steps(self, prompt: Prompt, decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
+    def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
         """Traced prefill steps of a prompt and the traced decode steps after it, each with `output.trace` set.
 
         The prompt runs once before, untraced, so that caches and threads are warm.
         """
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
-        self.generate([ids], params)
+        self.generate([ids], params, use_tqdm=False)
         self.engine.reset_prefix_cache()
         request = self.engine.add(ids, params)
         prefill: list[Step] = []
@@ -269,27 +283,18 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a sequence of ints is one prompt of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
-    if prompts and not several:
-        return [[token for token in prompts if isinstance(token, int)]]
-    if len(several) != len(prompts):
-        raise MegakernelError("prompts mix token ids and prompts: give text, a list of ids, or a list of those")
-    return several
-
-
-def _result(request: Request, transcripts: Sequence[Transcript]) -> Result:
-    scored = request.params.prompt_logprobs is not None
-    choices = [_completion(*both) for both in zip(request.choices, transcripts, strict=True)]
-    return Result(
-        **vars(choices[0]),
-        prompt_ids=request.prompt_ids,
-        choices=choices,
-        prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
-        prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
+def _output(
+    request: Request, prompt: str | list[int], transcripts: Sequence[Transcript], tokenizer: Tokenizer | None
+) -> RequestOutput:
+    return request_output(
+        str(request.id),
+        prompt if isinstance(prompt, str) else None,
+        request.prompt_ids,
+        [_completion(*both) for both in zip(request.choices, transcripts, strict=True)],
+        tokenizer,
+        request.params,
+        (request.prompt_logprobs, request.prompt_top_logprobs),
+        request.cached_tokens or 0,
     )
 
 
@@ -303,4 +308,5 @@ def _completion(choice: Choice, transcript: Transcript) -> Completion:
         top_logprobs=transcript.top_logprobs if choice.request.params.logprobs is not None else None,
         ttft_s=choice.first_token_at - choice.request.added_at if later >= 0 else None,
         tpot_s=(choice.last_token_at - choice.first_token_at) / later if later > 0 else None,
+        stop_reason=transcript.stop_reason,
     )

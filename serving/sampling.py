@@ -31,6 +31,8 @@ class SamplingParams:
     min_tokens          end-of-sequence and stop ids are forbidden, stop strings ignored, before this many
     stop                strings; the text ends before the first that appears
     stop_token_ids      ids that end a choice, besides the model's own end-of-sequence ids
+    include_stop_str_in_output  the text ends after what ended it, not before
+    skip_special_tokens special tokens have no text
     ignore_eos          the model's end-of-sequence ids do not end a choice
     logprobs            also report this many most likely tokens of each position
     prompt_logprobs     score the prompt's tokens, with this many most likely ones of each position
@@ -57,6 +59,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._real("temperature", self.temperature, 0.0, _MOST)

@@ -84,6 +84,7 @@ class Tokens(_Record):
     logprobs  float32
     reasons   uint8, index into FINISH: why the token ends its choice
     tops      row -> the likeliest ids of that token, where they are wanted
+    cached    choice -> tokens of its prompt that were in the prefix cache, with a prompt's first token, where not 0
     """
 
     at: float
@@ -93,6 +94,7 @@ class Tokens(_Record):
     reasons: bytes
     tops: dict[int, dict[int, float]]
     scores: list[Score]
+    cached: dict[int, int]
 
 
 class Refused(_Record):

@@ -66,7 +66,7 @@ def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[S
     began = ended = perf_counter()
     results = llm.generate(prompts, params, on_step=record)
     seconds = perf_counter() - began
-    inputs, outputs = sum(len(r.prompt_ids) for r in results), sum(len(r.token_ids) for r in results)
+    inputs, outputs = sum(len(r.prompt_token_ids) for r in results), sum(len(r.token_ids) for r in results)
     totals = live.totals()
     figures = totals.rates(ceilings)
     return {

@@ -33,8 +33,9 @@ class Generated(Protocol):
 class Transcript:
     """Collects the tokens of one choice. `decoder` detokenises; None: ids only, and `text` is None.
 
-    `text` is cut before the first stop string. Where `finish_reason` says `stop` though no token did, a stop string
-    came: tell the engine by `Engine.stop`. Tokens after that are dropped.
+    `text` is cut before the first stop string, or after it where that is asked for. Where `finish_reason` says `stop`
+    though no token did, a stop string came: tell the engine by `Engine.stop`. Tokens after that are dropped.
+    `stop_reason` is that string, or the one of `stop_token_ids` that came; None for all other ends.
     """
 
     def __init__(self, params: SamplingParams, decoder: Decoder | None) -> None:
@@ -42,7 +43,9 @@ class Transcript:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self._min_tokens, self._stop = params.min_tokens, params.stop_strings
+        self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder
         self._text = ""
         self._shown = 0  # characters of the text that `add` has given
@@ -52,22 +55,26 @@ class Transcript:
         return self._text if self._decoder else None
 
     def add(self, token: Generated) -> str:
-        """Append a token: the text that became certain with it. The token of reason `stop` has no text."""
+        """Append a token: the text that became certain with it. The token of reason `stop` has none, unless kept."""
         if self.finish_reason is not None:
             return ""
         self.token_ids.append(token.token_id)
         self.logprobs.append(token.logprob)
         self.top_logprobs.append(token.top_logprobs)
         self.finish_reason = token.finish_reason
+        unseen = False  # whether the token has no text
+        if token.finish_reason == "stop":
+            unseen = not self._keeps_end
+            self.stop_reason = token.token_id if token.token_id in self._stop_ids else None
         if self._decoder is None:
             return ""
         if not self._stop:
-            piece = "" if token.finish_reason == "stop" else self._decoder.add(token.token_id)
+            piece = "" if unseen else self._decoder.add(token.token_id)
             if token.finish_reason is not None:
                 piece += self._decoder.finish()
             self._text += piece
             return piece
-        stopped = token.finish_reason != "stop" and self._append(self._decoder.add(token.token_id))
+        stopped = not unseen and self._append(self._decoder.add(token.token_id))
         if token.finish_reason is not None and not stopped:
             stopped = self._append(self._decoder.finish())  # text that was held back as half a character
         if stopped:
@@ -83,10 +90,13 @@ class Transcript:
         if len(self.token_ids) < self._min_tokens or not piece:
             return False
         found = [self._text.find(s, max(0, before - len(s) + 1)) for s in self._stop]
-        starts = [at for at in found if at >= 0]
-        if starts:
-            self._text = self._text[: min(starts)]
-        return bool(starts)
+        starts = [(at, stop) for at, stop in zip(found, self._stop, strict=True) if at >= 0]
+        if not starts:
+            return False
+        at, stop = min(starts)
+        self._text = self._text[: at + len(stop) * self._keeps_end]
+        self.stop_reason = stop
+        return True
 
     def _partial_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -243,6 +243,8 @@ class Reader:
             case "megakernel", *rest:
                 status, _, err = run(self._capsys, *rest)
                 return f"status {status}: {err}" if status else ""
+            case "python", "-m", *rest:
+                return went_wrong("-m", *rest)
             case "python", script, *rest:
                 return went_wrong(str(place_of(script)), *rest)
             case words:

@@ -102,8 +102,8 @@ def offline(model: str) -> list[float]:
             for choice in choices:
                 context = len(llm.encode(question))
                 [result] = llm.generate([llm.encode(question + choice)], params)
-                assert result.prompt_logprobs is not None
-                found.append(math.fsum(p for p in result.prompt_logprobs[context:] if p is not None))
+                assert result.prompt_token_logprobs is not None
+                found.append(math.fsum(p for p in result.prompt_token_logprobs[context:] if p is not None))
     return found
 
 

@@ -73,8 +73,8 @@ def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.flo
         found = []
         for start in range(0, len(ids) - CHUNK + 1, CHUNK)[:chunks]:
             [result] = llm.generate([begin + ids[start + len(begin) : start + CHUNK]], params)
-            assert result.prompt_logprobs is not None
-            found.append([p for p in result.prompt_logprobs[CHUNK // 2 + 1 :] if p is not None])
+            assert result.prompt_token_logprobs is not None
+            found.append([p for p in result.prompt_token_logprobs[CHUNK // 2 + 1 :] if p is not None])
         return np.array(found), llm.about
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import options, text, write
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving import Result
+from megakernel.serving import RequestOutput
 
 # Charles Dickens, A Tale of Two Cities, 1859.
 PASSAGE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of
@@ -37,7 +37,7 @@ TEXTS = {
 }
 
 
-def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any], Result]:
+def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any], RequestOutput]:
     """The figures of one continuation, and what it is."""
     before = llm.engine.stats.counts
     result = llm.generate([ids], params)[0]
@@ -49,7 +49,7 @@ def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any
 def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:
     """Runs of all sides in turn, and by how much speculation is faster."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    results: list[Result] = []
+    results: list[RequestOutput] = []
     for round_ in range(rounds + 1):
         for name, llm in sides.items():
             ids = llm.chat_ids([{"role": "user", "content": prompt}])
@@ -60,7 +60,7 @@ def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: 
     rates = {name: median(figures["tokens_per_s"] for figures in found) for name, found in runs.items()}
     first = results[0]
     return {
-        "prompt_tokens": len(first.prompt_ids),
+        "prompt_tokens": len(first.prompt_token_ids),
         "tokens": len(first.token_ids),
         "tokens_per_s": rates,
         "ratio": rates["speculate"] / rates["plain"],

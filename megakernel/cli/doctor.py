@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "kv_cache_bits": {name: kind.bits for name, kind in KV_TYPES.items()},
         "compilers": compilers,
         "gpus": gpus,
+        "backend": "cuda" if gpus["missing"] is None else "cpu",
     }
     if args.json:
         output.emit(report)
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         ("compilers", ", ".join(compilers.values()) or "none"),
         ("gpus", doctor_gpu.line(gpus)),
+        ("backend", doctor_gpu.backend(gpus)),
         *(("", note) for note in gpus["notes"]),
         *((env, value) for env, value in settings.items()),
     ]

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
-from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
+from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 if TYPE_CHECKING:
     from ..model import ModelConfig
@@ -43,6 +44,15 @@ def line(facts: dict[str, Any]) -> str:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
     return f"{names}; " + (f"not usable: {facts['missing']}" if facts["missing"] else "usable")
+
+
+def backend(facts: dict[str, Any]) -> str:
+    """What `--backend auto` takes here, and what it would take with a GPU."""
+    if not facts["missing"]:
+        return "auto takes cuda"
+    ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    also = "its packages are installed" if ready else f"after {INSTALL}"
+    return f"auto takes cpu; it would take cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
 
 
 def _nvidia_smi() -> list[dict[str, str]]:

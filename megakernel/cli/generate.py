@@ -10,7 +10,7 @@ from . import output
 from .options import AddVerb, add_model_run, add_speculate, open_llm, token_ids
 
 if TYPE_CHECKING:
-    from ..serving import Result, SamplingParams
+    from ..serving import RequestOutput, SamplingParams
     from ..serving.engine import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's 16 cuts one short
@@ -102,13 +102,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: RequestOutput) -> dict[str, Any]:
     """A result as `--json` prints it: the first choice's fields, and all of them where there are several."""
-    out: dict[str, Any] = {"prompt_ids": result.prompt_ids, **vars(result.choices[0])}
+    out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
     if len(result.choices) > 1:
         out["choices"] = [vars(choice) for choice in result.choices]
-    if result.prompt_logprobs is not None:
-        out |= {"prompt_logprobs": result.prompt_logprobs, "prompt_top_logprobs": result.prompt_top_logprobs}
+    if result.prompt_token_logprobs is not None:
+        out |= {"prompt_logprobs": result.prompt_token_logprobs, "prompt_top_logprobs": result.prompt_top_logprobs}
     return out
 
 

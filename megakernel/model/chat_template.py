@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -18,6 +19,8 @@ from ..errors import MegakernelError
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
+# Names of a template that have a value from elsewhere.
+OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -39,9 +42,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as e:
             raise self._error("broken", str(e)) from e
 
-    def render(self, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `special`: bos_token and the like."""
-        values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **special}
+    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """The prompt's text, up to where the assistant's answer begins. `values` are more names, or other values."""
+        values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         with self._lock:
             if self._process is None:
                 self._process = self._start()

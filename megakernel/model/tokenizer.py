@@ -48,18 +48,35 @@ class Tokenizer:
 
         `add_special`: BOS is added where the model asks for it.
         """
-        return list(self._encode(text, add_special))
+        return self._encode(text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         stream = self.stream(skip_special=skip_special)
         return "".join(map(stream.add, ids)) + stream.finish()
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
+        add_special: bool = False,
+    ) -> list[int]:
+        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
+
+        `values` are more names for the template. `continue_final`: the ids end with the last message's text, which the
+        answer continues.
+        """
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
-        return list(self._encode(self._template.render(messages, self.special), False))
+        values = {**self.special, **(values or {})}
+        if continue_final:
+            values["add_generation_prompt"] = False
+        text = self._template.render(messages, values)
+        if continue_final:
+            text = _up_to_last(text, messages)
+        return self._encode(text, add_special)
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""
@@ -82,12 +99,26 @@ class Tokenizer:
         try:
             # Unlike `encode`, it gives other Python threads their turn meanwhile.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-            ids: list[int] = encoding.ids
+            ids: list[int] = list(encoding.ids)
         except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         except Exception as e:  # the package raises bare Exception, where the files lack what they refer to
             raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
         return ids
+
+
+def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A rendered conversation up to the end of its last message's text, whose outer whitespace a template may drop."""
+    content = str(messages[-1]["content"]) if messages else ""
+    core = content.strip()
+    if not core:
+        raise MegakernelError("the last message has no text that could be continued")
+    start = text.rfind(core)
+    if start < 0:
+        raise MegakernelError("the chat template does not print the last message's text as it is: it has no end there")
+    end = start + len(core)
+    rest = content[content.index(core) + len(core) :]
+    return text[: end + len(rest)] if text.startswith(rest, end) else text[:end]
 
 
 class _Known(dict[int, bytes]):

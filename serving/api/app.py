@@ -19,11 +19,19 @@ from ...errors import MegakernelError
 from ..live_routes import live_router
 from .chat import chat
 from .completions import complete
-from .errors import APIError, ErrorResponse, answer_error
+from .errors import APIError, ErrorResponse, answer_error, shortened
 from .http import Gate, while_connected
 from .limits import max_values
 from .openapi import describe
-from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokenizeText
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    TokenizeText,
+)
+from .respond import ResponseObject, respond
 from .responses import (
     ChatResponse,
     CompletionResponse,
@@ -65,6 +73,13 @@ def create_app(service: Service) -> FastAPI:
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
 
+    @app.exception_handler(404)
+    async def nothing_there(request: Request, error: Exception) -> Response:
+        """Name what is served."""
+        listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
+        where = shortened(f"{request.method} {request.url.path}")
+        return APIError(404, f"there is no {where} here: this server has {', '.join(listed)}").response()
+
     @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
@@ -74,6 +89,11 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await while_connected(request.receive, chat(service, body))
+
+    @app.post("/v1/responses", response_model=ResponseObject, responses=_GENERATE)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation; nothing is stored."""
+        return await while_connected(request.receive, respond(service, body))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
@@ -92,7 +112,7 @@ def create_app(service: Service) -> FastAPI:
         if isinstance(body, TokenizeText):
             tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            tokens = await service.encode_chat(body.messages)
+            tokens = await service.encode_chat(body)
         service.check_count(tokens)
         return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
 

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from .answers import Answers, Delta
 from .http import event
-from .logprobs import Score, completion_logprobs, scores
+from .logprobs import Score, completion_logprobs, likeliest, scores
 from .requests import CompletionRequest, Prompt
 from .responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from .service import Answer, Service
@@ -19,20 +19,29 @@ _DEFAULT_TOKENS = 16
 async def complete(service: Service, body: CompletionRequest) -> Response:
     """A whole completion, or its stream once the first token is there."""
     model = service.model(body.model)
-    prompts = await service.encode_prompts(body.prompt)
+    prompts = await service.encode_prompts(body.prompt, body.add_special_tokens is not False)
+    prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
     params = body.sampling(
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        n=body.n or 1,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=max(asked) if (asked := _scored(body)) else None,
     )
-    texts = await _texts(service, body.prompt, prompts) if body.echo else []
+    given = prompts if body.truncate_prompt_tokens is not None else body.prompt
+    texts = await _texts(service, given, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
     return await service.respond(answers, completion, bool(body.stream))
 
 
-async def _texts(service: Service, given: Prompt, prompts: list[list[int]]) -> list[str]:
+def _scored(body: CompletionRequest) -> list[int]:
+    """How many likeliest tokens of each position of the prompt are wanted, by either field that asks for them."""
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return [count for count in asked if count is not None]
+
+
+async def _texts(service: Service, given: Prompt | list[list[int]], prompts: list[list[int]]) -> list[str]:
     """The prompts as text: as they were sent, or decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
@@ -60,6 +69,9 @@ class _Completion(Answer):
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
+        for choice in choices:
+            prompt = choice.index // (self._body.n or 1)
+            choice.prompt_logprobs = self._prompt_logprobs(prompt, self._body.prompt_logprobs)
         return self._response(choices, self._used()).model_dump_json().encode()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -111,12 +123,13 @@ class _Completion(Answer):
         offset = self._offsets.setdefault(index, 0)
         if self._body.logprobs is None:
             return None
-        logprobs = completion_logprobs(self._service.tokenizer, tokens, offset)
+        logprobs = completion_logprobs(self._tokenizer, tokens, offset)
         self._offsets[index] += sum(map(len, logprobs.tokens))
         return logprobs
 
     def _prompt_scores(self, index: int) -> list[Score]:
         """The first token has none: nothing comes before it."""
         prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
-        first: list[Score] = [(prompt[0], None, None)]
-        return first + list(zip(prompt[1:], logprobs, tops, strict=True))
+        count = self._body.logprobs or 0
+        later = zip(prompt[1:], logprobs, tops, strict=True)
+        return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]

@@ -95,10 +95,35 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+# What the value of a field must be, by the validator's name of the error.
+_MUST = {
+    "less_than_equal": "must be at most {le}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than": "must be below {lt}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_unicode": "must be text without lone surrogates",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "too_long": "may have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+    "string_too_long": "may have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must be a token id in digits",  # a key of logit_bias
+}
+
+
 def _validation(errors: Sequence[Any]) -> APIError:
     """The first thing wrong with a body, in one line."""
     first = errors[0]
-    path = [part for part in first["loc"] if part != "body"]
+    path = [part for part in first["loc"] if part != "body" and not str(part).startswith("(")]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if not path and isinstance(first["input"], bytes):
@@ -108,5 +133,11 @@ def _validation(errors: Sequence[Any]) -> APIError:
         return APIError(400, f"{name or 'the body'} is required", param=name or None)
     if first["type"] == "contradiction":
         return APIError(400, first["msg"], param=first["ctx"]["field"])
+    if first["type"] == "refused":
+        field = ".".join(map(str, [*path, first["ctx"]["field"]]))
+        return APIError(400, f"{name}: {first['msg']}" if name else first["msg"], param=field)
+    must = _MUST.get(first["type"])
+    bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in first.get("ctx", {}).items()}
+    said = must.format(**bounds) if must else shortened(first["msg"])
     got = "" if isinstance(first["input"], (dict, list)) else f", not {quoted(first['input'])}"
-    return APIError(400, f"{name or 'the body'}: {shortened(first['msg'])}{got}", param=name or None)
+    return APIError(400, f"{name or 'the body'} {said}{got}", param=name or None)

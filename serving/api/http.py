@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Collection, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from .turns import CLIENT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_MOST_ID = 256  # characters of a request's own id
 _DIRECT = "megakernel.send"  # in a scope: the server's own `send`, which middleware has not wrapped
 
 
@@ -50,6 +52,7 @@ class Gate:
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
+        send = _with_id(send, headers.get(b"x-request-id", b""))
         try:
             self._access.check(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"] in self._takes_body:
@@ -145,6 +148,18 @@ def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
     return receive_and_look, send_and_drop
 
 
+def _with_id(send: Send, given: bytes) -> Send:
+    """`send` that gives an answer the header X-Request-Id: the request's own, or a new one."""
+    known = given if 0 < len(given) <= _MOST_ID and given.isascii() else secrets.token_hex(16).encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", known)]
+        await send(message)
+
+    return send_with_id
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled, and ClientGone raised, when the client closes the connection."""
     task = asyncio.ensure_future(work)
@@ -171,7 +186,7 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events, then `[DONE]`. Each part has one event or several, and is one write. An error that comes
+    """Server-sent events, then `end`. Each part has one event or several, and is one write. An error that comes
     after the start is an event too.
 
     The first part is there before this is made, so that a failure until then has a status of its own.
@@ -179,10 +194,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], end: bytes) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._end = first, rest, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -201,4 +216,4 @@ class EventStream(Response):
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body())
-        await send({"type": "http.response.body", "body": last + event(b"[DONE]"), "more_body": False})
+        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})

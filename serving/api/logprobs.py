@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ...model.tokenizer import Tokenizer
 from ..engine_client import Piece
-from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .responses import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
 
@@ -41,6 +41,31 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) 
         chosen = _chat_token(tokenizer, token, 0.0 if logprob is None else logprob)
         content.append(TokenLogprob(**dict(chosen), top_logprobs=best))
     return ChatLogprobs(content=content)
+
+
+def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]:
+    """The `count` likeliest ids of a position, and `token`."""
+    return {other: value for rank, (other, value) in enumerate(top.items()) if rank < count or other == token}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
+) -> PromptLogprobs:
+    """The `count` likeliest ids of each position of a prompt, and its own. `tops` begin with the second token."""
+    found: PromptLogprobs = [None]
+    for token, top in zip(prompt[1:], tops, strict=True):
+        best = enumerate(likeliest(top, count, token).items(), 1)
+        found.append(
+            {
+                other: PromptLogprob(
+                    logprob=max(value, _LOWEST),
+                    rank=rank if rank <= count else None,
+                    decoded_token=_text(tokenizer, other),
+                )
+                for rank, (other, value) in best
+            }
+        )
+    return found
 
 
 def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopLogprob:

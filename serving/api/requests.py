@@ -1,17 +1,29 @@
 """The bodies that clients send. Every range that a field has stands here and reaches OpenAPI from here.
 
-Names and defaults are vLLM's and the OpenAI API's. Unknown fields are ignored, and null is as good as absent. A field
-that would change the answer and is not supported admits only the value that changes nothing.
+Names and defaults are vLLM's and the OpenAI API's, and null is as good as absent. `fields.py` has every other field
+that clients send.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from ...model.chat_template import OWN_NAMES
 from ..sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from . import fields
 from .limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 
 _INT32, _SEED = 2**31 - 1, 2**63
@@ -65,6 +77,9 @@ Prompt = Annotated[
     ),
 ]
 Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+AddSpecial = Annotated[
+    bool, Field(description="BOS, where the model has one; where absent, true for a text and false for messages")
+]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
@@ -72,9 +87,23 @@ Stop = Annotated[
 ]
 
 
+def _describe(schema: dict[str, Any], model: type[Any]) -> None:
+    """OpenAPI has what is supported; of other fields it admits null."""
+    if model.body:
+        schema["additionalProperties"] = {"type": "null"}
+
+
 class Strict(BaseModel):
+    """`body` names its part of the table of fields; without a name, fields that the model lacks are ignored."""
+
     # "5" is not a number and 1 is not true. JSON knows no infinity.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
+    body: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_only_known_fields(cls, given: Any) -> Any:
+        return fields.without_unread(cls.body, given, cls.model_fields) if cls.body else given
 
 
 class Body(Strict):
@@ -83,14 +112,9 @@ class Body(Strict):
     )
 
 
-class StreamOptions(Strict):
-    include_usage: bool | None = None
-
-
 class Sampled(Body):
-    """What both generating endpoints take."""
+    """What every generating endpoint takes."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_INT32), _WHOLE] | None = None
@@ -106,25 +130,18 @@ class Sampled(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Annotated[bool, Field(description="special tokens have no text; true if absent")] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Field(ge=-1, le=_INT32, description="the last so many; -1: as many as have room"), _WHOLE] | None
+    ) = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool, Field(description="also give token ids, in `token_ids`")] | None = None
-
-    @model_validator(mode="after")
-    def _stream_options_belong_to_streams(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise _contradiction("stream_options", "stream_options need stream=true")
-        return self
-
-    @property
-    def wants_usage_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
         """As the engine takes it. Raises MegakernelError where fields contradict each other."""
         names = (
-            "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
-            " ignore_eos min_tokens"
+            "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
+            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens"
         )
         given = {name: value for name in names.split() if (value := getattr(self, name)) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
@@ -132,7 +149,42 @@ class Sampled(Body):
         return SamplingParams(**given, seed=seed, logit_bias=bias, max_tokens=max_tokens, **more)
 
 
-class CompletionRequest(Sampled):
+class StreamOptions(Strict):
+    body = fields.STREAM_OPTIONS
+
+    include_usage: bool | None = None
+
+
+class Choices(Sampled):
+    """What completions and chat take."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not of a stream"), _WHOLE] | None = (
+        None
+    )
+    stream_options: StreamOptions | None = None
+    add_special_tokens: AddSpecial | None = None
+    return_token_ids: Annotated[bool, Field(description="also give token ids, in `token_ids`")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Field(description="`token_id:N` in place of text in log-probabilities")] | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _fields_belong_to_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _contradiction("stream_options", "stream_options need stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _contradiction("prompt_logprobs", "prompt_logprobs are not part of a stream: ask without stream")
+        return self
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(Choices):
+    body = fields.COMPLETIONS
+
     prompt: Prompt
     max_tokens: (
         Annotated[int, Field(ge=0, le=_INT32, description="16 where absent; 0 only with echo"), _WHOLE] | None
@@ -140,7 +192,6 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="only as many as n"), _WHOLE] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -157,6 +208,8 @@ class TextPart(Strict):
 
 
 class Message(Strict):
+    body = fields.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
@@ -170,15 +223,34 @@ class Message(Strict):
         return {"role": self.role, "content": text}
 
 
-class ResponseFormat(Strict):
-    type: Literal["text"]
-
-
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatRequest(Sampled):
+class Conversation(Strict):
+    """A conversation, and how the model's chat template makes a prompt of it."""
+
     messages: Messages
+    add_generation_prompt: (
+        Annotated[bool, Field(description="begin an answer; true if absent, unless continue_final_message")] | None
+    ) = None
+    continue_final_message: Annotated[bool, Field(description="the last message is not complete")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more names for the template")] | None = None
+    add_special_tokens: AddSpecial | None = None
+
+    @model_validator(mode="after")
+    def _prompt_has_one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _contradiction(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+        for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
+            raise _contradiction("chat_template_kwargs", f"chat_template_kwargs may not have the name {name}")
+        return self
+
+
+class ChatRequest(Conversation, Choices):
+    body = fields.CHAT
+
     max_completion_tokens: (
         Annotated[int, Field(ge=1, le=_INT32, description="up to the context's end where absent"), _WHOLE] | None
     ) = None
@@ -187,8 +259,7 @@ class ChatRequest(Sampled):
     ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), _WHOLE] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    echo: Annotated[bool, Field(description="begin with the last message, where it is the assistant's")] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -197,19 +268,84 @@ class ChatRequest(Sampled):
         return self
 
 
+class ResponsePart(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(Strict):
+    body = fields.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        str | Annotated[list[ResponsePart], Field(max_length=MAX_PARTS)],
+        _one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
+    ]
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates read it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text}
+
+
+class PlainText(Strict):
+    type: Literal["text"]
+
+
+class TextConfig(Strict):
+    body = fields.TEXT
+
+    format: PlainText | None = None
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesRequest(Sampled):
+    body = fields.RESPONSES
+
+    input: Annotated[
+        Annotated[Text, Tag("(text)")]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(messages)")],
+        Discriminator(lambda given: "(messages)" if isinstance(given, list) else "(text)"),
+    ]
+    instructions: Annotated[str, Field(description="what the system says before the conversation")] | None = None
+    max_output_tokens: (
+        Annotated[int, Field(ge=1, le=_INT32, description="up to the context's end where absent"), _WHOLE] | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    text: TextConfig | None = None
+    metadata: Annotated[dict[str, str], Field(description="comes back with the answer")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
 class TokenizeText(Body):
+    body = fields.TOKENIZE
+
     prompt: str
-    add_special_tokens: Annotated[bool, Field(description="BOS, where the model has one; true if absent")] | None = None
+    add_special_tokens: AddSpecial | None = None
 
 
-class TokenizeMessages(Body):
-    messages: Messages
+class TokenizeMessages(Conversation, Body):
+    body = fields.TOKENIZE
 
 
+def _which(given: Any) -> str:
+    return "(messages)" if isinstance(given, dict) and "messages" in given else "(text)"
+
+
+# Errors leave out the names in parentheses.
 TokenizeRequest = Annotated[
-    TokenizeText | TokenizeMessages, _one_message("give prompt, a text, or messages as for /v1/chat/completions")
+    Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
 ]
 
 
 class DetokenizeRequest(Body):
+    body = fields.TOKENIZE
+
     tokens: Annotated[list[TokenId], _WHOLE_LIST]

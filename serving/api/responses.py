@@ -9,10 +9,28 @@ from pydantic import BaseModel
 FinishReason = Literal["stop", "length"]
 
 
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
 class Usage(BaseModel):
+    """`cached_tokens` were in the prefix cache, and were not computed again."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class PromptLogprob(BaseModel):
+    """`rank` 1 is the likeliest; None: it is not among those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token but the first, before which nothing comes
 
 
 class CompletionLogprobs(BaseModel):
@@ -31,6 +49,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -79,6 +98,7 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(BaseModel):

@@ -25,9 +25,10 @@ from .answers import Answers
 from .errors import APIError, quoted
 from .http import EventStream, event
 from .limits import THREADS, Limits, max_values
+from .logprobs import prompt_logprobs
 from .metrics import Metrics
-from .requests import Message, Prompt, Sampled
-from .responses import Usage
+from .requests import Choices, Conversation, Prompt, Sampled
+from .responses import PromptDetails, PromptLogprobs, Usage
 from .turns import Turns
 
 T = TypeVar("T")
@@ -83,15 +84,17 @@ class Service:
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         self._check_text(text)
-        tokenizer = self.tokenizer
-        if add_special or tokenizer is None:
-            return await self._turns.run(partial(self.codec.encode, text))
-        return await self._turns.run(partial(tokenizer.encode, text, add_special=False))
+        return await self._turns.run(partial(self._encode, text, add_special))
 
-    async def encode_prompts(self, prompt: Prompt) -> list[list[int]]:
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if add_special or self.tokenizer is None:
+            return self.codec.encode(text)
+        return self.tokenizer.encode(text, add_special=False)
+
+    async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
         """Token ids of a completion's prompts."""
         if isinstance(prompt, str):
-            return [await self.encode(prompt)]
+            return [await self.encode(prompt, add_special)]
         ids = [part for part in prompt if isinstance(part, int)]
         if ids:
             return [ids]
@@ -99,13 +102,24 @@ class Service:
         texts = [part for part in parts if isinstance(part, str)]
         self._check_text(*texts)
         if texts:
-            return [await self._turns.run(partial(self.codec.encode, text)) for text in texts]
+            return [await self._turns.run(partial(self._encode, text, add_special)) for text in texts]
         return [part for part in parts if not isinstance(part, str)]
 
-    async def encode_chat(self, messages: list[Message]) -> list[int]:
-        plain = [message.plain() for message in messages]
+    async def encode_chat(self, asked: Conversation) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        plain = [message.plain() for message in asked.messages]
         self._check_text("".join(message["content"] for message in plain))
-        return await self._turns.run(partial(self.codec.chat_ids, plain))
+        values = dict(asked.chat_template_kwargs or {})
+        if asked.add_generation_prompt is not None:
+            values["add_generation_prompt"] = asked.add_generation_prompt
+        conversation = partial(
+            self.codec.chat_ids,
+            plain,
+            values,
+            continue_final=bool(asked.continue_final_message),
+            add_special=bool(asked.add_special_tokens),
+        )
+        return await self._turns.run(conversation)
 
     async def decode(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer
@@ -155,6 +169,18 @@ class Service:
                 f" {asked}: shorten the prompt or lower max_tokens",
             )
 
+    def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
+        """The end of a prompt that `truncate_prompt_tokens` asks for; -1 leaves room for `wanted` tokens, or one."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, self.max_context - (wanted or 1))
+        if most == 0:
+            name = "truncate_prompt_tokens"
+            raise APIError(400, f"{name} must be -1 or at least 1, not 0", param=name)
+        return prompt[-most:]
+
     def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
         """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found."""
         self.codec.check(params)
@@ -166,7 +192,7 @@ class Service:
             if not stream:
                 return Response(await self._in_time(answer.whole()), media_type="application/json")
             chunks = answer.chunks()
-            return EventStream(await self._in_time(anext(chunks)), chunks)
+            return EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
         except BaseException:
             answers.close()
             raise
@@ -185,15 +211,23 @@ class Service:
 
 
 class Answer(ABC):
-    """An endpoint's way to put answers into JSON. `_head` is what every body of it begins with."""
+    """An endpoint's way to put answers into JSON. `_head` is what every body of it begins with.
+
+    `last` is what every stream ends with.
+    """
+
+    last = event(b"[DONE]")
 
     def __init__(
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
+        # Whose text stands in log-probabilities.
+        choices = body if isinstance(body, Choices) else None
+        self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
         self._head["model"] = model
-        self._shows_ids = bool(body.return_token_ids) or service.tokenizer is None
+        self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
         self._around: dict[int, list[bytes]] = {}  # what stands before and after a text in the chunks of a choice
 
     @abstractmethod
@@ -213,6 +247,17 @@ class Answer(ABC):
         before, after = around
         return before + encode_json(text) + after
 
+    def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
+        """Of the prompt with this number, once all of it is computed, where `count` likeliest tokens are asked for."""
+        if count is None:
+            return None
+        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.job.scores[index][1], count)
+
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.job.cached),
+        )

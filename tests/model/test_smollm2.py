@@ -60,7 +60,7 @@ def test_greedy_tokens_and_logprobs(llm, reference, prompt):
 
 
 def test_answers_in_english(llm):
-    result = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0.0, max_tokens=32))
+    [result] = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0.0, max_tokens=32))
     assert (result.text, result.finish_reason) == ("The capital of France is Paris.", "stop")
 
 
@@ -82,10 +82,10 @@ def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
     monkeypatch.setattr("megakernel.serving.llm.open_checkpoint", lambda spec: _Zeroed(open_checkpoint(spec), 12))
     params = SamplingParams(temperature=0.0, max_tokens=48)
     with LLM("smollm2-135m", max_context=256, max_seqs=1) as broken:
-        text = broken.chat([{"role": "user", "content": PROMPTS[1]}], params).text
+        text = broken.chat([{"role": "user", "content": PROMPTS[1]}], params)[0].text
     monkeypatch.undo()
     with LLM("smollm2-135m", max_context=256, max_seqs=1) as whole:
-        assert whole.chat([{"role": "user", "content": PROMPTS[1]}], params).text != text
+        assert whole.chat([{"role": "user", "content": PROMPTS[1]}], params)[0].text != text
 
 
 def test_same_bits_alone_in_company_and_cut(smollm2):

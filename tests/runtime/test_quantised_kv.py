@@ -241,7 +241,7 @@ def test_the_engine_says_how_it_stores_them() -> None:
 def test_the_default_model_answers(smollm2: Path) -> None:
     with LLM("smollm2-135m", backend="cpu", kv_cache_dtype="q8_0", max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+        [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     assert answer.text == "The capital of France is Paris."
 
 

@@ -288,5 +288,5 @@ def test_the_engine_without_arithmetic() -> None:
 def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
     with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+        [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     assert answer.text == "The capital of France is Paris."

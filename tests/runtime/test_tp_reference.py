@@ -370,6 +370,6 @@ def test_an_engine_on_ranks_generates_the_same() -> None:
         with LLM(checkpoint, tp, "reference", **limits) as llm:
             results = llm.generate(prompts, params)
             found.append([[choice.token_ids for choice in result.choices] for result in results])
-            scores = results[2].prompt_logprobs
+            scores = results[2].prompt_token_logprobs
         assert scores is not None and np.isfinite(scores[1:]).all()
     assert found[0] == found[1]

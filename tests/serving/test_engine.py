@@ -328,10 +328,10 @@ def test_choices_differ_and_the_first_is_the_one_alone(backend: str) -> None:
 def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64) as llm:
         made = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2))[0]
-        scored = llm.generate([*made.prompt_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
-    assert scored.prompt_logprobs is not None and scored.prompt_top_logprobs is not None
-    assert scored.prompt_logprobs[0] is None
-    assert scored.prompt_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
+        scored = llm.generate([*made.prompt_token_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
+    assert scored.prompt_token_logprobs is not None and scored.prompt_top_logprobs is not None
+    assert scored.prompt_token_logprobs[0] is None
+    assert scored.prompt_token_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
     assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
 
 

@@ -17,8 +17,8 @@ from megakernel.errors import MegakernelError
 from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.serving.draft import Draft
 from megakernel.serving.engine import Engine, Token
-from megakernel.serving.llm import Completion, Result
 from megakernel.serving.lookup import Lookup
+from megakernel.serving.outputs import Completion, RequestOutput
 from megakernel.serving.programs import Programs
 from megakernel.serving.speculation import Speculation
 from megakernel.serving.step_times import StepTimes
@@ -68,18 +68,18 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-def results(llm: LLM) -> list[Result]:
+def results(llm: LLM) -> list[RequestOutput]:
     params = [SamplingParams(**{"ignore_eos": True} | given) for _, given in REQUESTS]
     return llm.generate([prompt for prompt, _ in REQUESTS], params)
 
 
-def said(found: Sequence[Result]) -> list[Any]:
+def said(found: Sequence[RequestOutput]) -> list[Any]:
     """All of it but the times. Floats are compared by their bits, which equality of floats other than NaN is."""
 
     def one(choice: Completion) -> Any:
         return choice.token_ids, choice.logprobs, choice.top_logprobs, choice.finish_reason
 
-    return [(r.prompt_logprobs, r.prompt_top_logprobs, [one(c) for c in r.choices]) for r in found]
+    return [(r.prompt_token_logprobs, r.prompt_top_logprobs, [one(c) for c in r.choices]) for r in found]
 
 
 def use(llm: LLM, made: Speculation) -> None:
@@ -87,7 +87,7 @@ def use(llm: LLM, made: Speculation) -> None:
 
 
 @pytest.fixture(scope="module", params=[("cpu", 1), ("cpu", 2), ("reference", 1)], ids=["cpu", "cpu-tp2", "reference"])
-def one_by_one(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Result]]:
+def one_by_one(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[RequestOutput]]:
     backend, tp = request.param
     how = LIMITS | {"backend": backend, "tp": tp}
     with LLM(TINY, **how) as llm:
@@ -96,11 +96,11 @@ def one_by_one(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Res
 
 @pytest.mark.parametrize("guesses", ["lookup", *WRONG])
 def test_results_are_those_of_one_by_one_decoding(
-    one_by_one: tuple[dict[str, Any], list[Result]], guesses: str, monkeypatch: pytest.MonkeyPatch
+    one_by_one: tuple[dict[str, Any], list[RequestOutput]], guesses: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
     how, expected = one_by_one
-    texts = [r.prompt_ids + c.token_ids for r in expected for c in r.choices]
+    texts = [r.prompt_token_ids + c.token_ids for r in expected for c in r.choices]
     with LLM(TINY, **how, speculate=4) as llm:
         if guesses == "lookup":
             use(llm, speculation(4, Lookup))
@@ -202,7 +202,7 @@ def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
         stop = next(c for c in whole.text[20:] if c.isascii() and c not in whole.text[:20])
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=stop)
         expected = llm.generate("hello hello", params)[0]
-    texts = [whole.prompt_ids + whole.token_ids]
+    texts = [whole.prompt_token_ids + whole.token_ids]
     with LLM(bytes_model, **how, speculate=7) as llm:
         use(llm, speculation(7, lambda tokens: Known(texts, WRONG["right"], tokens)))
         seen: list[Token] = []
@@ -223,7 +223,7 @@ def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_mode
     body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     with LLM(bytes_model, **how) as llm:
         known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
-    texts = [known.prompt_ids + known.token_ids]
+    texts = [known.prompt_token_ids + known.token_ids]
     answers = []
     for depth in (0, 6):
         with LLM(bytes_model, **how, speculate=depth) as llm:

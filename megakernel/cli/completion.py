@@ -1,0 +1,33 @@
+"""`megakernel completion`: a script that lets a shell complete verbs and flags."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .options import AddVerb
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def register(add: AddVerb) -> None:
+    parser = add(
+        "completion",
+        "print a script that lets a shell complete verbs and flags",
+        "megakernel completion bash > ~/.local/share/bash-completion/completions/megakernel",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import shtab
+
+    from . import output, parser
+
+    script = shtab.complete(parser(), args.shell)
+    if args.json:
+        output.emit({"shell": args.shell, "script": script})
+    else:
+        sys.stdout.write(script + "\n")
+    return 0

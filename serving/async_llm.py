@@ -1,0 +1,107 @@
+"""`LLM` for an event loop: many requests at once, each an asynchronous stream of what is known of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..errors import MegakernelError
+from ..model.tokenizer import Tokenizer
+from .engine_client import EngineClient, Job
+from .engine_host import EngineHost
+from .llm import LLM, Prompt
+from .outputs import Completion, RequestOutput, request_output
+from .sampling import SamplingParams
+from .transcript import Transcript
+from .vllm_names import as_prompts
+
+_MOST_WAITING = 65536
+
+
+class AsyncLLM:
+    """A model whose engine runs in a thread. The arguments are those of `LLM`. It belongs to the first event loop that
+    asks it for something.
+    """
+
+    def __init__(self, model: Any, **how: Any) -> None:
+        self._llm = LLM(model, **how)
+        self._host = EngineHost(self._llm, source="", name=self._llm.model, frontends=1, max_waiting=_MOST_WAITING)
+        self._host.start()
+        self._client: EngineClient | None = None
+        self._requests = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt: after each step that brings tokens, all that is known so far; at last with `finished`.
+
+        Whoever stops reading aborts the request. Raises MegakernelError where the prompt or a parameter is wrong.
+        """
+        params = sampling_params or SamplingParams()
+        asked = as_prompts(prompt)
+        if len(asked) != 1:
+            raise MegakernelError(f"generate continues one prompt at a time, not {len(asked)}: call it for each")
+        ids = await asyncio.to_thread(self._llm.encode, asked[0])
+        self._llm.check(ids, params)
+        number, self._requests = self._requests, self._requests + 1
+        transcripts = self._llm.transcripts(params)
+        client = self._started()
+        job = client.submit([ids], params)
+        first_at, last_at = [0.0] * params.n, [0.0] * params.n
+        try:
+            while any(transcript.finish_reason is None for transcript in transcripts):
+                for index, pieces in (await job.take()).items():
+                    transcript = transcripts[index]
+                    for piece in pieces:
+                        if transcript.finish_reason is None:
+                            transcript.add(piece)
+                            first_at[index] = first_at[index] or piece.at
+                            last_at[index] = piece.at
+                    if transcript.finish_reason is not None:
+                        client.stop(job, index)  # nothing, where the engine ended it
+                choices = [_choice(*one, params, job) for one in zip(transcripts, first_at, last_at, strict=True)]
+                text = asked[0] if isinstance(asked[0], str) else None
+                name = str(number) if request_id is None else request_id
+                scores = job.scores.get(0, ([], []))
+                yield request_output(name, text, ids, choices, self._llm.tokenizer, params, scores, job.cached)
+        finally:
+            client.abort(job)
+
+    def close(self) -> None:
+        """Abort what runs, and free the weights and the KV pool. Call it in the event loop, or after its end."""
+        if self._client is not None:
+            self._client.close()
+        self._host.close()
+        self._llm.close()
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> EngineClient:
+        if self._client is None:
+            self._client = EngineClient(self._host.description, "frontend")
+            self._client.start()
+        return self._client
+
+
+def _choice(transcript: Transcript, first_at: float, last_at: float, params: SamplingParams, job: Job) -> Completion:
+    """A choice so far, as a copy that later tokens do not change."""
+    later = len(transcript.token_ids) - 1
+    return Completion(
+        token_ids=list(transcript.token_ids),
+        text=transcript.text,
+        finish_reason=transcript.finish_reason,
+        logprobs=list(transcript.logprobs),
+        top_logprobs=list(transcript.top_logprobs) if params.logprobs is not None else None,
+        ttft_s=first_at - job.submitted_at if later >= 0 else None,
+        tpot_s=(last_at - first_at) / later if later > 0 else None,
+        stop_reason=transcript.stop_reason,
+    )

@@ -1,0 +1,141 @@
+"""What `LLM` gives back: a prompt's choices, with vLLM's names for what vLLM has too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+from ..model.tokenizer import Tokenizer
+from .sampling import SamplingParams
+
+
+class Logprob(NamedTuple):
+    """`rank` 1 is the likeliest; None: it is not among those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+def by_id(
+    tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
+) -> dict[int, Logprob]:
+    """The chosen token of a position and its `count` likeliest, which `top` begins with."""
+
+    def text(token: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    ranks = {other: rank for rank, other in enumerate(top, 1) if rank <= count}
+    found = {token: Logprob(logprob, ranks.get(token), text(token))}
+    return found | {other: Logprob(top[other], rank, text(other)) for other, rank in ranks.items()}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice. `logprobs` are raw log-softmax values of the tokens; times are seconds, None where undefined.
+
+    `top_logprobs`, where asked, has per token the most likely ids and the chosen one. `finish_reason` is `stop`,
+    `length` or `abort`, and `stop_reason` the string or id of the request that ended it. `ttft_s` runs from the call to
+    the first token, `tpot_s` is the mean time per later token.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str | None
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
+    ttft_s: float | None
+    tpot_s: float | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice in vLLM's names. `logprobs`, where asked, has per token the chosen id first, then the likeliest."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestOutput(Completion):
+    """A prompt and its choices: `outputs` in vLLM's names, `choices` in this package's.
+
+    The attributes of the first choice are the output's own. prompt_token_logprobs[i] is the log-probability of prompt
+    token i after those before it; None for the first one. `prompt_logprobs` has the same as vLLM gives it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    choices: list[Completion]
+    outputs: list[CompletionOutput]
+    prompt_token_logprobs: list[float | None] | None
+    prompt_top_logprobs: list[dict[int, float] | None] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
+    finished: bool = True
+    metrics: None = None
+    lora_request: None = None
+
+    def __repr__(self) -> str:
+        shown = ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "num_cached_tokens")
+        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, count: int | None) -> CompletionOutput:
+    """A choice for which the `count` likeliest tokens of each position were asked for; None: not any."""
+    scored = None
+    if count is not None and choice.top_logprobs is not None:
+        each = zip(choice.top_logprobs, choice.token_ids, choice.logprobs, strict=True)
+        scored = [by_id(tokenizer, top, count, token, logprob) for top, token, logprob in each]
+    return CompletionOutput(
+        index=index,
+        text=choice.text or "",
+        token_ids=choice.token_ids,
+        cumulative_logprob=math.fsum(choice.logprobs),
+        logprobs=scored,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )
+
+
+def request_output(
+    name: str,
+    prompt: str | None,
+    ids: list[int],
+    choices: list[Completion],
+    tokenizer: Tokenizer | None,
+    params: SamplingParams,
+    scores: tuple[Sequence[float], Sequence[dict[int, float]]],
+    cached: int,
+) -> RequestOutput:
+    """A prompt's choices; `scores` are those of its tokens from the second on, where they were asked for."""
+    logprobs, tops = scores
+    scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0
+    later = [by_id(tokenizer, *one) for one in zip(tops, repeat(count), ids[1:], logprobs, strict=False)]
+    return RequestOutput(
+        **vars(choices[0]),
+        request_id=name,
+        prompt=prompt,
+        prompt_token_ids=ids,
+        choices=choices,
+        outputs=[in_vllm_names(choice, i, tokenizer, params.logprobs) for i, choice in enumerate(choices)],
+        prompt_token_logprobs=[None, *logprobs] if scored else None,
+        prompt_top_logprobs=[None, *tops] if scored else None,
+        prompt_logprobs=[None, *later] if scored else None,
+        num_cached_tokens=cached,
+        finished=all(choice.finish_reason is not None for choice in choices),
+    )

@@ -1,0 +1,348 @@
+"""Each field that a client may send does what the table says, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from api_support import Live, serving, until
+from model_helpers import byte_model
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from megakernel import LLM, SamplingParams
+from megakernel.serving.api import fields, requests
+
+ROOT = Path(__file__).parents[2]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    fields.COMPLETIONS: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
+    fields.CHAT: (CHAT, {**HELLO, "max_tokens": 1}),
+    fields.RESPONSES: (RESPONSES, {"input": "x", "max_output_tokens": 1}),
+    fields.TOKENIZE: ("/tokenize", {"prompt": "x"}),
+}
+MODELS: dict[str, list[type[requests.Strict]]] = {
+    fields.COMPLETIONS: [requests.CompletionRequest],
+    fields.CHAT: [requests.ChatRequest],
+    fields.RESPONSES: [requests.ResponsesRequest],
+    fields.TOKENIZE: [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest],
+    fields.MESSAGE: [requests.Message, requests.InputMessage],
+    fields.STREAM_OPTIONS: [requests.StreamOptions],
+    fields.TEXT: [requests.TextConfig],
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("model")
+    byte_model(folder, gain=0.01)
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{{ mood }}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with LLM(str(folder), max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
+        made.model = "bytes"
+        yield made
+
+
+@pytest.fixture(scope="module")
+def live(llm: LLM) -> Iterator[Live]:
+    with serving(llm) as server:
+        yield server
+        until(server.at_rest)
+
+
+@pytest.fixture
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def ids_of(text: str) -> list[int]:
+    """Of the byte model, whose vocabulary is GPT-2's byte alphabet in order."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    [(piece, _)] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [alphabet.index(character) for character in piece]
+
+
+def forced(text: str) -> dict[str, Any]:
+    """Parameters under which the two characters of `text` come in turn."""
+    first, second = ids_of(text)
+    return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}
+
+
+# -- the table
+
+
+@pytest.mark.parametrize("body", MODELS)
+def test_what_is_supported_is_what_the_models_read(body: str) -> None:
+    read = {name for model in MODELS[body] for name in model.model_fields}
+    assert {f.name for f in fields.known(body).values() if f.kind == fields.SUPPORTED} == read
+    assert all(model.body == body for model in MODELS[body])
+
+
+@pytest.mark.parametrize(
+    ("body", "declared"),
+    [
+        (fields.COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
+        (fields.CHAT, chat_create_params.CompletionCreateParamsBase),
+        (fields.RESPONSES, response_create_params.ResponseCreateParamsBase),
+    ],
+)
+def test_every_field_of_the_openai_package_is_in_the_table(body: str, declared: type[Any]) -> None:
+    assert set(declared.__annotations__) <= set(fields.known(body))
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    assert (ROOT / "docs" / "fields.md").read_text() == fields.reference()
+
+
+def test_a_reason_stands_beside_what_is_not_supported() -> None:
+    for body in MODELS:
+        for field in fields.known(body).values():
+            assert bool(field.why) == (field.kind != fields.SUPPORTED)
+            assert not field.neutral or field.kind == fields.REFUSED
+
+
+# -- what is not supported
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, body: str) -> None:
+    path, plain = BODIES[body]
+    for field in fields.known(body).values():
+        if field.kind != fields.REFUSED:
+            continue
+        error = live.post(path, {**plain, field.name: "some value"}, 400)["error"]
+        assert error["param"] == field.name and f"{field.name} is not supported: " in error["message"]
+        for value in (*field.neutral, None):
+            live.post(path, {**plain, field.name: value})
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_harmless_field_is_taken_with_any_value(live: Live, body: str) -> None:
+    path, plain = BODIES[body]
+    harmless = [f.name for f in fields.known(body).values() if f.kind == fields.HARMLESS]
+    live.post(path, {**plain, **{name: {"any": [1]} for name in harmless}})
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
+    path, plain = BODIES[body]
+    error = live.post(path, {**plain, "temprature": 0}, 400)["error"]
+    assert error["param"] == "temprature" and error["message"].startswith("temprature is no field of ")
+    assert live.post(path, {**plain, "temprature": None})
+    assert "y..." in live.post(path, {**plain, "y" * 100_000: 1}, 400)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "beams are not searched"),  # 0 is not false
+        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls", "tools"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.0.prefix", "is no field of"),
+        (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is no field of"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have the name tools"),
+        (CHAT, {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}, None, "has no text"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1, not 0"),
+        (COMPLETIONS, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be at least -1, not -2"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not part of a stream"),
+        (RESPONSES, {"previous_response_id": "resp-1"}, "previous_response_id", "nothing is stored here"),
+        (RESPONSES, {"input": []}, "input", "must have at least 1 entries"),
+        (RESPONSES, {"input": ""}, "input", "must have at least 1 characters"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.output", "is no field of"),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format.type", "must be 'text'"),
+    ],
+)
+def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | None, message: str) -> None:
+    plain = next(plain for where, plain in BODIES.values() if where == path)
+    error = live.post(path, {**plain, **body}, 400)["error"]
+    assert error["param"] == param and message in error["message"], error
+    assert "Input should" not in error["message"] and "validation" not in error["message"]
+
+
+# -- what is supported
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_may_end_after_the_stop_string(live: Live, stream: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 9, "stop": ["never", "ba"], "include_stop_str_in_output": True}
+    for kept, expected in ((True, "aba"), (False, "a")):
+        asked = {**body, **forced("ab"), "include_stop_str_in_output": kept}
+        if stream:
+            events = live.events(COMPLETIONS, asked)
+            text, reason = "".join(e["choices"][0]["text"] for e in events), events[-1]["choices"][0]["finish_reason"]
+        else:
+            [choice] = live.post(COMPLETIONS, asked)["choices"]
+            text, reason = choice["text"], choice["finish_reason"]
+        assert (text, reason) == (expected, "stop")
+
+
+def test_a_stop_token_may_have_text(live: Live) -> None:
+    [_, end] = ids_of("ab")
+    body = {"prompt": "x", "max_tokens": 9, "stop_token_ids": [end], **forced("ab")}
+    assert live.post(COMPLETIONS, body)["choices"][0]["text"] == "a"
+    assert live.post(COMPLETIONS, {**body, "include_stop_str_in_output": True})["choices"][0]["text"] == "ab"
+
+
+def test_a_prompt_is_cut_at_its_beginning(live: Live) -> None:
+    body = {"prompt": "abcdef", "max_tokens": 4, "temperature": 0, "echo": True, "return_token_ids": True}
+    cut, short = (live.post(COMPLETIONS, b) for b in ({**body, "truncate_prompt_tokens": 2}, {**body, "prompt": "ef"}))
+    assert cut["choices"] == short["choices"] and cut["usage"]["prompt_tokens"] == 2
+    assert live.post(COMPLETIONS, {**body, "truncate_prompt_tokens": 99})["usage"]["prompt_tokens"] == 6
+    long = {**body, "prompt": ids_of("z") * 300, "truncate_prompt_tokens": -1}
+    assert live.post(COMPLETIONS, long)["usage"]["total_tokens"] == 256
+    chat = {**HELLO, "truncate_prompt_tokens": 3, "max_tokens": 1, "return_token_ids": True}
+    assert live.post(CHAT, chat)["prompt_token_ids"] == ids_of("<assistant>")[-3:]
+    asked = {"input": "hello", "truncate_prompt_tokens": 3, "max_output_tokens": 1}
+    assert live.post(RESPONSES, asked)["usage"]["input_tokens"] == 3
+
+
+def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> None:
+    asked = {"prompt": [[65, 66, 67], [68, 69]], "max_tokens": 1, "prompt_logprobs": 2, "n": 2, "seed": 1}
+    choices = live.post(COMPLETIONS, asked)["choices"]
+    until(live.at_rest)
+    alone = llm.generate(asked["prompt"], SamplingParams(max_tokens=1, prompt_logprobs=2))  # type: ignore[arg-type]
+    assert [c["index"] for c in choices] == [0, 1, 2, 3]
+    for choice in choices:
+        result = alone[choice["index"] // 2]
+        tops, chosen = result.prompt_top_logprobs, result.prompt_token_ids
+        assert tops is not None and choice["prompt_logprobs"][0] is tops[0] is None
+        for got, top, token in zip(choice["prompt_logprobs"][1:], tops[1:], chosen[1:], strict=True):
+            assert top is not None and {int(k): v["logprob"] for k, v in got.items()} == top
+            assert [v["rank"] for v in got.values()][:2] == [1, 2] and str(token) in got
+            assert all(v["decoded_token"] for v in got.values())
+    scored = live.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
+    assert scored[0] is None and [len(one) for one in scored[1:]] == [1] * (len("<user>hello</><assistant>") - 1)
+    assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u"
+    # Each of the two fields that ask for scores gets as many as it asked for.
+    both = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    [choice] = live.post(COMPLETIONS, both)["choices"]
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:3])
+    assert all(len(top) >= 3 for top in choice["prompt_logprobs"][1:])
+
+
+def prompt_of(live: Live, **body: Any) -> str:
+    """What a conversation becomes, which is the same for an answer and for /tokenize."""
+    answer = live.post(CHAT, {**body, "max_tokens": 1, "return_token_ids": True})
+    assert live.post("/tokenize", body)["tokens"] == answer["prompt_token_ids"]
+    text: str = live.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
+    return text
+
+
+def test_a_conversation_may_end_as_it_is_asked_to(live: Live) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure: "}]
+    assert prompt_of(live, messages=said) == "<user>a</><assistant>Sure: </><assistant>"
+    assert prompt_of(live, messages=said, add_generation_prompt=False) == "<user>a</><assistant>Sure: </>"
+    assert prompt_of(live, messages=said, continue_final_message=True) == "<user>a</><assistant>Sure: "
+    assert prompt_of(live, messages=said[:1], chat_template_kwargs={"mood": "!"}) == "<user>a</>!<assistant>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_begin_with_what_it_continues(live: Live, stream: bool) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure"}]
+    body = {"messages": said, "continue_final_message": True, "echo": True, "max_tokens": 2, **forced("xy")}
+    if stream:
+        text = "".join(event["choices"][0]["delta"]["content"] for event in live.events(CHAT, body))
+    else:
+        text = live.post(CHAT, body)["choices"][0]["message"]["content"]
+    assert text == "Surexy"
+    assert live.post(CHAT, {**body, "messages": said[:1]})["choices"][0]["message"]["content"] == "xy"
+
+
+def test_tokens_may_be_named_by_id(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "logprobs": 1, **forced("ab"), "return_tokens_as_token_ids": True}
+    assert live.post(COMPLETIONS, body)["choices"][0]["logprobs"]["tokens"] == [f"token_id:{ids_of('ab')[0]}"]
+
+
+def test_the_usage_counts_what_the_cache_had(live: Live) -> None:
+    body = {"prompt": [77] * 40, "max_tokens": 1, "n": 2}
+    first, second = (live.post(COMPLETIONS, body)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2))
+    assert (first, second) == (0, 32)
+    both = live.post(COMPLETIONS, {**body, "prompt": [[77] * 40, [78] * 40, [77] * 20]})
+    assert both["usage"]["prompt_tokens_details"]["cached_tokens"] == 32 + 16
+    asked = {"stream_options": {"include_usage": True}, **HELLO, "max_tokens": 1}
+    details = [live.events(CHAT, asked)[-1]["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert details[1]["cached_tokens"] == 16
+
+
+@pytest.mark.parametrize("given", ["mine-1", "", "é", "x" * 300])
+def test_each_answer_names_its_request(live: Live, given: str) -> None:
+    sent = {"X-Request-Id": given.encode("latin-1")} if given else {}
+    for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 1}), (COMPLETIONS, {"prompt": "x", "stream": True})):
+        _, headers, _ = live.request("POST", path, body, sent)  # type: ignore[arg-type]
+        assert (headers["x-request-id"] == given) == (given == "mine-1") and len(headers["x-request-id"]) <= 256
+    for method, path in (("GET", "/nowhere"), ("POST", COMPLETIONS), ("GET", "/health")):
+        assert live.request(method, path)[1]["x-request-id"]
+
+
+def test_a_404_names_what_is_served(live: Live) -> None:
+    status, _, data = live.request("POST", "/v1/embeddings", {"input": "x"})
+    message = json.loads(data)["error"]["message"]
+    assert status == 404 and message.startswith("there is no POST /v1/embeddings here: this server has ")
+    assert "POST /v1/chat/completions" in message and "GET /v1/models" in message
+
+
+# -- /v1/responses
+
+
+def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    extra = forced("xy")
+    chat = client.chat.completions.create(
+        model="bytes", messages=[{"role": "system", "content": "s"}, *said], max_tokens=5, **extra
+    )  # type: ignore[call-overload]
+    got = client.responses.create(
+        model="bytes", instructions="s", input=said, max_output_tokens=5, metadata={"k": "v"}, extra_body=extra
+    )  # type: ignore[call-overload]
+    assert got.output_text == chat.choices[0].message.content == "xyxyx"
+    assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert got.metadata == {"k": "v"} and got.usage.total_tokens == chat.usage.total_tokens
+    parts = [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]
+    for asked in (
+        "hello",
+        [{"role": "user", "content": parts}],
+        [{"type": "message", "role": "user", "content": "hello"}],
+    ):
+        answer = client.responses.create(model="bytes", input=asked, max_output_tokens=1)  # type: ignore[call-overload]
+        assert answer.usage.input_tokens == len("<user>hello</><assistant>")
+    ended = client.responses.create(model="bytes", input="a", max_output_tokens=9, extra_body={**extra, "stop": "yx"})
+    assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", "x", None)
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.responses.create(model="bytes", input="a", tools=[{"type": "web_search"}])
+
+
+def test_a_streamed_response_by_sdk(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "bytes", "input": "a", "max_output_tokens": 4, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**asked, extra_body=forced("xy"))
+    events = list(client.responses.create(**asked, extra_body=forced("xy"), stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == whole.output_text == "xyxy"
+    ended = events[-1].response
+    assert ended.usage.output_tokens == 4 and ended.output_text == "xyxy"
+    assert ended.output[0].content[0].logprobs == whole.output[0].content[0].logprobs
+    assert [one.token for one in whole.output[0].content[0].logprobs] == list("xyxy")
+    streamed = [one.token for event in events[4:-4] for one in event.logprobs]
+    assert streamed == list("xyxy")
+
+
+def test_a_streamed_response_ends_without_the_mark_of_other_streams(live: Live) -> None:
+    _, headers, data = live.request("POST", RESPONSES, {"input": "a", "max_output_tokens": 2, "stream": True})
+    assert headers["content-type"].startswith("text/event-stream") and b"[DONE]" not in data
+    assert data.startswith(b"event: response.created\ndata: {") and data.endswith(b"}\n\n")
