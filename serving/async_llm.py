@@ -51,7 +51,7 @@ class AsyncLLM:
         number, self._requests = self._requests, self._requests + 1
         transcripts = self._llm.transcripts(params)
         client = self._started()
-        job = client.submit([ids], params)
+        job = client.submit([ids], params, "")
         first_at, last_at = [0.0] * params.n, [0.0] * params.n
         try:
             while any(transcript.finish_reason is None for transcript in transcripts):
