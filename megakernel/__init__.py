@@ -12,11 +12,16 @@ if not (Path(__file__).parent / "scheduler").exists():
 
 if TYPE_CHECKING:
     from .errors import MegakernelError
-    from .serving import LLM, SamplingParams
+    from .serving import LLM, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "MegakernelError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "MegakernelError", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_HOMES = {"LLM": ".serving", "SamplingParams": ".serving", "MegakernelError": ".errors"}
+_HOMES = {
+    "LLM": ".serving",
+    "SamplingParams": ".serving",
+    "StructuredOutputsParams": ".serving",
+    "MegakernelError": ".errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,5 +2,6 @@
 
 from .llm import LLM, Result
 from .sampling import SamplingParams
+from .structured import StructuredOutputsParams
 
-__all__ = ["LLM", "Result", "SamplingParams"]
+__all__ = ["LLM", "Result", "SamplingParams", "StructuredOutputsParams"]

@@ -38,7 +38,14 @@ class EngineHost:
         self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.loop = EngineLoop(engine, self._context, self.description.requests, self._row, max_waiting=max_waiting)
+            self.loop = EngineLoop(
+                engine,
+                self._context,
+                self.description.requests,
+                self._row,
+                max_waiting=max_waiting,
+                grammars=llm.grammars,
+            )
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot make a socket in {folder}: {e}; set TMPDIR to another folder") from e
         about = {"model": name, "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"}

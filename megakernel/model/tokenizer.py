@@ -55,11 +55,21 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join(map(stream.add, ids)) + stream.finish()
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
+
+        `tools` are functions that the model may call, as the OpenAI API describes them.
+        """
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
-        return list(self._encode(self._template.render(messages, self.special), False))
+        return list(self._encode(self._template.render(messages, self.special, tools), False))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return self._template.source if self._template else None
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""
@@ -73,6 +83,14 @@ class Tokenizer:
         if piece is None:
             return b""  # models pad their vocabularies; such an id has no text
         return self._piece(piece)
+
+    def special_ids(self) -> list[int]:
+        """The tokens that no text stands for."""
+        return [token for token, added in self._added.items() if added.special]
+
+    def special_id(self, text: str) -> int | None:
+        """The token of that name which no text stands for, where there is one."""
+        return next((token for token, added in self._added.items() if added.special and added.content == text), None)
 
     def longest_token(self) -> int:
         """The most bytes that one token can add to a text."""
