@@ -23,6 +23,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     service.room(prompts, body.max_tokens)
     params = body.sampling(
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        body.structured(),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

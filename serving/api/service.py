@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,10 +46,14 @@ class Service:
         names: list[str] | None = None,
         access: Access | None = None,
         limits: Limits | None = None,
+        tool_parser: str | None = None,
     ) -> None:
-        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before."""
+        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before.
+
+        `tool_parser` is how the model writes calls; None: what its chat template says.
+        """
         self.description = description
-        self.codec = Codec(description.name, tokenizer)
+        self.codec = Codec(description.name, tokenizer, tool_parser)
         self.access, self.limits = access or Access(), limits or Limits()
         self.names = names or [description.name]
         self._longest = tokenizer.longest_token() if tokenizer else 0
@@ -99,10 +104,13 @@ class Service:
             return await asyncio.to_thread(lambda: list(map(self.codec.encode, parts)))
         return [part for part in parts if not isinstance(part, str)]
 
-    async def encode_chat(self, messages: list[Message]) -> list[int]:
+    async def encode_chat(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation in which the model may call `tools`."""
         plain = [message.plain() for message in messages]
-        self._check_text("".join(message["content"] for message in plain))
-        return await asyncio.to_thread(self.codec.chat_ids, plain)
+        told = [encode_json(tools).decode()] if tools else []
+        told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
+        self._check_text("".join([*(message["content"] for message in plain), *told]))
+        return await asyncio.to_thread(self.codec.chat_ids, plain, tools)
 
     async def decode(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer
@@ -152,10 +160,14 @@ class Service:
                 f" {asked}: shorten the prompt or lower max_tokens",
             )
 
-    def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
-        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found."""
+    def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
+        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found.
+
+        The text of `special` tokens is in the answers, or not.
+        """
         self.codec.check(params)
-        return Answers(self.engine, self.metrics, prompts, params, lambda: self.codec.transcripts(params))
+        transcripts = partial(self.codec.transcripts, params, special=special)
+        return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
