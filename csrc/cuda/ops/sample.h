@@ -1,7 +1,7 @@
-// One token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature, min-p, top-k,
-// top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and top-p
-// search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the same
-// bits in any order.
+// One token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature, min-p,
+// top-k, top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and
+// top-p search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the
+// same bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -327,8 +327,8 @@ class Sampler {
     });
   }
 
-  // Each thread forbids, of the logits that it copied, those without a bit. Nothing that is added later to minus
-  // infinity changes it.
+  // Each thread forbids, of the logits that it copied, those without a bit. Nothing that is added later to
+  // minus infinity changes it.
   MK_FN void apply_mask(const int32_t* mask) {
     MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       if (!(static_cast<uint32_t>(mask[id / 32]) >> id % 32 & 1)) z_[id] = minus_infinity();
