@@ -12,7 +12,7 @@ if not (Path(__file__).parent / "scheduler").exists():
 
 if TYPE_CHECKING:
     from .errors import MegakernelError
-    from .serving import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
+    from .serving import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -21,6 +21,7 @@ __all__ = [
     "MegakernelError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -76,7 +76,7 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
 
 # Methods of Dims that C++ has too, translated from their Python. What is derived is worked out once for each program.
 _DERIVED = (
-    *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "kv_row", "group_size", "rank_heads"),
+    *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
     "head_ranks",
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
@@ -231,10 +231,11 @@ def header() -> str:
         "MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {",
         "  StepView v;",
     ]
-    methods = {"pages_per_seq"}
+    methods = {"pages_per_seq", "mask_words"}
     for f in STEP_FIELDS:
         cast = "reinterpret_cast<const float*>(words)" if f.is_float else "words"
-        length = " * ".join(f"d.{n}{'()' if n in methods else ''}" for n in f.of) + (f" + {f.plus}" if f.plus else "")
+        length = " * ".join(f"d.{n}{'()' if n in methods else ''}" for n in f.of) or "1"
+        length += f" + {f.plus}" if f.plus else ""
         if f.per_rank:
             cast, length = f"words + d.rank * ({length})", f"d.tp * ({length})"
         out += [f"  v.{f.name} = {cast};", f"  words += {length};"]
@@ -373,7 +374,7 @@ def reference() -> str:
         out.append(f"| {b.value} | `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
     out += ["", "## Step table", "", *_columns("field | length | type | what")]
     for f in STEP_FIELDS:
-        length = " × ".join(f.of) + (f" + {f.plus}" if f.plus else "")
+        length = (" × ".join(f.of) or "1") + (f" + {f.plus}" if f.plus else "")
         length = f"ranks × ({length})" if f.per_rank else length
         out.append(f"| `{f.name}` | {length} | {'float32' if f.is_float else 'int32'} | {f.what} |")
     return "\n".join(out) + "\n"

@@ -103,6 +103,12 @@ SETTINGS: dict[str, Setting] = {
         Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
         Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),
         Setting(
+            "tool call parser",
+            "how the model writes calls of functions: hermes, llama3_json or mistral",
+            "the chat template's",
+            "--tool-call-parser",
+        ),
+        Setting(
             "api key",
             "key that everything but /health asks for, as Authorization: Bearer KEY",
             "none",

@@ -1,10 +1,10 @@
 """Which instruction, on which worker, after what?"""
 
-from .candidates import with_matmul
+from .candidates import MOST_MASKS, with_matmul
 from .compile import compile_program
 from .cost import step_seconds
 from .describe import describe
 from .disasm import disassemble
 from .options import Options
 
-__all__ = ["Options", "compile_program", "describe", "disassemble", "step_seconds", "with_matmul"]
+__all__ = ["MOST_MASKS", "Options", "compile_program", "describe", "disassemble", "step_seconds", "with_matmul"]

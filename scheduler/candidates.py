@@ -25,6 +25,8 @@ _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
 _MAX_SLOT_PARTIALS = 65536
 # Logit-bias pairs: the OpenAI API allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
+# Logit rows that may have a mask, of a bit for each token: 4 MB with the largest vocabularies in use.
+MOST_MASKS = 256
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
@@ -96,6 +98,7 @@ def program_dims(
         attention_slots=slots,
         partials=min(config.kv_heads * kv_blocks * min(tokens, split_rows), partials),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
+        mask_rows=min(logit_rows, MOST_MASKS),
         tp=tp,
         units=int(units),
         ring_pages=machine.ring_pages,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..isa import Dims
 from ..runtime.sampling import Ints
+from ..scheduler import MOST_MASKS
 from .counts import Counts
 from .pages import PagePool
 from .request import Request, Sequence
@@ -200,8 +201,9 @@ class Batch:
     def _admit(self) -> None:
         """Let those who wait run while there is a slot and room for the tokens they have, in turn.
 
-        Room is what is free less a page for each running sequence that will need one. Who has just lost its pages waits
-        for the token that is being sampled for it: that goes to the slot that it had.
+        A step has masks for MOST_MASKS sequences that follow a grammar. Room is what is free less a page for each
+        running sequence that will need one. Who has just lost its pages waits for the token that is being sampled for
+        it: that goes to the slot that it had.
         """
         if not self.waiting or not self._slots:
             return
@@ -210,7 +212,7 @@ class Batch:
         spare = self._pool.free - int((~roomy).sum())
         while self.waiting and self._slots:
             sequence = self.waiting.first()
-            if sequence.sampling:
+            if sequence.sampling or (sequence.constraint and np.count_nonzero(slots.constrained) >= MOST_MASKS):
                 return
             shared = self._prefix(sequence)
             own = self.pages_for(len(sequence.tokens)) - len(shared)

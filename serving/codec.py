@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import MegakernelError
 from ..model.tokenizer import TextStream, Tokenizer
 from .sampling import SamplingParams
+from .tool_calls import ToolFormat, tool_format, with_tools
 from .transcript import Transcript
 
 
@@ -18,6 +19,7 @@ class Codec:
 
     model: str
     tokenizer: Tokenizer | None
+    tool_parser: str | None = None  # a name of FORMATS; None: what the chat template says
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
@@ -28,21 +30,39 @@ class Codec:
         return self.tokenizer.encode(prompt)
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] | None = None, **how: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        **how: bool,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the answer. The rest is as `Tokenizer.apply_chat_template` has it."""
+        """Token ids of a conversation, ready for the answer, in which the model may call `tools`. The rest is as
+        `Tokenizer.apply_chat_template` has it.
+        """
         if self.tokenizer is None:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
-        return self.tokenizer.apply_chat_template([dict(message) for message in messages], values, **how)
+        told = [dict(message) for message in messages]
+        if tools and "tools" not in (self.tokenizer.chat_template or ""):
+            told = with_tools(told, tools, self.tools)
+        elif tools:
+            values = {**(values or {}), "tools": list(tools)}
+        return self.tokenizer.apply_chat_template(told, values, **how)
+
+    @property
+    def tools(self) -> ToolFormat:
+        """How the model writes calls of functions."""
+        return tool_format(self.tool_parser, self.tokenizer.chat_template if self.tokenizer else None)
 
     def check(self, params: SamplingParams) -> None:
         """Raise MegakernelError where only a tokenizer could do what is asked."""
         if params.stop_strings and self.tokenizer is None:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
-    def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """One for the reader of each choice."""
-        return [Transcript(params, self._decoder(params)) for _ in range(params.n)]
+    def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
+        """One for the reader of each choice; `special` tokens are in its text whatever `params` say."""
+        return [Transcript(params, self._decoder(params, special)) for _ in range(params.n)]
 
-    def _decoder(self, params: SamplingParams) -> TextStream | None:
-        return self.tokenizer.stream(skip_special=params.skip_special_tokens) if self.tokenizer else None
+    def _decoder(self, params: SamplingParams, special: bool) -> TextStream | None:
+        skip = params.skip_special_tokens and not special
+        return self.tokenizer.stream(skip_special=skip) if self.tokenizer else None

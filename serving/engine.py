@@ -27,6 +27,8 @@ from ..runtime.rows import Rows
 from ..runtime.sampling import Ints
 from ..runtime.steps import Steps
 from .batch import Batch, Stats
+from .constrained import force, write
+from .constraint import Constraint
 from .counts import Counts
 from .logprobs import top_logprobs
 from .programs import Programs
@@ -48,6 +50,7 @@ class Step:
     logit_rows: int
     output: Output
     tokens: Tokens
+    failed: list[Sequence]  # ended with it, because they cannot follow their grammar any further
 
 
 class _Fates:
@@ -93,6 +96,7 @@ class Engine:
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
         self._under_way: Work | None = None
+        self._failing: list[Sequence] = []  # of the launch under way, those that end with it
         self._requests = 0
 
     # -- requests
@@ -106,17 +110,31 @@ class Engine:
     def stats(self) -> Stats:
         return self._batch.stats
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, tag: int = 0, client: str = "") -> Request:
+    def add(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        tag: int = 0,
+        client: str = "",
+        constraint: Constraint | None = None,
+    ) -> Request:
         """Queue a prompt, whose tokens will carry `tag`; clients take turns where several have prompts that wait.
 
-        Raises MegakernelError where it can never run.
+        `constraint` is what `Grammars` has made of `params`. Raises MegakernelError where the prompt can never run.
         """
         prompt = self.check(prompt_ids, params)
+        if (constraint is not None) != params.constrained:
+            raise AssertionError("a constraint belongs to parameters that ask for it")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+            raise MegakernelError("min_tokens forbids all of allowed_token_ids: they end the text")
         request = Request(self._requests, prompt, params, stop_ids, tag, client)
         self._requests += 1
         limit = self._length_limit(len(prompt), params)
         request.choices = [Sequence(request, choice, limit, self._batch.slots) for choice in range(params.n)]
+        for sequence in request.choices if constraint else ():
+            sequence.constraint = constraint.copy() if constraint else None
         self._batch.add(request)
         return request
 
@@ -182,6 +200,7 @@ class Engine:
             output = _own(work.launch.wait(), work.part.turns)
             self._under_way = None
             ended = perf_counter()
+            failed = self._fail()
             fates = self._advance(work, output, ended)
             self._start(self._prepare() if late else ahead, trace)
             if self._speculation:
@@ -193,7 +212,7 @@ class Engine:
             raise
         turns, start, _ = work.part
         counts, contexts = turns.count.tolist(), (start + turns.count).tolist()
-        return Step(work.program, counts, contexts, len(turns.chunk), output, _read(turns, output, fates))
+        return Step(work.program, counts, contexts, len(turns.chunk), output, _read(turns, output, fates), failed)
 
     def run(self) -> Iterator[Step]:
         """Step until nothing is left."""
@@ -226,9 +245,13 @@ class Engine:
         """Launch a step, unless everybody in it has ended meanwhile."""
         if work is None:
             return
-        extended = self._speculation and self._speculation.extend(
-            work, self._batch, tokens=self._step_tokens, logit_rows=self.programs.most_logit_rows
-        )
+        constrained = np.count_nonzero(self._batch.slots.constrained)
+        forced = force(work, self._batch, self.programs, self._step_tokens) if constrained else {}
+        extended = work.verifies
+        if self._speculation:
+            extended |= self._speculation.extend(
+                work, self._batch, tokens=self._step_tokens, logit_rows=self.programs.most_logit_rows
+            )
         for slot, start, tokens in work.histories:
             self.backend.write_history(slot, start, tokens)
         if not np.count_nonzero(work.part.turns.alive(self._batch.slots)):
@@ -236,8 +259,18 @@ class Engine:
         if extended or work.table is None:
             self._build(work)
         assert work.program is not None and work.table is not None
+        if forced:
+            self._failing = write(work.table, work.part, forced)
         work.launch = self.backend.start(work.program, work.table, trace=trace)
         self._under_way = work
+
+    def _fail(self) -> list[Sequence]:
+        """End the sequences that cannot follow their grammar any further, but for those that have ended already."""
+        failed = [sequence for sequence in self._failing if sequence.finish_reason is None]
+        self._failing = []
+        for sequence in failed:
+            self._batch.finish(sequence, "abort")
+        return failed
 
     def _settle(self) -> None:
         """A launch whose last sequence has left is waited for, so that an idle engine is at rest."""
@@ -252,6 +285,7 @@ class Engine:
     def _reset(self) -> None:
         """Nothing that a lost launch computed counts: everybody waits again, and no page is known."""
         work, self._under_way = self._under_way, None
+        self._failing = []
         if work and work.launch:
             work.launch.abort()
         self._batch.reset()
@@ -288,7 +322,6 @@ class Engine:
 
     def _verify(self, part: Part, tokens: Ints, now: float, fates: _Fates) -> None:
         """`_advance` where tokens are proposed, so that whether a row counts depends on the one before it."""
-        assert self._speculation is not None
         turns = part.turns
         for chunk, (sequence, proposed) in enumerate(zip(turns.sequence, turns.proposed.tolist(), strict=True)):
             mine = (turns.chunk == chunk).nonzero()[0]
@@ -297,8 +330,9 @@ class Engine:
             made = int(np.count_nonzero(fates.heard[mine] & turns.samples[mine]))
             self._batch.counts += Counts(made, int(made > 0))
             if made and proposed:
-                self._batch.counts += Counts(proposed=proposed, accepted=made - 1)
-                self._speculation.learn(sequence, proposed, made - 1)
+                if self._speculation and sequence.constraint is None:  # else they were forced
+                    self._batch.counts += Counts(proposed=proposed, accepted=made - 1)
+                    self._speculation.learn(sequence, proposed, made - 1)
                 if sequence.finish_reason is None:
                     self._batch.shorten(sequence)
 

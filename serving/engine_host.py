@@ -43,7 +43,14 @@ class EngineHost:
         self._row = Board(self.description.board, 1 + frontends, create=True).row(0, ENGINE_FIELDS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.loop = EngineLoop(engine, self._context, self.description.requests, self._row, max_waiting=max_waiting)
+            self.loop = EngineLoop(
+                engine,
+                self._context,
+                self.description.requests,
+                self._row,
+                max_waiting=max_waiting,
+                grammars=llm.grammars,
+            )
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot make a socket in {folder}: {e}; set TMPDIR to another folder") from e
         self._looks: Looks | None = None

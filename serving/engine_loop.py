@@ -11,18 +11,23 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic, perf_counter
 
 import zmq
 
 from ..errors import MegakernelError
 from .board import Row
+from .compiling import Compiling
+from .constraint import Constraint
 from .engine import Engine, Step
+from .grammars import Grammars
 from .jobs import Addresses, Job, Owner
 from .request import Request
 from .seam import (
     Abort,
     Close,
+    Compiled,
     Dead,
     Gone,
     Refused,
@@ -37,6 +42,7 @@ from .seam import (
 log = logging.getLogger(__name__)
 
 CONTROL = b"server"  # who may send Gone and Close
+_GRAMMARS = b"grammars"  # who may send Compiled
 
 
 class EngineLoop:
@@ -49,7 +55,14 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, context: zmq.Context[zmq.Socket[bytes]], address: str, row: Row, *, max_waiting: int
+        self,
+        engine: Engine,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        row: Row,
+        *,
+        max_waiting: int,
+        grammars: Grammars,
     ) -> None:
         self.engine = engine
         self.row = row
@@ -64,6 +77,11 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
+        self._told = context.socket(zmq.DEALER)  # of the thread that compiles grammars
+        self._told.set(zmq.IDENTITY, _GRAMMARS)
+        self._told.connect(address)
+        self._grammars = Compiling(grammars)
+        self._compiled: dict[tuple[bytes, int], Constraint | MegakernelError] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
         self._compiler = threading.Thread(
@@ -75,6 +93,7 @@ class EngineLoop:
         self._addresses = Addresses()
         self._open = 0  # choices of theirs
         self._open_of: Counter[str] = Counter()  # by client
+        self._compiling: dict[tuple[bytes, int], Submit] = {}  # whose grammar is being compiled
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -83,6 +102,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Begin to step. Programs are compiled ahead of need."""
+        self._grammars.start()
         self._thread.start()
         self._compiler.start()
 
@@ -96,6 +116,8 @@ class EngineLoop:
         self._control.send(encode(Close()))
         self._thread.join()
         self._compiler.join()
+        self._grammars.close()
+        self._told.close(linger=0)
         self._control.close(linger=0)
         self._socket.close(linger=1000)
 
@@ -146,8 +168,11 @@ class EngineLoop:
             elif isinstance(message, Gone):
                 self._gone.add(message.frontend)
                 self._frontends.discard(message.frontend)
-                for job in [job for job in self._jobs if job[0] == message.frontend]:
+                for job in [job for job in (*self._jobs, *self._compiling) if job[0] == message.frontend]:
                     self._abort(*job)
+            return
+        if frontend == _GRAMMARS and isinstance(message, Compiled):
+            self._take_compiled(message.frontend, message.first)
             return
         if frontend in self._gone:
             return
@@ -161,6 +186,40 @@ class EngineLoop:
                 self._abort(frontend, first)
 
     def _submit(self, frontend: bytes, asked: Submit) -> None:
+        """Queue a job, at once or when its constraint is made."""
+        if not asked.params.constrained:
+            self._queue(frontend, asked)
+            return
+        key = frontend, asked.first
+        try:
+            if constraint := self._grammars.known(asked.params):
+                self._queue(frontend, asked, constraint)
+            elif self._waiting() + len(asked.prompts) * asked.params.n > self._max_waiting:
+                self._queue(frontend, asked)  # which refuses it
+            else:
+                self._compiling[key] = asked
+                self._grammars.ask(asked.params, partial(self._answer_compiled, key))
+        except MegakernelError as e:
+            self._refuse(frontend, asked.first, str(e))
+
+    def _answer_compiled(self, key: tuple[bytes, int], result: Constraint | MegakernelError) -> None:
+        """In the thread that compiles."""
+        self._compiled[key] = result
+        self._told.send(encode(Compiled(*key)))
+
+    def _take_compiled(self, frontend: bytes, first: int) -> None:
+        result, asked = self._compiled.pop((frontend, first)), self._compiling.pop((frontend, first), None)
+        if asked is None:
+            return  # aborted
+        if isinstance(result, MegakernelError):
+            self._refuse(frontend, first, str(result))
+        else:
+            self._queue(frontend, asked, result)
+
+    def _refuse(self, frontend: bytes, first: int, why: str, *, later: bool = False) -> None:
+        self._socket.send_multipart([frontend, encode(Refused(first, why, later))])
+
+    def _queue(self, frontend: bytes, asked: Submit, constraint: Constraint | None = None) -> None:
         """Queue a job's prompts, all or none."""
         n, count = asked.params.n, len(asked.prompts) * asked.params.n
         waiting, most = self._waiting(), self._max_waiting
@@ -176,9 +235,11 @@ class EngineLoop:
             prompts = [prompt_ids(prompt) for prompt in asked.prompts]
             for prompt in prompts if len(prompts) > 1 else ():  # `add` checks too, but then others are queued already
                 self.engine.check(prompt, asked.params)
-            requests = [self._add(prompt, asked, frontend, index * n) for index, prompt in enumerate(prompts)]
+            requests = [
+                self._add(prompt, asked, frontend, index * n, constraint) for index, prompt in enumerate(prompts)
+            ]
         except MegakernelError as e:
-            self._socket.send_multipart([frontend, encode(Refused(asked.first, str(e), later))])
+            self._refuse(frontend, asked.first, str(e), later=later)
             return
         if not self._jobs:
             self.row.put(progress_at=monotonic())
@@ -188,11 +249,13 @@ class EngineLoop:
         for request in requests:
             self.owners[request] = Owner(job, n)
 
-    def _add(self, prompt: list[int], asked: Submit, frontend: bytes, first: int) -> Request:
+    def _add(
+        self, prompt: list[int], asked: Submit, frontend: bytes, first: int, constraint: Constraint | None
+    ) -> Request:
         """Queue a prompt of a job, `first` choices of which come before."""
         tag = self._addresses.take(frontend, asked.first + first)
         try:
-            return self.engine.add(prompt, asked.params, tag=tag, client=asked.client)
+            return self.engine.add(prompt, asked.params, tag=tag, client=asked.client, constraint=constraint)
         except MegakernelError:
             self._addresses.give(tag)
             raise
@@ -205,6 +268,7 @@ class EngineLoop:
             self._ended(request, 1)
 
     def _abort(self, frontend: bytes, first: int) -> None:
+        self._compiling.pop((frontend, first), None)
         if job := self._jobs.get((frontend, first)):
             for request in job.requests:
                 if owner := self.owners.get(request):
@@ -235,6 +299,10 @@ class EngineLoop:
             self._socket.send_multipart([frontend, encode(tokens)])
         for sequence in step.tokens.sequence[step.tokens.finish > 0]:
             self._ended(sequence.request, 1)
+        for sequence in step.failed:
+            if owner := self.owners.get(sequence.request):
+                self._refuse(owner.job.frontend, owner.job.first, f"the text cannot go on: {sequence.stuck}")
+                self._abort(owner.job.frontend, owner.job.first)
         for observer in list(self.on_step):
             try:
                 observer(step, now - began)
@@ -244,7 +312,8 @@ class EngineLoop:
 
     def _waiting(self) -> int:
         """Choices that take part in no step yet."""
-        return max(0, self._open - self.engine.stats.running)
+        compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
+        return max(0, self._open - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
         """Write down how the engine is, for whoever asks a frontend."""

@@ -19,6 +19,7 @@ from ..scheduler.tune import Fastest
 from .batch import SCORED_ROWS
 from .codec import Codec
 from .engine import Engine, Step, Token
+from .grammars import Grammars
 from .memory import kv_capacity
 from .outputs import Completion, RequestOutput, request_output
 from .programs import Programs
@@ -95,6 +96,8 @@ class LLM:
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
         self.codec = Codec(self.model, self.tokenizer)
+        eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
@@ -121,7 +124,6 @@ class LLM:
         predict = partial(step_seconds, machine=self.machine)
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.kv_page)
-        eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(
             create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads, ranks=ranks),
             programs,
@@ -164,7 +166,11 @@ class LLM:
             raise MegakernelError(f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one each")
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
-        requests = {self.engine.add(prompt, p): self.transcripts(p) for prompt, p in zip(ids, each, strict=True)}
+        constraints = [self.grammars.get(p) for p in each]
+        requests = {
+            self.engine.add(prompt, p, constraint=constraint): self.transcripts(p)
+            for prompt, p, constraint in zip(ids, each, constraints, strict=True)
+        }
         open_choices = {request: request.params.n for request in requests}
         watched = on_token is not None or on_step is not None
         try:
@@ -172,6 +178,8 @@ class LLM:
                 for step in self.engine.run():
                     if on_step:
                         on_step(step)
+                    if step.failed:
+                        raise MegakernelError(f"a text cannot go on: {step.failed[0].stuck}")
                     finished = 0
                     for token in step.tokens:
                         request = token.request

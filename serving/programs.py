@@ -44,6 +44,11 @@ class Programs:
         """The sizes of the smallest program with room for that many token rows and logit rows."""
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
+    def unpadded(self, tokens: int, more: int) -> int:
+        """How many of `more` token rows to add to a step of `tokens`, so that none that is added costs padding."""
+        full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
+        return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
+
     def get(self, tokens: int, logit_rows: int) -> Program:
         """The program of the smallest bucket with room for that many token rows and logit rows."""
         key = self.bucket(tokens, logit_rows)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..runtime.sampling import FLOATS, SampleRow
+from .constraint import Constraint
 from .draft import Draft
 from .pages import ROOT, page_hash
 from .sampling import FINISH, SamplingParams
@@ -35,6 +36,7 @@ class Sequence:
     first_token_at: float = 0.0  # both times are known when it does not run
     last_token_at: float = 0.0
     draft: Draft | None = None
+    constraint: Constraint | None = None  # the text must match a grammar
     _tokens: list[int] = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
 
@@ -47,6 +49,11 @@ class Sequence:
         if self.slot >= 0:
             self._tokens += self.slots.tokens[self.slot, len(self._tokens) : self.slots.known[self.slot]].tolist()
         return self._tokens
+
+    @property
+    def stuck(self) -> str:
+        """Why its grammar cannot be followed any further; nothing where it can."""
+        return self.constraint.error if self.constraint else ""
 
     @property
     def waits_since(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import MegakernelError
+from .structured import StructuredOutputsParams
 
 FINISH = (None, "stop", "length")  # why a token ends its choice; columns have indices into it
 MAX_CHOICES = 128
@@ -14,6 +15,7 @@ MAX_TOP_LOGPROBS = 20
 # Together they stay below the bias pairs that a program has room for per row.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each is compared with the end of the text for each token
 _LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # numbers above 0 of float32, which step tables hold
 
 
@@ -37,6 +39,9 @@ class SamplingParams:
     logprobs            also report this many most likely tokens of each position
     prompt_logprobs     score the prompt's tokens, with this many most likely ones of each position
     logit_bias          id -> value added to the logit
+    allowed_token_ids   only these ids are generated, and ids that end a text only where they are among them
+    bad_words           texts that are not generated, at the beginning of a word or within one
+    structured_outputs  what the text must match, with its end and nothing after it
 
     Raises MegakernelError naming the field and its value where one is out of range.
     """
@@ -61,6 +66,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._real("temperature", self.temperature, 0.0, _MOST)
@@ -94,6 +102,25 @@ class SamplingParams:
         for token, value in self.logit_bias.items():
             self._whole("logit_bias", token, 0, 2**31 - 1)
             self._real("logit_bias", value, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise _error("allowed_token_ids", self.allowed_token_ids, "must have an id at least")
+            for token in self.allowed_token_ids:
+                self._whole("allowed_token_ids", token, 0, 2**31 - 1)
+        if isinstance(self.bad_words, str) or len(self.bad_words) > MAX_BAD_WORDS:
+            raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
+                raise _error("bad_words", word, f"must be texts of at most {MAX_BAD_CHARACTERS} characters, not empty")
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise _error(name, getattr(self, name), "cannot be used with structured outputs")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether which tokens may come next depends on more than these numbers."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -59,11 +59,18 @@ class Gone(_Record):
     frontend: bytes
 
 
+class Compiled(_Record):
+    """The grammar of a frontend's job is compiled, or refused. Only the engine's process itself says so."""
+
+    frontend: bytes
+    first: int
+
+
 class Close(_Record):
     """End the loop. Only the server itself says so."""
 
 
-ToEngine = Hello | Submit | Stop | Abort | Gone | Close
+ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
 
 # -- to a frontend
 

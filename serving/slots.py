@@ -35,6 +35,7 @@ class Slots:
         self.stop_ids = np.full((n, 1), -1)  # -1 beside the ids of those who have fewer
         self.top = np.full(n, -1)  # most likely tokens to report besides the chosen one; -1: none at all
         self.holds = np.zeros(n, np.bool_)  # whether other choices of its request wait for its prompt
+        self.constrained = np.zeros(n, np.bool_)  # whether its text must match a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = Pages(dims)
         self.sampling = Sampling(2 * n + 1)  # of each slot, then of each slot for early tokens
@@ -55,6 +56,7 @@ class Slots:
         self.early_until[slot] = len(request.prompt_ids) + request.params.min_tokens
         self.top[slot] = -1 if logprobs is None else logprobs
         self.holds[slot] = sequence.choice == 0 and bool(request.held)
+        self.constrained[slot] = sequence.constraint is not None
         self.first_token_at[slot] = sequence.first_token_at
         self.last_token_at[slot] = sequence.last_token_at or request.added_at
         self.sampling.set(slot, sequence.sample_row(early=False))
@@ -70,7 +72,7 @@ class Slots:
         slot, pages, _ = sequence.slot, sequence.pages, sequence.tokens
         sequence.first_token_at = float(self.first_token_at[slot])
         sequence.last_token_at = float(self.last_token_at[slot]) if sequence.first_token_at else 0.0
-        sequence.slot, self.ticket[slot], self.sequence[slot] = -1, -1, None
+        sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
         self.order = self.order[self.order != slot]
         return pages
 

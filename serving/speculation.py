@@ -45,6 +45,18 @@ class _Offer:
     taken: int = 0
 
 
+def granted(work: Work, batch: Batch, sequence: Choice, tokens: list[int]) -> list[int]:
+    """Those of `tokens` that may join a step after the last known one: as many as pages are free for.
+
+    HISTORY will have them where penalties read it.
+    """
+    known = len(sequence.tokens)
+    taken = tokens[: batch.lengthen(sequence, known + len(tokens)) - known] if tokens else []
+    if taken and batch.slots.sampling.penalised[sequence.slot]:
+        work.histories.append((sequence.slot, known - 1, np.array([sequence.tokens[-1], *taken], np.int32)))
+    return taken
+
+
 class Speculation:
     """Proposes up to `depth` tokens for each sequence of a step; `proposer` makes what guesses from its tokens."""
 
@@ -57,7 +69,8 @@ class Speculation:
     def read(self, part: Part) -> None:
         """Take note of the tokens of a planned step's sequences, while a launch runs."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
-            self._draft(sequence).proposer.read()
+            if sequence.constraint is None:
+                self._draft(sequence).proposer.read()
 
     def extend(self, work: Work, batch: Batch, *, tokens: int, logit_rows: int) -> bool:
         """Have proposed tokens verified in a step of at most `tokens` rows and `logit_rows` logit rows; whether any.
@@ -73,17 +86,12 @@ class Speculation:
         self._choose(offers, rows, logits, room)
         proposals: dict[int, list[int]] = {}
         for offer in offers:
-            sequence = part.turns.sequence[offer.chunk]
-            known = len(sequence.tokens)
-            taken = batch.lengthen(sequence, known + offer.taken) - known if offer.taken else 0
+            taken = granted(work, batch, part.turns.sequence[offer.chunk], offer.tokens[: offer.taken])
             if not taken:
                 offer.draft.decline()
                 continue
             offer.draft.verify()
-            proposals[offer.chunk] = offer.tokens[:taken]
-            if slots.sampling.penalised[sequence.slot]:
-                history = [sequence.tokens[-1], *offer.tokens[:taken]]
-                work.histories.append((sequence.slot, known - 1, np.array(history, np.int32)))
+            proposals[offer.chunk] = taken
         if proposals:
             work.part, work.verifies = extended(part, slots, proposals), True
         return bool(proposals)
@@ -103,6 +111,8 @@ class Speculation:
         offers: list[_Offer] = []
         for chunk in part.extensible(slots).tolist():
             sequence = part.turns.sequence[chunk]
+            if sequence.constraint is not None:
+                continue  # each proposed token would need a mask that depends on the one before
             draft = self._draft(sequence)
             # The step gives one token more than are accepted.
             most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)

@@ -130,6 +130,7 @@ struct Dims {
   int32_t attention_slots;
   int32_t partials;
   int32_t bias_entries;
+  int32_t mask_rows;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;
@@ -141,6 +142,7 @@ struct Dims {
   MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }
   MK_DIMS_FN int32_t own_rows() const { return (replicated_residual ? tokens : (ceil_div(row_blocks(), tp) * row_block)); }
   MK_DIMS_FN int32_t own_logit_rows() const { return ceil_div(logit_rows, tp); }
+  MK_DIMS_FN int32_t mask_words() const { return ceil_div(vocab, 32); }
   MK_DIMS_FN int32_t kv_row() const { return (head_dim + ((quantised_kv * kKvScale) * ceil_div(head_dim, kKvUnit))); }
   MK_DIMS_FN int32_t group_size() const { return (heads / kv_heads); }
   MK_DIMS_FN int32_t rank_heads() const { return share(heads, tp, rank); }
@@ -170,6 +172,7 @@ struct Sizes : Dims {
   int32_t pages_per_seq_;
   int32_t own_rows_;
   int32_t own_logit_rows_;
+  int32_t mask_words_;
   int32_t kv_row_;
   int32_t group_size_;
   int32_t rank_heads_;
@@ -190,6 +193,7 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t pages_per_seq() const { return pages_per_seq_; }
   MK_DIMS_FN int32_t own_rows() const { return own_rows_; }
   MK_DIMS_FN int32_t own_logit_rows() const { return own_logit_rows_; }
+  MK_DIMS_FN int32_t mask_words() const { return mask_words_; }
   MK_DIMS_FN int32_t kv_row() const { return kv_row_; }
   MK_DIMS_FN int32_t group_size() const { return group_size_; }
   MK_DIMS_FN int32_t rank_heads() const { return rank_heads_; }
@@ -220,6 +224,7 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.pages_per_seq_ = d.pages_per_seq();
   s.own_rows_ = d.own_rows();
   s.own_logit_rows_ = d.own_logit_rows();
+  s.mask_words_ = d.mask_words();
   s.kv_row_ = d.kv_row();
   s.group_size_ = d.group_size();
   s.rank_heads_ = d.rank_heads();
@@ -279,6 +284,9 @@ struct StepView {
   const int32_t* bias_end;  // one past the last bias pair
   const int32_t* bias_ids;  // token ids
   const float* bias_values;  // added to the logit; -inf forbids
+  const int32_t* mask;  // number of the row's mask, from 1 on; 0: every token may be sampled
+  const int32_t* mask_count;  // masks in use
+  const int32_t* masks;  // bit i of word w: token 32 w + i may be sampled
 };
 
 MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
@@ -359,6 +367,12 @@ MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
   words += d.bias_entries;
   v.bias_values = reinterpret_cast<const float*>(words);
   words += d.bias_entries;
+  v.mask = words;
+  words += d.logit_rows;
+  v.mask_count = words;
+  words += 1;
+  v.masks = words;
+  words += d.mask_rows * d.mask_words();
   return v;
 }
 

@@ -122,10 +122,9 @@ Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Ker
 
 void Interpreter::start(Program& program, const int32_t* step_words, bool trace) {
   program_ = &program;
-  // The last field's end gives the table's length.
   const Dims& dims = program.dims(0);
   const StepView source = step_view(step_words, dims);
-  words_.assign(step_words, reinterpret_cast<const int32_t*>(source.bias_values) + dims.bias_entries);
+  words_.assign(step_words, source.masks + int64_t{*source.mask_count} * dims.mask_words());
   views_.clear();
   for (int r = first_rank_; r < first_rank_ + ranks_; ++r)
     views_.push_back(step_view(words_.data(), program.dims(r)));

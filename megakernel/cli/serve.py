@@ -33,6 +33,14 @@ def _key(text: str) -> str:
     return text.strip()
 
 
+def _tool_parser(text: str) -> str:
+    from ..serving.tool_calls import FORMATS
+
+    if text not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(FORMATS)}")
+    return text
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in ("on", "true", "off", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
@@ -47,6 +55,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "host": str,
     "port": _port,
     "served model name": str,
+    "tool call parser": _tool_parser,
     "api key": _key,
     "open metrics": _switch,
     "allowed hosts": str.lower,
@@ -161,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
                 log_level=logging.getLogger().level,
                 listener=sock.fileno(),
                 parent=-1,
+                tool_parser=given["tool call parser"],
             ),
             on_gone=lambda identity: host.loop.forget(identity.encode()),
             on_ready=lambda: _ready(args.json, address, name, llm),

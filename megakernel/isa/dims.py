@@ -73,6 +73,7 @@ class Dims:
     attention_slots: int  # attention instructions per layer
     partials: int  # split-attention partials, one per (split item, query row, kv block)
     bias_entries: int  # logit-bias pairs, all rows together
+    mask_rows: int = 0  # logit rows that may say which tokens they allow
 
     tp: int = 1  # ranks that share the model
     rank: int = 0  # whose view this is; a program's own dims are rank 0's
@@ -100,6 +101,11 @@ class Dims:
     def own_logit_rows(self) -> int:
         """Logit rows are dealt to the ranks in runs of this length: row i is sampled by rank i // own_logit_rows."""
         return ceil_div(self.logit_rows, self.tp)
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a mask, which has a bit for each token."""
+        return ceil_div(self.vocab, 32)
 
     @property
     def rank_heads(self) -> int:

@@ -131,8 +131,8 @@ OPERATIONS: dict[Operation, OperationSpec] = {
     Operation.SAMPLE: OperationSpec(
         OperationFamily.SAMPLING,
         *_RUN,
-        "penalties, bias, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties by "
-        "id; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT on rank 0, its raw "
+        "penalties, bias, mask, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties "
+        "by id; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT on rank 0, its raw "
         "log-softmax to LOGPROBS_OUT on rank 0",
     ),
 }

@@ -86,6 +86,10 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("bias_end", _L, "one past the last bias pair"),
     StepField("bias_ids", _B, "token ids"),
     StepField("bias_values", _B, "added to the logit; -inf forbids", True),
+    # -- last, because a launch takes only the part of `masks` that is in use
+    StepField("mask", _L, "number of the row's mask, from 1 on; 0: every token may be sampled"),
+    StepField("mask_count", (), "masks in use"),
+    StepField("masks", ("mask_rows", "mask_words"), "bit i of word w: token 32 w + i may be sampled"),
 )
 
 
@@ -109,7 +113,8 @@ def step_words(dims: Dims) -> int:
 class StepTable:
     """One step's table, seen by rank `dims.rank`: attributes are views into `words` named as in STEP_FIELDS.
 
-    Fields of each rank are those of that rank; `rank` gives another's view of the same words. block_tables is 2-D.
+    Fields of each rank are those of that rank; `rank` gives another's view of the same words. block_tables and masks
+    are 2-D.
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:
@@ -125,6 +130,12 @@ class StepTable:
         """The same words, in memory of its own."""
         return StepTable(self.dims, self.words.copy())
 
+    @property
+    def used(self) -> NDArray[np.int32]:
+        """The words that a launch needs: all but the masks that are not in use."""
+        unused = (self.dims.mask_rows - int(self.mask_count[0])) * self.dims.mask_words
+        return self.words[: len(self.words) - unused]
+
     def __getattr__(self, name: str) -> NDArray[np.int32]:
         """Makes the view of a field when it is first asked for."""
         if name not in (fields := self.__dict__.get("_fields", {})):
@@ -135,5 +146,7 @@ class StepTable:
             view = view.view(np.float32)
         if name == "block_tables":
             view = view.reshape(self.dims.max_seqs, self.dims.pages_per_seq)
+        if name == "masks":
+            view = view.reshape(self.dims.mask_rows, self.dims.mask_words)
         self.__dict__[name] = view
         return view

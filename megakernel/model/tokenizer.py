@@ -78,6 +78,11 @@ class Tokenizer:
             text = _up_to_last(text, messages)
         return self._encode(text, add_special)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return self._template.source if self._template else None
+
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """A decoder for ids that come one at a time."""
         return TextStream(self._known[skip_special].__getitem__, self._strip)
@@ -90,6 +95,14 @@ class Tokenizer:
         if piece is None:
             return b""  # models pad their vocabularies; such an id has no text
         return self._piece(piece)
+
+    def special_ids(self) -> list[int]:
+        """The tokens that no text stands for."""
+        return [token for token, added in self._added.items() if added.special]
+
+    def special_id(self, text: str) -> int | None:
+        """The token of that name which no text stands for, where there is one."""
+        return next((token for token, added in self._added.items() if added.special and added.content == text), None)
 
     def longest_token(self) -> int:
         """The most bytes that one token can add to a text."""

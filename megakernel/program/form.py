@@ -155,7 +155,7 @@ def _sizes(d: Dims) -> Iterator[str]:
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
-    more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "kv_block")
+    more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "mask_rows", "kv_block")
     high = [name for name in (*counts, *more) if getattr(d, name) > MOST]
     if high or max(d.heads * d.head_dim, d.tp * (d.tokens + d.row_block), d.tokens + d.row_block) > MOST:
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
@@ -172,7 +172,7 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
     # Every sequence and the padding may begin a new item, and so does every row block.
     items = min(d.tokens, d.row_blocks + d.max_seqs)
-    if d.items < items or d.partials < 0 or d.bias_entries < 0:
+    if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
         yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
 
 

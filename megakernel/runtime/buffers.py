@@ -13,7 +13,8 @@ from .step_check import check_step
 
 # What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
 _BUCKET = {
-    "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "replicated_residual",
+    "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "mask_rows",
+    "replicated_residual",
 }  # fmt: skip
 
 

@@ -68,6 +68,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     table.sample_slot[:] = _padded(np.where(lineup.store, slot, -1), dims.logit_rows)
     table.history_slot[:] = _padded(np.where(sampling.penalised[lineup.place], slot, -1), dims.logit_rows)
     table.sample_position[len(lineup.chunk) :] = 0
+    table.mask[:] = table.mask_count[:] = 0
     _fill_bias(table, lineup.place, sampling)
     move_rows(table, rows)
 

@@ -34,6 +34,7 @@ def check_step(table: StepTable) -> None:
     - logit_rows are live rows, or -1; bias ranges lie inside bias_entries and their ids in the vocabulary.
     - Sampling values are finite and in range: temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0,
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
+    - mask_count is at most mask_rows, and the mask of a row at most mask_count.
     - Sampled tokens go to distinct places of HISTORY, or nowhere, and none that this step reads: not that of a
       deferred token, and not one before the sample position of a row that samples with penalties of that slot.
       A row that samples with penalties has a history slot, which may differ from the one that it stores to, if any.
@@ -191,6 +192,8 @@ def _check_logit_rows(t: StepTable) -> None:
     )
     _require((t.bias_ids >= 0) & (t.bias_ids < d.vocab), "a bias token is outside the vocabulary")
     _require(t.bias_values < np.inf, "a bias is NaN or +inf")
+    _require((t.mask_count >= 0) & (t.mask_count <= d.mask_rows), "more masks are in use than there are")
+    _require((t.mask >= 0) & (t.mask <= t.mask_count), "a row's mask is not in use")
     _check_history(t, d, stored)
 
 

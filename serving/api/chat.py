@@ -6,37 +6,60 @@ from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
+from ..tool_calls import ToolReader
 from .answers import Answers, Delta
+from .errors import APIError
 from .http import event
 from .logprobs import chat_logprobs, scores
 from .requests import ChatRequest
-from .responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatResponse, Usage
+from .responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from .service import Answer, Service
+from .tools import Tools, call_id
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
     """A whole answer, or its stream once the first token is there."""
     model = service.model(body.model)
-    prompt = await service.encode_chat(body)
+    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    structured, called = body.structured(), tools.structured(service.codec)
+    if structured and called:
+        raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
+    prompt = await service.encode_chat(body, tools.told)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     prompt = service.truncated(prompt, body, wanted)
     service.room([prompt], wanted)
     params = body.sampling(
         service.max_context - len(prompt) if wanted is None else wanted,
+        structured or called,
         n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    answers = service.answers([prompt], params)
-    return await service.respond(answers, _Chat(service, body, model, prompt, answers), bool(body.stream))
+    answers = service.answers([prompt], params, special=tools.used)
+    return await service.respond(answers, _Chat(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
 class _Chat(Answer):
-    def __init__(self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
+    ) -> None:
         super().__init__(service, "chatcmpl", body, model, [prompt], answers)
-        self._body = body
+        self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
+        self._readers: dict[int, ToolReader] = {}
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -45,12 +68,13 @@ class _Chat(Answer):
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=ChatMessage(content=self._before + choice.text),
+                    message=message,
                     logprobs=self._logprobs(choice),
-                    finish_reason=choice.finish_reason or "length",
+                    finish_reason="tool_calls" if message.tool_calls else choice.finish_reason or "length",
                     token_ids=choice.token_ids if self._shows_ids else None,
                 )
                 for choice in choices
+                for message in [self._message(choice)]
             ],
             usage=self._usage(self._answers.completion_tokens),
             prompt_token_ids=self._prompts[0] if self._shows_ids else None,
@@ -70,13 +94,51 @@ class _Chat(Answer):
                         role = ChatDelta(role="assistant", content=self._before)
                         events.append(event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])))
                     events.append(self._event(delta))
-                yield b"".join(events)
+                if joined := b"".join(events):
+                    yield joined
             if self._body.wants_usage_chunk:
                 yield event(self._chunk([], self._usage(self._answers.completion_tokens)))
         finally:
             self._answers.close()
 
+    def _message(self, choice: Delta) -> ChatMessage:
+        """The text of a choice with the calls taken out of it."""
+        if (reader := self._tools.reader(self._service.codec)) is None:
+            return ChatMessage(content=choice.text)
+        text, deltas = reader.add(choice.text, True)
+        calls: list[ToolCall] = []
+        for delta in deltas:
+            if delta.name is not None:
+                calls.append(ToolCall(id=call_id(), function=FunctionCall(name=delta.name, arguments="")))
+            calls[delta.index].function.arguments += delta.arguments
+        return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
+
+    def _tool_event(self, delta: Delta) -> bytes:
+        """What is new of a choice that may call tools: nothing, where none of it is certain yet."""
+        reader = self._readers.get(delta.index)
+        if reader is None and (reader := self._tools.reader(self._service.codec)) is not None:
+            self._readers[delta.index] = reader
+        assert reader is not None
+        text, found = reader.add(delta.text, delta.finish_reason is not None)
+        calls = [
+            ToolCallDelta(index=call.index, function=FunctionCall(arguments=call.arguments))
+            if call.name is None
+            else ToolCallDelta(
+                index=call.index, id=call_id(), type="function", function=FunctionCall(name=call.name, arguments="")
+            )
+            for call in found
+        ]
+        new = self._choice(delta)
+        if delta.finish_reason is None and not (text or calls or new.logprobs or new.token_ids):
+            return b""
+        new.delta = ChatDelta(content=text or None, tool_calls=calls or None)
+        if delta.finish_reason is not None and reader.calls:
+            new.finish_reason = "tool_calls"
+        return event(self._chunk([new]))
+
     def _event(self, delta: Delta) -> bytes:
+        if self._tools.used:
+            return self._tool_event(delta)
         if delta.finish_reason is None and not self._body.logprobs and not self._shows_ids:
             return self._text_event(delta.index, delta.text)
         return event(self._chunk([self._choice(delta)]))

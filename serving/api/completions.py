@@ -24,6 +24,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     service.room(prompts, body.max_tokens)
     params = body.sampling(
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        body.structured(),
         n=body.n or 1,
         logprobs=body.logprobs,
         prompt_logprobs=max(asked) if (asked := _scored(body)) else None,

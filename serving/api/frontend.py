@@ -34,6 +34,7 @@ class Start(msgspec.Struct, frozen=True):
     identity  its name at the engine
     listener  file descriptor of the socket that all frontends accept connections from
     parent    file descriptor of a socket whose other end the parent keeps open while it lives
+    tool_parser  how the model writes calls; None: what its chat template says
     """
 
     description: Description
@@ -46,6 +47,7 @@ class Start(msgspec.Struct, frozen=True):
     log_level: int
     listener: int
     parent: int
+    tool_parser: str | None = None
 
 
 def main(start: Start) -> int:
@@ -55,7 +57,14 @@ def main(start: Start) -> int:
     parent = socket.socket(fileno=start.parent)
     tokenizer = load_tokenizer(start.description.source)
     service = Service(
-        start.description, tokenizer, start.number, start.identity, start.names, start.access, start.limits
+        start.description,
+        tokenizer,
+        start.number,
+        start.identity,
+        start.names,
+        start.access,
+        start.limits,
+        start.tool_parser,
     )
     gc.set_threshold(_GC_THRESHOLD)  # Nothing that a token makes is part of a cycle.
     orphaned = False

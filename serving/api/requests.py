@@ -6,25 +6,19 @@ that clients send.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...model.chat_template import OWN_NAMES
 from ..sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from ..structured import StructuredOutputsParams
 from . import fields
 from .limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
+from .strict import Strict
+from .structured import Constrained
+from .tools import MOST_TOOLS, Called, Tool, ToolChoice
 
 _INT32, _SEED = 2**31 - 1, 2**63
 
@@ -87,25 +81,6 @@ Stop = Annotated[
 ]
 
 
-def _describe(schema: dict[str, Any], model: type[Any]) -> None:
-    """OpenAPI has what is supported; of other fields it admits null."""
-    if model.body:
-        schema["additionalProperties"] = {"type": "null"}
-
-
-class Strict(BaseModel):
-    """`body` names its part of the table of fields; without a name, fields that the model lacks are ignored."""
-
-    # "5" is not a number and 1 is not true. JSON knows no infinity.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
-    body: ClassVar[str] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_only_known_fields(cls, given: Any) -> Any:
-        return fields.without_unread(cls.body, given, cls.model_fields) if cls.body else given
-
-
 class Body(Strict):
     model: Annotated[str, Field(description="a name that /v1/models lists; the first of them where absent")] | None = (
         None
@@ -137,16 +112,21 @@ class Sampled(Body):
     ) = None
     stream: bool | None = None
 
-    def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
-        """As the engine takes it. Raises MegakernelError where fields contradict each other."""
+    def sampling(
+        self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
+    ) -> SamplingParams:
+        """As the engine takes it; `structured` is what the answer must match. Raises MegakernelError where fields
+        contradict each other.
+        """
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
-            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens"
+            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
         )
-        given = {name: value for name in names.split() if (value := getattr(self, name)) is not None}
+        given = {name: value for name in names.split() if (value := getattr(self, name, None)) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         seed = None if self.seed is None else self.seed % 2**64
-        return SamplingParams(**given, seed=seed, logit_bias=bias, max_tokens=max_tokens, **more)
+        more |= {"structured_outputs": structured, "logit_bias": bias}
+        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, **more)
 
 
 class StreamOptions(Strict):
@@ -155,7 +135,7 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Choices(Sampled):
+class Choices(Sampled, Constrained):
     """What completions and chat take."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
@@ -216,13 +196,21 @@ class Message(Strict):
         _one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
     ] = None
 
-    def plain(self) -> dict[str, str]:
+    tool_calls: Annotated[list[Called], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates read it."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        return {"role": self.role, "content": text}
+        more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
+        if self.tool_calls:
+            more["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
+_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -260,6 +248,9 @@ class ChatRequest(Conversation, Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), _WHOLE] | None = None
     echo: Annotated[bool, Field(description="begin with the last message, where it is the assistant's")] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[ToolChoice | None, _one_message(_CHOICES)] = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

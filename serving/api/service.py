@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,10 +48,14 @@ class Service:
         names: list[str] | None = None,
         access: Access | None = None,
         limits: Limits | None = None,
+        tool_parser: str | None = None,
     ) -> None:
-        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before."""
+        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before.
+
+        `tool_parser` is how the model writes calls; None: what its chat template says.
+        """
         self.description = description
-        self.codec = Codec(description.name, tokenizer)
+        self.codec = Codec(description.name, tokenizer, tool_parser)
         self.access, self.limits = access or Access(), limits or Limits()
         self.names = names or [description.name]
         self._turns = Turns(THREADS)
@@ -105,10 +109,12 @@ class Service:
             return [await self._turns.run(partial(self._encode, text, add_special)) for text in texts]
         return [part for part in parts if not isinstance(part, str)]
 
-    async def encode_chat(self, asked: Conversation) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
+    async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation in which the model may call `tools`, up to where the answer begins."""
         plain = [message.plain() for message in asked.messages]
-        self._check_text("".join(message["content"] for message in plain))
+        told = [encode_json(tools).decode()] if tools else []
+        told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
+        self._check_text("".join([*(message["content"] for message in plain), *told]))
         values = dict(asked.chat_template_kwargs or {})
         if asked.add_generation_prompt is not None:
             values["add_generation_prompt"] = asked.add_generation_prompt
@@ -116,6 +122,7 @@ class Service:
             self.codec.chat_ids,
             plain,
             values,
+            tools=tools,
             continue_final=bool(asked.continue_final_message),
             add_special=bool(asked.add_special_tokens),
         )
@@ -181,10 +188,14 @@ class Service:
             raise APIError(400, f"{name} must be -1 or at least 1, not 0", param=name)
         return prompt[-most:]
 
-    def answers(self, prompts: list[list[int]], params: SamplingParams) -> Answers:
-        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found."""
+    def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
+        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found.
+
+        The text of `special` tokens is in the answers, or not.
+        """
         self.codec.check(params)
-        return Answers(self.engine, self.metrics, prompts, params, lambda: self.codec.transcripts(params))
+        transcripts = partial(self.codec.transcripts, params, special=special)
+        return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""

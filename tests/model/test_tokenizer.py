@@ -388,8 +388,8 @@ def test_templates_have_limits(tmp_path: Path, template: str, why: str) -> None:
 def test_the_process_of_a_template_ends_with_it() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "a test")
     assert template.render([{"content": "\ud800 é"}], {}) == "\ud800 é"
-    assert template._process is not None
-    pid = template._process.pid
+    assert template._process._process is not None
+    pid = template._process._process.pid
     del template
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()

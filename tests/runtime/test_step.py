@@ -369,6 +369,8 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "bias range": _set(bias_end=(0, 17)),
     "bias token": _set(bias_ids=(0, -3)),
     "bias is NaN": _set(bias_values=(0, np.nan)),
+    "more masks": _set(mask_count=(0, 12)),
+    "mask is not in use": _set(mask=(1, 1)),
     "one place": _set(sample_slot=(1, 0), sample_position=(1, 4000)),
     "deferred token is sampled": _set(sample_slot=(1, 0), sample_position=(1, 3999)),
     "or penalties read there": _set(sample_slot=(0, -1), history_slot=(0, 1), sample_position=(0, 4098)),

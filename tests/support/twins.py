@@ -224,13 +224,18 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
     table.bias_ids[:] = rng.integers(0, dims.vocab, dims.bias_entries)
     table.bias_ids[1] = table.bias_ids[0]  # adds up
     table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bias_entries)
+    table.mask_count[:], table.mask[[0, 2, 3, n - 1]] = dims.mask_rows, np.arange(4) % dims.mask_rows + 1
+    few = rng.integers(0, 2**32, (dims.mask_rows, dims.mask_words), np.uint32)
+    few[1:] &= rng.choice(np.array([0, 3, 2**32 - 1], np.uint32), few[1:].shape)  # words without a bit, and full ones
+    few[1:, ::7] |= np.uint32(2**32 - 1)
+    table.masks[:] = few.view(np.int32)
     return table
 
 
 def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, step: float) -> None:
     """Samples rows with all kinds of parameters from logits that are multiples of `step`; 0 leaves them as they are."""
     n = 24
-    dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8)
+    dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8, mask_rows=3)
     for seed in range(3):
         twins = make(dims, seed)
         for rank in range(dims.tp):
@@ -243,7 +248,7 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
 
 def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None:
     """What is no number, or forbidden everywhere, gives some token and no hang, greedy or not."""
-    twins = make(replace(dims, logit_rows=4, max_seqs=4, max_context=96, bias_entries=8), 0)
+    twins = make(replace(dims, logit_rows=4, max_seqs=4, max_context=96, bias_entries=8, mask_rows=3), 0)
     table = sampling_table(twins, 2)
     for temperature in (1.0, 0.0):
         table.temperature[:], table.top_p[:], table.top_k[:] = temperature, 0.9, 5

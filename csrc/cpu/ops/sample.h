@@ -40,7 +40,17 @@ inline double exponentials(const float* z, int n, float top, float* out) {
   return total;
 }
 
-// z = the row's logits after penalties and bias.
+// z = minus infinity where the row's mask has no bit.
+inline void apply_mask(const Dims& d, const int32_t* mask, float* z) {
+  for (int begin = 0; begin < d.vocab; begin += 32) {
+    const uint32_t bits = static_cast<uint32_t>(mask[begin / 32]);
+    const int end = d.vocab - begin < 32 ? d.vocab - begin : 32;
+    if (bits == ~0u) continue;
+    for (int i = 0; i < end; ++i) z[begin + i] = bits >> i & 1 ? z[begin + i] : -INFINITY;
+  }
+}
+
+// z = the row's logits after penalties, bias and mask.
 inline void adjust(const Call& call, int i, float* z) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;
@@ -64,6 +74,7 @@ inline void adjust(const Call& call, int i, float* z) {
     }
   }
   for (int b = s.bias_begin[i]; b < s.bias_end[i]; ++b) z[s.bias_ids[b]] += s.bias_values[b];
+  if (s.mask[i] > 0) apply_mask(d, s.masks + int64_t{s.mask[i] - 1} * d.mask_words(), z);
 }
 
 inline void sample_row(const Call& call, int i) {

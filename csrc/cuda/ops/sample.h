@@ -1,7 +1,7 @@
-// One token from a row of logits; the eight warps share the row. Penalties, bias, temperature, min-p, top-k,
-// top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and top-p
-// search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the same
-// bits in any order.
+// One token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature, min-p,
+// top-k, top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and
+// top-p search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the
+// same bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -137,8 +137,10 @@ class Sampler {
         s.history_slot[i] >= 0 &&
         (s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f || s.frequency_penalty[i] != 0.0f);
     const bool biased = s.bias_begin[i] < s.bias_end[i];
-    if (temperature == 0.0f && !penalised && !biased) return greatest;
+    const bool masked = s.mask[i] > 0;
+    if (temperature == 0.0f && !penalised && !biased && !masked) return greatest;
     MK_UNROLL_4 for (int id = thread_; id < vocab_; id += kThreadsOfRow) z_[id] = load_float(raw + id);
+    if (masked) apply_mask(s.masks + int64_t{s.mask[i] - 1} * call_.dims->mask_words());
     p_.consumer_sync();
     if (penalised) penalise(i);
     if (biased) add_bias(i);
@@ -323,6 +325,14 @@ class Sampler {
         z_[id] =
             load_float(z_ + id) - (s.frequency_penalty[i] * static_cast<float>(n) + s.presence_penalty[i]);
     });
+  }
+
+  // Each thread forbids, of the logits that it copied, those without a bit. Nothing that is added later to
+  // minus infinity changes it.
+  MK_FN void apply_mask(const int32_t* mask) {
+    MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
+      if (!(static_cast<uint32_t>(mask[id / 32]) >> id % 32 & 1)) z_[id] = minus_infinity();
+    }
   }
 
   // The thread of a token's first pair adds all of the token's pairs, in order.

@@ -189,7 +189,7 @@ class CudaBackend:
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
         """Give the GPUs all that `launch` is."""
         self.running = launch
-        loaded.send(table.words)
+        loaded.send(table.used)
         for watch in self._watches:
             watch.begin()
         if self.by_phases:

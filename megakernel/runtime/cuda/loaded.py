@@ -193,10 +193,11 @@ class Loaded:
 
     def send(self, words: NDArray[np.int32]) -> None:
         """Begin to give every grid a step table. The launch before must have ended."""
-        self._words[:] = words.view(np.uint8)
+        pinned = self._words[: words.nbytes]
+        pinned[:] = words.view(np.uint8)
         for grid in self.grids:
             grid.gpu.use()
-            grid.send(self._words)
+            grid.send(pinned)
 
     def fetch(self) -> None:
         """Begin to bring status and outputs, after what was launched; `answered` says when they are there."""

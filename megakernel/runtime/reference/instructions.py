@@ -344,7 +344,7 @@ def _sample(c: Context, row: int, rows: int) -> None:
 
 
 def _choose(c: Context, i: int, z: F32) -> int:
-    """Sample logit row i: penalties, bias, temperature, min-p, top-k, top-p, one draw."""
+    """Sample logit row i: penalties, bias, mask, temperature, min-p, top-k, top-p, one draw."""
     t = c.table
     if t.history_slot[i] >= 0:
         seen = c.buffer(Buffer.HISTORY)[t.history_slot[i], : t.sample_position[i]]
@@ -355,6 +355,9 @@ def _choose(c: Context, i: int, z: F32) -> int:
     bias = slice(t.bias_begin[i], t.bias_end[i])
     z = z.copy()
     np.add.at(z, t.bias_ids[bias], t.bias_values[bias])
+    if t.mask[i] > 0:
+        bits = np.unpackbits(t.masks[t.mask[i] - 1].view(np.uint8), bitorder="little")[: len(z)]
+        z[bits == 0] = -np.inf
     if t.temperature[i] == 0 or z.max() == -np.inf:
         return int(z.argmax())
     z = z / t.temperature[i]

@@ -246,7 +246,7 @@ class _Ranks:
                 os.close(descriptor)
 
     def start(self, loaded: _Loaded, table: StepTable, trace: bool) -> None:
-        loaded.words[:] = table.words
+        loaded.words[: len(table.used)] = table.used
         self.board.clear()
         for peer in self.peers:
             peer.send(Launch(loaded.index, trace))

@@ -1,0 +1,170 @@
+"""What clients ask of structured outputs and tools: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
+
+The script needs no megakernel, only clients, so it runs in an environment of its own (`pip install openai instructor
+langchain-openai "pydantic-ai-slim[openai]"`), against a server that runs somewhere (`megakernel serve --model
+smollm2-135m`). A client that is not installed is told and not counted. Exit status 1 says that a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Person(BaseModel):
+    """A person."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=120)
+    kind: Literal["child", "adult"]
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 16}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "nothing", "parameters": {"type": "object", "properties": {}}}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and lives in Paris. How is the weather there?"}]
+
+
+class Cases:
+    """The cases, by name; a case fails by an exception."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = url, model
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+    def _ask(self, **given: Any) -> Any:
+        return self.client.chat.completions.create(model=self.model, messages=MESSAGES, **{"max_tokens": 200, **given})
+
+    def _schema(self, temperature: float) -> None:
+        schema = {"name": "person", "schema": Person.model_json_schema(), "strict": True}
+        answer = self._ask(response_format={"type": "json_schema", "json_schema": schema}, temperature=temperature)
+        Person.model_validate_json(answer.choices[0].message.content)
+
+    def json_schema_at_three_temperatures(self) -> None:
+        for temperature in (0.0, 0.7, 1.5):
+            self._schema(temperature)
+
+    def parse(self) -> None:
+        parsed = self.client.chat.completions.parse(model=self.model, messages=MESSAGES, response_format=Person)
+        assert isinstance(parsed.choices[0].message.parsed, Person)
+
+    def json_object(self) -> None:
+        answer = self._ask(response_format={"type": "json_object"}, max_tokens=400, temperature=0).choices[0]
+        assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+
+    def _calls(self, **given: Any) -> list[tuple[str, str]]:
+        calls: list[list[str]] = []
+        reason = None
+        for event in self._ask(tools=TOOLS, stream=True, **given):
+            [choice] = event.choices
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                if call.id:
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments or ""
+        assert reason == "tool_calls", reason
+        return [(name, arguments) for name, arguments in calls]
+
+    def required_tool_streamed(self) -> None:
+        calls = self._calls(tool_choice="required", parallel_tool_calls=False)
+        assert len(calls) == 1 and calls[0][0] in ("weather", "nothing")
+        assert isinstance(json.loads(calls[0][1]), dict)
+
+    def named_tool_streamed(self) -> None:
+        [(name, arguments)] = self._calls(tool_choice={"type": "function", "function": {"name": "weather"}})
+        assert name == "weather" and set(json.loads(arguments)) == {"city", "unit"}
+
+    def refusals_by_name(self) -> None:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"extra_body": {"guided_regex": "(a"}}, "unclosed group"),
+            ({"extra_body": {"guided_json": {"type": "strin"}}}, "strin"),
+            ({"tool_choice": "required"}, "tool_choice needs tools"),
+            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ]
+        for given, why in cases:
+            try:
+                self._ask(**given)
+            except openai.BadRequestError as e:
+                assert why in str(e), e
+            else:
+                raise AssertionError(f"{given} was not refused")
+
+    def instructor(self) -> None:
+        import instructor
+
+        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+            client = instructor.from_openai(self.client, mode=mode)
+            person = client.chat.completions.create(
+                model=self.model, messages=MESSAGES, response_model=Person, max_retries=0, max_tokens=200
+            )
+            assert isinstance(person, Person)
+
+    def langchain_structured(self) -> None:
+        from langchain_openai import ChatOpenAI
+
+        chat = ChatOpenAI(base_url=self.url, api_key="none", model=self.model, max_retries=0, max_tokens=200)
+        for method in ("json_schema", "function_calling"):
+            found = chat.with_structured_output(Person, method=method).invoke("Bob is 31 years old.")
+            assert isinstance(found, Person), method
+
+    def langchain_tools(self) -> None:
+        from langchain_openai import ChatOpenAI
+
+        chat = ChatOpenAI(base_url=self.url, api_key="none", model=self.model, max_retries=0, max_tokens=200)
+        answer = chat.bind_tools(TOOLS, tool_choice="weather").invoke("How is the weather in Paris?")
+        [call] = answer.tool_calls
+        assert call["name"] == "weather" and set(call["args"]) == {"city", "unit"}
+
+    def pydantic_ai(self) -> None:
+        from pydantic_ai import Agent
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        model = OpenAIChatModel(self.model, provider=OpenAIProvider(base_url=self.url, api_key="none"))
+        agent = Agent(model, output_type=Person, retries=0, model_settings={"max_tokens": 200})
+        assert isinstance(agent.run_sync("Bob is 31 years old.").output, Person)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True, help="such as http://127.0.0.1:8000/v1")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the outcome here, as JSON")
+    args = parser.parse_args()
+    model = openai.OpenAI(base_url=args.url, api_key="none").models.list().data[0].id
+    cases = Cases(args.url, model)
+    names = [name for name, kind in vars(Cases).items() if callable(kind) and not name.startswith("_")]
+    found = {name: outcome(getattr(cases, name)) for name in names}
+    for name, what in found.items():
+        print(f"{name}: {what}")
+    if args.output:
+        args.output.write_text(json.dumps({"model": model, "cases": found}, indent=1) + "\n")
+    return any(what.startswith("failed") for what in found.values())
+
+
+def outcome(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except ImportError as e:
+        return f"not installed: {e.name}"
+    except Exception as e:
+        return f"failed: {type(e).__name__}: {str(e)[:300]}"
+    return "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

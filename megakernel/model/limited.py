@@ -1,0 +1,92 @@
+"""A process with limits of time and memory, for programs that nobody knows who wrote: it is asked line by line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import MegakernelError
+
+
+class Ended(Exception):
+    """The process ended without an answer; the text says why."""
+
+
+class LimitedProcess:
+    """Runs `script` with its limits: `seconds` of processor time for an answer, `memory_bytes`, and what it takes more.
+
+    The process starts when it is first asked, with a line of its own, `begin`, and ends with this object. An answer is
+    one line of JSON, {kind: text}; a process that answers "broken" is not asked again, another one is started.
+    """
+
+    def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:
+        self._command = [sys.executable, "-P", str(script), *map(str, (seconds, memory_bytes, *more))]
+        self._begin, self._seconds, self._memory_bytes = begin, seconds, memory_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, values: object) -> tuple[str, str]:
+        """The kind of the answer and its text. Raises Ended."""
+        with self._lock:
+            if self._process is None:
+                process = self._start()
+                kind, text = self._exchange(process, self._begin)
+                if kind != "text":
+                    return kind, text
+            assert self._process is not None
+            return self._exchange(self._process, values)
+
+    def _start(self) -> subprocess.Popen[str]:
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+                process_group=0,  # Ctrl-C is for this process
+            )
+        except OSError as e:
+            raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
+        weakref.finalize(self, _end, process)
+        return process
+
+    def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
+        """What the process answers. A process that has ended, or is left in the middle, is not asked again."""
+        assert process.stdin is not None and process.stdout is not None
+        self._process = None
+        try:
+            process.stdin.write(json.dumps(values) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:
+            _end(process)
+            raise
+        if not line:
+            _end(process)
+            if process.returncode == -signal.SIGPROF:
+                raise Ended(f"it computes for more than {self._seconds} s")
+            raise Ended(f"it needs more than {self._memory_bytes >> 20} MiB, or its process was ended")
+        [(kind, text)] = json.loads(line).items()
+        if kind == "broken":
+            _end(process)
+        else:
+            self._process = process
+        return kind, str(text)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # of what was still to be written
+            pipe.close()
+    process.wait()

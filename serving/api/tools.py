@@ -1,0 +1,97 @@
+"""The functions that a request lets the model call, and the calls and results in its conversation."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..codec import Codec
+from ..structured import StructuredOutputsParams
+from ..tool_calls import ToolReader, calls_grammar
+from .errors import APIError
+from .strict import Strict
+
+MOST_TOOLS = 128  # The OpenAI API's limit.
+_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Strict):
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class Called(Strict):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it: with its arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as e:
+            raise APIError(400, f"messages: the arguments of a tool call are not JSON: {e}", param="messages") from e
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Tools:
+    """What a request says of tools. Raises a 400 where it contradicts itself."""
+
+    def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
+        self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
+        if len(self.functions) < len(given or ()):
+            raise APIError(400, "tools: two functions have the same name", param="tools")
+        if not given and choice not in (None, "none", "auto"):
+            raise APIError(400, "tool_choice needs tools", param="tool_choice")
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        if named is not None and named not in self.functions:
+            raise APIError(400, f"tool_choice names {named!r:.80}, which is none of the tools", param="tool_choice")
+        self.told = [tool.model_dump(exclude_none=True) for tool in given or ()]
+        self.used = bool(given) and choice != "none"
+        self._required = choice == "required" or named is not None
+        self._callable = self.functions if named is None else {named: self.functions[named]}
+        self._several = parallel is not False and named is None
+
+    def structured(self, codec: Codec) -> StructuredOutputsParams | None:
+        """What an answer must match in which a call is required."""
+        if not self._required or codec.tokenizer is None:
+            return None
+        grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several)
+        return StructuredOutputsParams(grammar=grammar)
+
+    def reader(self, codec: Codec) -> ToolReader | None:
+        """What finds the calls in the text of one choice."""
+        return ToolReader(codec.tools, self._callable, None if self._several else 1) if self.used else None
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,69 @@
+"""What the sequences of a step whose texts must match a grammar make of it: forced tokens, and masks in its table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..isa import StepTable
+from .batch import Batch
+from .constraint import write_masks
+from .programs import Programs
+from .request import Sequence
+from .speculation import VERIFIED_ROWS, granted
+from .work import Part, Work, extended
+
+Forced = dict[Sequence, list[int]]  # the tokens that come next, maybe none, of each sequence that follows a grammar
+
+
+def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
+    """Let the forced tokens of a step's sequences join it, as far as they make no padding and it has at most `tokens`.
+
+    A token that does not join is still the one that the step gives next, or a later one.
+    """
+    part, slots = work.part, batch.slots
+    turns = part.turns
+    chosen = turns.alive(slots) & slots.constrained[turns.slot]
+    chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
+    forced: Forced = {}
+    for sequence in turns.sequence[chosen]:
+        forced[sequence] = sequence.constraint.follow(sequence.tokens, len(sequence.request.prompt_ids))
+    if not any(forced.values()):
+        return forced
+    runs = {chunk: forced[one] for chunk in part.extensible(slots).tolist() if (one := turns.sequence[chunk]) in forced}
+    room = min(tokens - len(part.tokens), min(programs.most_logit_rows, VERIFIED_ROWS) - len(turns.chunk))
+    room = programs.unpadded(len(part.tokens), max(0, min(room, sum(map(len, runs.values())))))
+    proposals: dict[int, list[int]] = {}
+    for chunk, run in runs.items():
+        sequence = turns.sequence[chunk]
+        most = min(len(run), room, sequence.length_limit - len(sequence.tokens) - 1)
+        if most > 0 and (taken := granted(work, batch, sequence, run[:most])):
+            proposals[chunk] = taken
+            room -= len(taken)
+    if proposals:
+        work.part, work.verifies = extended(part, slots, proposals), True
+    return forced
+
+
+def write(table: StepTable, part: Part, forced: Forced) -> list[Sequence]:
+    """Say in a step's table what `forced` tokens its rows give, and which tokens those allow whose next one is open.
+
+    Gives the sequences that cannot go on; their rows sample what they like.
+    """
+    turns = part.turns
+    table.target[: len(turns.target)] = turns.target
+    table.mask[:] = 0
+    rows: dict[Sequence, list[int]] = {}
+    for row in turns.samples.nonzero()[0].tolist():
+        rows.setdefault(turns.sequence[turns.chunk[row]], []).append(row)
+    masked = []
+    for sequence, run in forced.items():
+        mine = rows[sequence]
+        for row, token in zip(mine, run, strict=False):
+            table.target[row] = token
+        if len(run) < len(mine) and sequence.constraint and not sequence.stuck:
+            masked.append((mine[-1], sequence.constraint))
+    write_masks(table.masks, [constraint for _, constraint in masked])
+    table.mask_count[:] = len(masked)
+    for number, (row, constraint) in enumerate(masked, 1):
+        table.mask[row] = 0 if constraint.error else number
+    return [sequence for sequence in forced if sequence.stuck]

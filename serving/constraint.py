@@ -1,0 +1,114 @@
+"""Which tokens may come next in a text, and which must."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+
+class Constraint(ABC):
+    """Follows the output of one sequence. `error` says why it cannot be followed any further."""
+
+    error = ""
+
+    @abstractmethod
+    def copy(self) -> Constraint:
+        """One for another sequence, at the beginning."""
+
+    @abstractmethod
+    def follow(self, tokens: Seq[int], prompt: int) -> list[int]:
+        """Take note of the output, `tokens` from `prompt` on: the tokens that must come next, maybe none."""
+
+
+class Words(Constraint):
+    """Only `allowed` ids, or all where it is None, and none that would end one of the runs of ids `bad`."""
+
+    def __init__(self, vocab: int, allowed: Seq[int] | None, bad: Seq[Seq[int]]) -> None:
+        bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+        bits[slice(None) if allowed is None else list(allowed)] = 1
+        self._mask = np.packbits(bits, bitorder="little").view(np.int32)
+        self._bad = [(list(run[:-1]), run[-1]) for run in bad]
+        self._longest = max((len(run) for run in bad), default=1) - 1
+        self._last: list[int] = []
+
+    def copy(self) -> Words:
+        other = object.__new__(Words)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def follow(self, tokens: Seq[int], prompt: int) -> list[int]:
+        self._last = list(tokens[max(prompt, len(tokens) - self._longest) :])
+        return []
+
+    def write(self, mask: NDArray[np.int32]) -> None:
+        """The tokens that may come next."""
+        mask[:] = self._mask
+        words = mask.view(np.uint32)
+        for before, last in self._bad:
+            if self._last[len(self._last) - len(before) :] == before and len(before) <= len(self._last):
+                words[last // 32] &= ~np.uint32(1 << last % 32)
+        if not mask.any():
+            self.error = "no token is allowed: allowed_token_ids and bad_words leave none"
+
+
+class Grammar(Constraint):
+    """A grammar that the text must match.
+
+    Where only one text can come next, its tokens are forced, those into which the tokenizer splits it; elsewhere a mask
+    says which tokens may be sampled. Both depend on the output alone. A forced run is worked out once, as a whole:
+    however many steps its tokens take, they are the same.
+    """
+
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
+        """`matcher` has read nothing, and stays so."""
+        self._start, self._executor = matcher, executor
+        self.matcher = matcher.deep_copy()
+        self._read: list[int] = []  # the output, and then what is forced
+
+    def copy(self) -> Grammar:
+        return Grammar(self._start, self._executor)
+
+    def follow(self, tokens: Seq[int], prompt: int) -> list[int]:
+        read, matcher = self._read, self.matcher
+        known = len(tokens) - prompt
+        if known >= len(read) and not self.error:
+            new = list(tokens[prompt + len(read) :])
+            if new and not matcher.consume_tokens(new):
+                self.fail()
+                return []
+            forced = matcher.compute_ff_tokens()
+            if forced and not matcher.consume_tokens(forced):
+                self.fail()
+                return []
+            read += [*new, *forced]
+        return read[known:]
+
+    def fail(self) -> None:
+        """The library can go on no more."""
+        why = self.matcher.get_error() or "the grammar allows no token"
+        self.error = " ".join(why.split("<state>")[0].split())[:500]
+
+    @staticmethod
+    def write(masks: NDArray[np.int32], rows: Mapping[int, Grammar]) -> None:
+        """The tokens that may follow what each has read and what is forced, in its row of `masks`; all cores help."""
+        if not rows:
+            return
+        executor = next(iter(rows.values()))._executor
+        matchers = [(grammar.matcher, row) for row, grammar in rows.items()]
+        executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        for grammar in rows.values():
+            if grammar.matcher.is_error():
+                grammar.fail()
+
+
+def write_masks(masks: NDArray[np.int32], constraints: Seq[Constraint]) -> None:
+    """The tokens that may come next, a row of `masks` for each."""
+    Grammar.write(masks, {row: one for row, one in enumerate(constraints) if isinstance(one, Grammar)})
+    for row, one in enumerate(constraints):
+        if isinstance(one, Words):
+            one.write(masks[row])

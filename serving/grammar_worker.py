@@ -1,0 +1,64 @@
+"""Compiles grammars to see whether that ends, as a process of its own: a grammar is a program, and who wrote it is not
+known.
+
+The first line of standard input is the vocabulary, each further line a notation and a grammar in it, and each gets one
+line of JSON in answer: {"text": the grammar as the library takes it}, or {"failed": why}. The system ends a process
+that computes too long or takes too much memory.
+Nothing of the package is imported, so that the process starts quickly.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import resource
+import signal
+import sys
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+
+
+class _Vocabulary:
+    """What the library asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
+        self._ids = {token: number for number, token in enumerate(tokens)}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Any way to split a text will do here: byte by byte."""
+        data = text if isinstance(text, bytes) else text.encode()
+        return [self._ids[byte] for byte in (data[i : i + 1] for i in range(len(data))) if byte in self._ids]
+
+
+def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]:
+    try:
+        grammar = grammar_from("grammar", text) if notation == "grammar" else text
+    except (ValueError, RecursionError) as e:
+        return {"failed": str(e)}
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"failed": matcher.get_error()} if matcher.is_error() else {"text": grammar}
+
+
+def main(cpu_seconds: float, memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the input
+    lines = iter(sys.stdin.readline, "")
+    given = json.loads(next(lines))
+    vocabulary = _Vocabulary([base64.b64decode(token) for token in given["tokens"]], given["special"], given["eos"][0])
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=given["eos"])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    print(json.dumps({"text": ""}), flush=True)
+    for line in lines:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        answer = json.dumps(_compile(tokenizer, *json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,144 @@
+"""What sampling parameters allow, in one model's tokens. A grammar is compiled once, after a process with limits has
+shown that this ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+
+from ..errors import MegakernelError
+from ..model.limited import Ended, LimitedProcess
+from ..model.tokenizer import Tokenizer
+from .constraint import Constraint, Grammar, Words
+from .sampling import SamplingParams
+from .structured import StructuredOutputsParams
+
+_WORKER = Path(__file__).with_name("grammar_worker.py")
+# Of a compilation. Ordinary schemas take 1 to 30 ms.
+MOST_GRAMMAR_SECONDS = 2.0
+MOST_GRAMMAR_BYTES = 1 << 30
+_KEPT = 256  # grammars, the ones used last
+_SHOWN = 500  # characters of the library's reason
+
+
+class Grammars:
+    """Makes constraints of what sampling parameters ask for; any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
+        """`vocab` is the model's own number of tokens, which may be larger than the tokenizer's."""
+        self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._checker: LimitedProcess | None = None
+        self._library: LLTokenizer | None = None
+        self._executor = LLExecutor(len(os.sched_getaffinity(0)))
+
+    def known(self, params: SamplingParams) -> Constraint | None:
+        """A new constraint, where that takes no time: the grammar is compiled already."""
+        wanted = params.structured_outputs
+        return None if wanted is None else self._kept(wanted.source())
+
+    def get(self, params: SamplingParams) -> Constraint | None:
+        """A new constraint, None where nothing is asked for. Raises MegakernelError with the reason where there can be
+        none.
+        """
+        if params.structured_outputs is not None:
+            return self._grammar(params.structured_outputs)
+        if not params.constrained:
+            return None
+        for token in params.allowed_token_ids or ():
+            if token >= self._vocab:
+                raise MegakernelError(f"allowed_token_ids: token {token} is outside the vocabulary of {self._vocab}")
+        return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
+
+    def _runs(self, words: Sequence[str]) -> list[list[int]]:
+        """The ways in which words are written in tokens: within another word, and at the beginning of one."""
+        if words and self._tokenizer is None:
+            raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                assert self._tokenizer is not None
+                found[tuple(self._tokenizer.encode(text, add_special=False))] = None
+        return [list(run) for run in found if run]
+
+    def _kept(self, key: tuple[str, str]) -> Grammar | None:
+        with self._lock:
+            if (matcher := self._known.get(key)) is None:
+                return None
+            self._known.move_to_end(key)
+            return Grammar(matcher, self._executor)
+
+    def _grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        if (found := self._kept(key := wanted.source())) is not None:
+            return found
+        if self._tokenizer is None or not self._eos_ids:
+            raise MegakernelError(
+                "structured outputs need a tokenizer and an end-of-sequence token; this model lacks one"
+            )
+        matcher = LLMatcher(self._tokens(), self._checked(*key), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # and its parts are ready
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        with self._lock:
+            self._known[key] = matcher
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return Grammar(matcher, self._executor)
+
+    def _checked(self, *source: str) -> str:
+        """The grammar as the library takes it, which it compiles in time."""
+        with self._lock:
+            if self._checker is None:
+                vocabulary = self._vocabulary()
+                tokens = [base64.b64encode(token).decode() for token in vocabulary.tokens]
+                begin = {"tokens": tokens, "special": vocabulary.special_token_ids, "eos": self._eos_ids}
+                self._checker = LimitedProcess(_WORKER, begin, MOST_GRAMMAR_SECONDS, MOST_GRAMMAR_BYTES)
+        try:
+            kind, text = self._checker.ask(source)
+        except Ended as e:
+            raise _refused(str(e)) from e
+        if kind != "text":
+            raise _refused(text)
+        return text
+
+    def _tokens(self) -> LLTokenizer:
+        with self._lock:
+            if self._library is None:
+                wrapper = TokenizerWrapper(self._vocabulary())
+                self._library = LLTokenizer(wrapper, eos_token=self._eos_ids)
+            return self._library
+
+    def _vocabulary(self) -> _Vocabulary:
+        assert self._tokenizer is not None
+        return _Vocabulary(self._tokenizer, self._vocab, self._eos_ids)
+
+
+class _Vocabulary:
+    """What the library asks of a tokenizer. Ids of the model beyond those of the tokenizer have no text. Those that end
+    a text are no part of it.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: list[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
+        self.special_token_ids, self.eos_token_id = sorted({*tokenizer.special_ids(), *eos_ids}), eos_ids[0]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        return self._tokenizer.encode(decoded, add_special=False)
+
+
+def _refused(why: str) -> MegakernelError:
+    short = " ".join(why.split("<state>")[0].split())
+    return MegakernelError(f"structured outputs: {short[:_SHOWN]}")

@@ -1,0 +1,289 @@
+"""How models write calls of functions into their text, and how to find them there again, while the text still comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import MegakernelError
+from ..model.tokenizer import Tokenizer
+from .structured import JSON_OPTIONS
+
+_MOST_CALLS = 16  # of one answer, where a grammar says what it is
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A way to write calls: `begin`, JSON objects with `arguments` under that name, `end`.
+
+    `each` says whether every call has its own `begin` and `end`; else the objects stand between them with `between`.
+    A model of some formats may leave `begin` away where its answer is nothing but calls (`bare`).
+    """
+
+    begin: str
+    end: str
+    between: str
+    arguments: str
+    each: bool = False
+    bare: bool = False
+
+
+FORMATS = {
+    "hermes": ToolFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments", each=True),
+    "llama3_json": ToolFormat("<|python_tag|>", "", "; ", "parameters", bare=True),
+    "mistral": ToolFormat("[TOOL_CALLS]", "]", ", ", "arguments"),
+}
+
+
+def tool_format(name: str | None, template: str | None) -> ToolFormat:
+    """The format called `name`; without a name the one of a chat template, and Hermes's where that has none."""
+    if name is not None:
+        if name not in FORMATS:
+            raise MegakernelError(f"unknown tool call parser {name!r}: known are {', '.join(FORMATS)}")
+        return FORMATS[name]
+    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
+    marks["<|start_header_id|>"] = "llama3_json"
+    return FORMATS[next((kind for mark, kind in marks.items() if mark in (template or "")), "hermes")]
+
+
+def with_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat
+) -> list[dict[str, Any]]:
+    """A conversation as a chat template takes it that says nothing of tools, calls and their results."""
+    listed = "\n".join(json.dumps(tool) for tool in tools)
+    call = json.dumps({"name": "FUNCTION", form.arguments: {"PARAMETER": "VALUE"}})
+    told = (
+        f"You can call these functions, whose parameters are given as JSON schemas:\n<tools>\n{listed}\n</tools>\n"
+        f"To call one, answer with its name and its arguments:\n{form.begin}{call}{form.end}"
+    )
+    first = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+    rest = list(messages)[bool(first) :]
+    return [{"role": "system", "content": f"{first}\n\n{told}".strip()}, *(_told(message, form) for message in rest)]
+
+
+def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
+    """A message without calls: those that it makes, and the result of one, as text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    if not calls:
+        return message
+    written = [json.dumps({"name": call["name"], form.arguments: call["arguments"]}) for call in calls]
+    text = form.begin + (form.end + form.between + form.begin if form.each else form.between).join(written) + form.end
+    return {"role": message["role"], "content": f"{message['content']}\n{text}".strip()}
+
+
+def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
+    """The grammar, in Lark's notation, of an answer that calls one of `functions` (parameters by name), or `several`.
+
+    Parameters are a schema of their own, so that its references hold.
+    """
+    rules = []
+    for number, (name, parameters) in enumerate(functions.items()):
+        head = f'{{"name": {json.dumps(name)}, {json.dumps(form.arguments)}: '
+        schema = {**(parameters or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        rules += [f'f{number}: {json.dumps(head)} a{number} "}}"', f"a{number}: %json {json.dumps(schema)}"]
+    call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
+    begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
+    one = f"{begin} {call} {end}" if form.each else call
+    more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
+    start = one + more if form.each or form.bare else f'{begin} "[" {one}{more} {end}'
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _text(text: str, tokenizer: Tokenizer) -> str:
+    """A text in Lark's notation; where a token stands for it that no text gives, that token."""
+    token = tokenizer.special_id(text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of the call `index` of an answer: its name at first, then pieces of its arguments."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolReader:
+    """Takes an answer's text apart as it comes: content, and calls of the functions `names`, at most `most`.
+
+    What begins like a call and is none is content.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
+        self.calls = 0
+        self._form, self._names, self._most = form, names, most
+        self._mark = form.begin.strip()
+        self._held = ""  # text that may begin a mark, or is still to be read
+        self._calling = False
+        self._object: _Object | None = None
+        self._fresh = True  # nothing but white space has come
+        self._space = ""  # white space that is content if more comes
+
+    def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
+        """The content that became certain with more text, and what is new of calls; with the `last` one all."""
+        self._held += text
+        content: list[str] = []
+        deltas: list[CallDelta] = []
+        while self._held:
+            if self._object is not None:
+                self._read(self._object, content, deltas)
+            elif self._calling:
+                if not self._between(last):
+                    break
+            elif not self._outside(content, last):
+                break
+        if last and self._object is not None:
+            self._give_up(self._object, content)
+        return "".join(content), deltas
+
+    def _outside(self, content: list[str], last: bool) -> bool:
+        """Read content up to the next mark; whether to go on."""
+        text = self._held
+        if self._form.bare and self._fresh and text.lstrip().startswith("{"):
+            self._held, self._calling = text.lstrip(), True
+            return True
+        at = text.find(self._mark)
+        if at >= 0:
+            self._give(text[:at], content)
+            self._held, self._calling = text[at + len(self._mark) :], True
+            return True
+        kept = 0 if last else _beginning(text, self._mark)
+        if self._form.bare and self._fresh and not last and not text.strip():
+            kept = len(text)
+        self._held = text[len(text) - kept :]
+        self._give(text[: len(text) - kept], content)
+        return False
+
+    def _give(self, text: str, content: list[str]) -> None:
+        """White space around calls is no content."""
+        text = self._space + text
+        self._space = "" if text.strip() else text
+        if not self._space and text:
+            content.append(text)
+            self._fresh = False
+
+    def _between(self, last: bool) -> bool:
+        """Read what stands between calls; whether to go on."""
+        end = self._form.end.strip()
+        text = self._held.lstrip(" \n\r\t,;[")
+        if text.startswith("{"):
+            self._held, self._object = text, _Object(self._form.arguments)
+            return True
+        if end and end.startswith(text[: len(end)]) and len(text) < len(end) and not last:
+            self._held = text
+            return False
+        self._held = text.removeprefix(end)
+        self._calling = not text
+        return bool(self._held)
+
+    def _read(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
+        used = found.add(self._held)
+        self._held = self._held[used:]
+        known = found.name in self._names and (self._most is None or self.calls < self._most or found.begun)
+        if known and found.arguments_begin >= 0:
+            if not found.begun:
+                found.begun, self.calls, self._fresh, self._space = True, self.calls + 1, False, ""
+                deltas.append(CallDelta(self.calls - 1, found.name))
+            if piece := found.new_arguments():
+                deltas.append(CallDelta(self.calls - 1, None, piece))
+        if found.done:
+            if not found.begun and (self._most is None or self.calls < self._most):
+                self._give_up(found, content)
+            self._object = None
+
+    def _give_up(self, found: _Object, content: list[str]) -> None:
+        if not found.begun:
+            self._give(found.text, content)
+        self._object = None
+
+
+@dataclass(slots=True)
+class _Object:
+    """A JSON object that describes a call, read as it comes. `arguments_begin` and `arguments_end` are places in it."""
+
+    arguments: str  # the name under which they are
+    text: str = ""
+    name: str | None = None
+    begun: bool = False  # its name is told
+    done: bool = False
+    arguments_begin: int = -1
+    arguments_end: int = -1
+    _told: int = 0
+    _depth: int = 0
+    _string: bool = False
+    _escaped: bool = False
+    _key: str = ""
+    _value: bool = False  # a value comes, not a name
+    _start: int = field(default=-1)  # of the name or the value
+
+    def add(self, text: str) -> int:
+        """Read on, to the object's end at most: how many characters."""
+        for used, character in enumerate(text, 1):
+            self._next(len(self.text) + used - 1, character, text[: used - 1])
+            if self.done:
+                self.text += text[:used]
+                return used
+        self.text += text
+        return len(text)
+
+    def new_arguments(self) -> str:
+        """What has come of the arguments and is not told."""
+        end = len(self.text) if self.arguments_end < 0 else self.arguments_end
+        begin = max(self._told, self.arguments_begin)
+        self._told = max(begin, end)
+        return self.text[begin:end]
+
+    def _next(self, at: int, c: str, before: str) -> None:
+        if self._string:
+            if self._escaped:
+                self._escaped = False
+            elif c == "\\":
+                self._escaped = True
+            elif c == '"':
+                self._string = False
+                if self._depth == 1 and not self._value:
+                    self._key = _string((self.text + before)[self._start :] + c)
+            return
+        if self._value and self._start < 0 and not c.isspace() and self._depth == 1:
+            self._start = at
+            if self._key in (self.arguments, "arguments", "parameters"):
+                self.arguments_begin = at
+        if c == '"':
+            self._string = True
+            if self._depth == 1 and not self._value:
+                self._start = at
+        elif c in "{[":
+            self._depth += 1
+        elif c in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._end_value(at, before)
+                self.done = True
+        elif self._depth == 1 and c == ":" and not self._value:
+            self._value, self._start = True, -1
+        elif self._depth == 1 and c == ",":
+            self._end_value(at, before)
+
+    def _end_value(self, at: int, before: str) -> None:
+        if self._value and self._key == "name" and self.name is None:
+            self.name = _string((self.text + before)[self._start : at].strip())
+        if self._value and self.arguments_begin >= 0 and self.arguments_end < 0:
+            self.arguments_end = at
+        self._value, self._start = False, -1
+
+
+def _string(text: str) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return ""
+
+
+def _beginning(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,0 +1,236 @@
+"""Texts that must match a grammar: always whole and valid, and the same whatever else a batch does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from model_helpers import byte_model
+from schemas import random_root
+
+from megakernel import LLM, MegakernelError, SamplingParams
+from megakernel.serving import StructuredOutputsParams
+from megakernel.serving.constraint import Grammar
+from megakernel.serving.engine import Step
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["alpha", "beta"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+PROMPTS = ["abc", "def " * 30, "x", "def " * 30 + "y"]
+
+
+def wants(**given: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**given)
+
+
+def params(seed: int = 0, **more: Any) -> SamplingParams:
+    given = {"temperature": 1.0, "max_tokens": 200, "structured_outputs": wants(json=PERSON), **more}
+    return SamplingParams(seed=seed, **given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    found = tmp_path_factory.mktemp("bytes")
+    byte_model(found)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> Iterator[LLM]:
+    with LLM(folder, backend="cpu", max_context=1024, max_seqs=32, threads=2) as found:
+        yield found
+
+
+def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
+    """Of a model with random weights. The benchmark `structured.py` does the same for a thousand."""
+    rng = random.Random(1)
+    schemas = [random_root(rng) for _ in range(60)]
+    each = [params(seed, max_tokens=900, structured_outputs=wants(json=s)) for seed, s in enumerate(schemas)]
+    for schema, result in zip(schemas, llm.generate(["abc"] * len(schemas), each), strict=True):
+        assert result.finish_reason == "stop" and result.text is not None, (schema, result.text)
+        jsonschema.validate(json.loads(result.text), schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"regex": "[0-9]{3}-[a-c]{2,4}"}, r"\d{3}-[a-c]{2,4}"),
+        ({"choice": ["yes", 'no "é"\n', "maybe"]}, 'yes|no "é"\n|maybe'),
+        ({"grammar": 'root ::= "x" [a-c]{4} | "y"'}, "x[a-c]{4}|y"),
+        ({"grammar": 'start: "(" inner{1,3} ")"\ninner: "a" | "b"'}, r"\([ab]{1,3}\)"),
+        ({"json": json.dumps(PERSON)}, r"\{.*\}"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forms(llm: LLM, given: dict[str, Any], form: str, temperature: float) -> None:
+    wanted = params(3, n=2, temperature=temperature, structured_outputs=wants(**given))
+    for choice in llm.generate("abc", wanted)[0].choices:
+        assert choice.text is not None and choice.finish_reason == "stop"
+        assert re.fullmatch(form, choice.text, re.DOTALL), choice.text
+
+
+def test_a_json_object_is_one(llm: LLM) -> None:
+    found = llm.generate("abc", params(1, max_tokens=900, structured_outputs=wants(json_object=True)))[0]
+    assert found.text is not None and found.text.startswith("{")
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(found.text), dict)
+
+
+def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple[Any, ...]]:
+    results = llm.generate(prompts, each)
+    return [(choice.token_ids, choice.logprobs, choice.text) for result in results for choice in result.choices]
+
+
+@pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
+def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None:
+    """Whether a forced run is computed at once or token by token, alone or with others, again after a preemption."""
+    each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
+    expected = [entry for prompt, p in zip(PROMPTS, each, strict=True) for entry in said(llm, [prompt], [p])]
+    limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
+    limits |= {"speculate": 5} if how == "speculating" else {}
+    limits |= {"prefix_cache": False} if how == "no prefix cache" else {}
+    with LLM(folder, backend="cpu", max_context=512, threads=2, **limits) as other:
+        pool = other.engine._batch._pool
+        if how == "short of pages":
+            pool.take(pool.free - 14)
+        free = [SamplingParams(seed=9, max_tokens=60, temperature=1.0)] * 24 if how == "crowded" else []
+        found = said(other, [*PROMPTS, *["free"] * len(free)], each + free)
+        if how == "short of pages":
+            assert other.engine.stats.preemptions > 0
+    assert found[: len(expected)] == expected
+
+
+def test_free_rows_are_as_without_constrained_ones(llm: LLM) -> None:
+    free = SamplingParams(seed=5, max_tokens=40, temperature=1.0)
+    alone = said(llm, ["abc"], [free])
+    assert said(llm, ["abc", "def"], [free, params()])[:1] == alone
+
+
+def test_forced_tokens_take_one_step(llm: LLM) -> None:
+    steps: list[Step] = []
+    only = {"const": "a long text of which every byte is forced"}
+    result = llm.generate("abc", params(structured_outputs=wants(json=only)), on_step=steps.append)[0]
+    assert json.loads(result.text or "") == only["const"]
+    assert len(result.token_ids) > 40 and len(steps) <= 4
+    assert llm.engine.stats.counts.proposed == 0  # of speculation
+
+
+def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    result = llm.generate("abc", params(7, logprobs=3))[0]
+    scored = llm.generate(
+        [result.prompt_ids + result.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    )[0]
+    assert scored.prompt_logprobs is not None and result.top_logprobs is not None
+    own = scored.prompt_logprobs[len(result.prompt_ids) :]
+    assert result.logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
+    # A token that the grammar rules out may be likelier than the one that was taken.
+    assert any(max(top.values()) > top[t] for top, t in zip(result.top_logprobs, result.token_ids, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"json": {"type": "strin"}}, "strin"),
+        ({"json": "{"}, "Expecting property name"),
+        ({"json": "[1]"}, "a JSON schema is an object"),
+        ({"json": {"contains": {"type": "integer"}, "type": "array"}}, "contains"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"json": {"type": "integer", "multipleOf": 99999999}}, "computes for more than|needs more than"),
+        ({"json": {"enum": [f"value {i}" * 5 for i in range(200000)]}}, "more than .* characters"),
+        ({"json": {"enum": [f"v{i}" for i in range(150000)]}}, "too big|computes for more"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(llm: LLM, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(MegakernelError, match=f"structured outputs.*({why})"):
+        llm.generate("abc", params(structured_outputs=wants(**given)))
+    assert llm.generate("abc", params(1))[0].finish_reason == "stop"
+
+
+def test_options_in_a_schema_do_not_loosen_it(llm: LLM) -> None:
+    loose = {"type": "object", "minProperties": 1, "x-guidance": {"lenient": True}, "unevaluatedProperties": False}
+    with pytest.raises(MegakernelError, match="structured outputs"):
+        llm.generate("abc", params(structured_outputs=wants(json=loose)))
+
+
+def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
+    for given in ({}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": "ab"}, {"regex": ""}, {"grammar": 3}):
+        with pytest.raises(MegakernelError, match="structured outputs"):
+            wants(**given)
+    for more in ({"min_tokens": 1}, {"ignore_eos": True}):
+        with pytest.raises(MegakernelError, match=f"{next(iter(more))}=.* structured outputs"):
+            params(**more)
+
+
+def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library gives up in the middle, the request fails with its reason, and nothing is left behind."""
+    real, calls = Grammar.follow, 0
+
+    def follow(self: Grammar, tokens: list[int], prompt: int) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            self.error = "too complex"
+            return []
+        return real(self, tokens, prompt)
+
+    monkeypatch.setattr(Grammar, "follow", follow)
+    with pytest.raises(MegakernelError, match="too complex"):
+        llm.generate("abc", params())
+    assert llm.engine.idle and llm.engine.stats.pages_used == 0
+
+
+def test_without_a_tokenizer_there_is_no_text_to_match() -> None:
+    how: dict[str, Any] = {"backend": "null", "max_context": 64, "max_seqs": 1}
+    with LLM("random:smollm2-135m", **how) as ids, pytest.raises(MegakernelError, match="need a tokenizer"):
+        ids.generate([[1]], params())
+
+
+def flat(**given: Any) -> SamplingParams:
+    """Nearly every allowed token is as likely as another."""
+    return SamplingParams(seed=1, temperature=30.0, max_tokens=80, ignore_eos=True, **given)
+
+
+def test_only_allowed_ids_are_generated(llm: LLM) -> None:
+    assert set(llm.generate("abc", flat(allowed_token_ids=[65, 66, 259]))[0].token_ids) == {65, 66, 259}
+
+
+def test_bad_words_are_not_generated(llm: LLM) -> None:
+    """A word of one token never comes, one of several loses its last token only where the others have come."""
+    abc = {"allowed_token_ids": [64, 65, 66]}
+    free = llm.generate("abc", flat(**abc))[0].text
+    assert free is not None and "aab" in free and "c" in free
+    text = llm.generate("abc", flat(**abc, bad_words=["aab", "c"]))[0].text
+    assert text is not None and set(text) == {"a", "b"} and "aab" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids="),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids=-1"),
+        ({"allowed_token_ids": [260]}, "allowed_token_ids: token 260 is outside the vocabulary of 260"),
+        ({"allowed_token_ids": [2], "min_tokens": 1}, "min_tokens forbids all"),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "no token is allowed"),
+        ({"bad_words": "word"}, "bad_words="),
+        ({"bad_words": [" "]}, "bad_words="),
+        ({"bad_words": ["a"], "structured_outputs": StructuredOutputsParams(regex="b")}, "bad_words="),
+    ],
+)
+def test_ids_and_words_are_checked(llm: LLM, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(MegakernelError, match=why):
+        llm.generate("abc", SamplingParams(**given))
+    assert llm.engine.idle and llm.engine.stats.pages_used == 0

@@ -1,0 +1,282 @@
+"""Calls of functions in three formats: found in a text however it is cut, asked for by HTTP, told to the model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from api_support import Live, serving, until
+from model_helpers import byte_model
+from openai import OpenAI
+
+from megakernel import LLM, MegakernelError
+from megakernel.model import load_tokenizer
+from megakernel.serving.codec import Codec
+from megakernel.serving.tool_calls import FORMATS, ToolReader, tool_format
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"$ref": "#/$defs/unit"}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+TIME: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time", "parameters": TIME}},
+]
+NAMES = ("weather", "time")
+ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
+TWO = '{"%s": {"zone": ["UTC"]}, "name": "time"}'
+CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})]
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def texts(kind: str) -> list[tuple[str, str, int]]:
+    """Answers: the text, the content in it, and how many of CALLS it makes."""
+    one, two = (text % FORMATS[kind].arguments for text in (ONE, TWO))
+    mark = FORMATS[kind].begin.strip()
+    both = {
+        "hermes": f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>",
+        "llama3_json": f"{one}; {two}",
+        "mistral": f"[TOOL_CALLS][{one}, {two}]",
+    }[kind]
+    single = {"hermes": f"<tool_call>{one}</tool_call>", "llama3_json": f"{mark}{one}", "mistral": f"{mark} [{one}]"}
+    unknown = single[kind].replace("weather", "nothing")
+    found = [
+        (both, "", 2),
+        (single[kind], "", 1),
+        ("plain { text [ of < braces", "plain { text [ of < braces", 0),
+        (unknown, one.replace("weather", "nothing"), 0),
+        (mark + one[:9], one[:9].strip(), 0),
+        ("", "", 0),
+    ]
+    return found + ([(f"Hi <b>\n{both}\nbye", "Hi <b>\nbye", 2)] if kind == "hermes" else [])
+
+
+def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for at, piece in enumerate(pieces, 1):
+        text, deltas = reader.add(piece, at == len(pieces))
+        content += text
+        for delta in deltas:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append((delta.name, ""))
+            calls[delta.index] = calls[delta.index][0], calls[delta.index][1] + delta.arguments
+    return content, calls
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_calls_are_found_however_a_text_is_cut(kind: str) -> None:
+    for text, content, calls in texts(kind):
+        cuts = [[text], list(text) or [""], *([text[:at], text[at:]] for at in range(1, len(text)))]
+        for pieces in cuts:
+            found, made = read(ToolReader(FORMATS[kind], NAMES), pieces)
+            assert found.replace("\n\n", "\n").strip() == content, (text, pieces)
+            assert [(name, json.loads(arguments)) for name, arguments in made] == CALLS[:calls]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_only_one_call_is_told_where_only_one_is_wanted(kind: str) -> None:
+    text = texts(kind)[0][0]
+    assert [name for name, _ in read(ToolReader(FORMATS[kind], NAMES, most=1), list(text))[1]] == ["weather"]
+
+
+def test_formats_come_from_the_template() -> None:
+    assert tool_format(None, "{{ '<tool_call>' }}") is FORMATS["hermes"]
+    assert tool_format(None, "[TOOL_CALLS]") is FORMATS["mistral"]
+    assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
+    assert tool_format(None, None) is FORMATS["hermes"]
+    assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
+    with pytest.raises(MegakernelError, match="unknown tool call parser 'x': known are hermes"):
+        tool_format("x", None)
+
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", ["its own", "knows none"])
+def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, template: str) -> None:
+    byte_model(tmp_path)
+    if template == "its own":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    codec = Codec("m", load_tokenizer(str(tmp_path)))
+    called = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    told = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+    ]
+    assert codec.tokenizer is not None
+    text = codec.tokenizer.decode(codec.chat_ids(told, TOOLS))
+    if template == "its own":
+        assert text.startswith(json.dumps(TOOLS)) and "<assistant>weather=Rome<tool>sunny" in text
+    else:
+        assert text.startswith("<system>Be kind.\n\n") and json.dumps(TOOLS[1]) in text
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        assert f"<assistant>{call}<user><tool_response>\nsunny\n</tool_response>" in text
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_model(folder)
+    llm = LLM(str(folder), backend="cpu", max_context=3072, max_seqs=8, threads=2)
+    with llm, serving(llm, names=["m"]) as found:
+        yield found
+        until(found.at_rest)
+
+
+@pytest.fixture
+def client(live: Live) -> OpenAI:
+    return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def check_calls(calls: list[tuple[str, str]], most: int) -> None:
+    assert 1 <= len(calls) <= most
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), {"weather": WEATHER, "time": TIME}[name])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, parallel: bool) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
+    given |= {"parallel_tool_calls": parallel, "max_tokens": 1500, "n": 2}
+    most = 16 if parallel and choice == "required" else 1
+    if not stream:
+        for found in client.chat.completions.create(**given).choices:
+            assert found.finish_reason == "tool_calls" and found.message.content is None
+            made = [call.function for call in found.message.tool_calls or () if call.type == "function"]
+            check_calls([(call.name, call.arguments) for call in made], most)
+        return
+    calls: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
+    ends = {}
+    for event in client.chat.completions.create(**given, stream=True):
+        [part] = event.choices
+        for call in part.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert call.index == len(calls[part.index]) and call.type == "function"
+                calls[part.index].append((str(call.function.name), ""))
+            name, before = calls[part.index][call.index]
+            calls[part.index][call.index] = name, before + (call.function.arguments or "")
+        assert not part.delta.content
+        ends[part.index] = part.finish_reason
+    assert ends == {0: "tool_calls", 1: "tool_calls"}
+    for made_ in calls.values():
+        check_calls(made_, most)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
+    whole = client.chat.completions.create(**given, max_tokens=20).choices[0]
+    assert whole.message.tool_calls is None and whole.message.content and whole.finish_reason in ("stop", "length")
+    events = client.chat.completions.create(**given, max_tokens=20, stream=True)
+    assert "".join(e.choices[0].delta.content or "" for e in events).strip() == whole.message.content.strip()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no tools": ({"tool_choice": "required"}, "tool_choice needs tools"),
+    "unknown": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "names 'x', which is none of the tools",
+    ),
+    "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
+    "choice": ({"tools": TOOLS, "tool_choice": "any"}, 'must be "none", "auto", "required" or'),
+    "schema": (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+            "tool_choice": "required",
+        },
+        "structured outputs.*x",
+    ),
+    "both": (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "exclude each other",
+    ),
+    "arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "not JSON",
+    ),
+    "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is required"),
+    "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
+    "broken": ({"guided_regex": "(a"}, "unclosed group"),
+    "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "computes for more than|needs more than"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_what_is_wrong(client: OpenAI, what: str, stream: bool) -> None:
+    more, why = REFUSED[what]
+    body = {"messages": MESSAGES} | more
+    with pytest.raises(openai.BadRequestError, match=why):
+        client.chat.completions.create(
+            model="m", messages=body.pop("messages"), max_tokens=5, stream=stream, extra_body=body
+        )
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+    ({"structured_outputs": {"json": {"const": 5}}}, "5"),
+    ({"guided_json": {"enum": ["a", "b"]}}, '"[ab]"'),
+    ({"guided_json": '{"const": 1}'}, "1"),
+    ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+    ({"guided_choice": ["up"]}, "up"),
+    ({"guided_grammar": 'root ::= "o" [kl]'}, "o[kl]"),
+    ({"regex": "z+y"}, "z+y"),
+    ({"ebnf": 'root ::= "e"'}, "e"),
+    ({"guided_json": {"type": "array", "items": {"const": "k"}, "minItems": 2, "maxItems": 2}}, '\\["k", "k"\\]'),
+    ({"response_format": {"type": "json_object", "schema": {"const": [1]}}}, r"\[1\]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": True}}}}, "true"),
+]
+
+
+@pytest.mark.parametrize(("more", "form"), FORMS)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_name_of_a_form_is_followed(live: Live, more: dict[str, Any], form: str, path: str) -> None:
+    body = {"max_tokens": 300, "seed": 1, **more, **({"messages": MESSAGES} if "chat" in path else {"prompt": "x"})}
+    for choice in live.post(path, {**body, "n": 2})["choices"]:
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+        assert re.fullmatch(form, text) and choice["finish_reason"] == "stop", text
+    pieces = [e["choices"][0] for e in live.events(path, body)]
+    text = "".join(p["delta"].get("content") or "" if "chat" in path else p["text"] for p in pieces)
+    assert re.fullmatch(form, text)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_ids_and_words_can_be_allowed_and_forbidden(live: Live, path: str) -> None:
+    body = {"max_tokens": 30, "ignore_eos": True, **({"messages": MESSAGES} if "chat" in path else {"prompt": "x"})}
+    body |= {"allowed_token_ids": [64, 65], "bad_words": ["aa"], "return_token_ids": True}
+    ids = live.post(path, body)["choices"][0]["token_ids"]
+    assert set(ids) <= {64, 65} and len(ids) == 30 and (64, 64) not in set(itertools.pairwise(ids))
+    assert "vocabulary of 260" in live.post(path, {**body, "allowed_token_ids": [260]}, 400)["error"]["message"]
+
+
+def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "guided_json": {"type": "integer", "multipleOf": 99999989}}
+    live.send("/v1/completions", body).close()
+    other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # nobody waits for the compiler
+    assert other["usage"]["completion_tokens"] > 0
+    until(lambda: not live.host.loop._compiling and live.at_rest())
