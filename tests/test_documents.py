@@ -143,7 +143,7 @@ def went_wrong(*arguments: str) -> str:
 @pytest.mark.parametrize("step", {s.words: s for found in ALL.values() for s in found if s.words}.values(), ids=str)
 def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
     match [word for word in step.words if word != "-P"]:
-        case "megakernel", *rest:
+        case ["megakernel", *rest] | ["python", "-m", "megakernel", *rest]:
             try:
                 parser().parse_args(rest)
             except SystemExit as e:
