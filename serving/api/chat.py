@@ -104,13 +104,14 @@ class _Chat(Answer):
     def _message(self, choice: Delta) -> ChatMessage:
         """The text of a choice with the calls taken out of it."""
         if (reader := self._tools.reader(self._service.codec)) is None:
-            return ChatMessage(content=choice.text)
+            return ChatMessage(content=self._before + choice.text)
         text, deltas = reader.add(choice.text, True)
         calls: list[ToolCall] = []
         for delta in deltas:
             if delta.name is not None:
                 calls.append(ToolCall(id=call_id(), function=FunctionCall(name=delta.name, arguments="")))
             calls[delta.index].function.arguments += delta.arguments
+        text = self._before + text
         return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_event(self, delta: Delta) -> bytes:

@@ -147,7 +147,12 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
     ("path", "body", "param", "message"),
     [
         (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "beams are not searched"),  # 0 is not false
-        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls", "tools"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+            "messages.0.tool_calls.0.function",
+            "is required",
+        ),
         (CHAT, {"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.0.prefix", "is no field of"),
         (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is no field of"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),

@@ -130,11 +130,11 @@ def test_forced_tokens_take_one_step(llm: LLM) -> None:
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     result = llm.generate("abc", params(7, logprobs=3))[0]
     scored = llm.generate(
-        [result.prompt_ids + result.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        [result.prompt_token_ids + result.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     )[0]
-    assert scored.prompt_logprobs is not None and result.top_logprobs is not None
-    own = scored.prompt_logprobs[len(result.prompt_ids) :]
-    assert result.logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
+    assert scored.prompt_token_logprobs is not None and result.top_logprobs is not None
+    own = scored.prompt_token_logprobs[len(result.prompt_token_ids) :]
+    assert result.choices[0].logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
     # A token that the grammar rules out may be likelier than the one that was taken.
     assert any(max(top.values()) > top[t] for top, t in zip(result.top_logprobs, result.token_ids, strict=True))
 

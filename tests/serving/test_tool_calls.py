@@ -125,7 +125,7 @@ def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, tem
         {"role": "tool", "content": "sunny", "tool_call_id": "1"},
     ]
     assert codec.tokenizer is not None
-    text = codec.tokenizer.decode(codec.chat_ids(told, TOOLS))
+    text = codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS))
     if template == "its own":
         assert text.startswith(json.dumps(TOOLS)) and "<assistant>weather=Rome<tool>sunny" in text
     else:

@@ -19,6 +19,7 @@ from megakernel import LLM, SamplingParams
 from megakernel.serving.api.turns import CLIENT, Turns
 from megakernel.serving.board import ENGINE_FIELDS, Board
 from megakernel.serving.engine_loop import EngineLoop
+from megakernel.serving.grammars import Grammars
 from megakernel.serving.seam import Submit, prompt_bytes
 
 
@@ -155,7 +156,8 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
     engine, _ = fake_engine(max_seqs=1)
     row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     with zmq.Context() as context:
-        loop = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3)
+        grammars = Grammars(None, engine.dims.vocab, frozenset())
+        loop = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
         sent: list[bytes] = []
 
         class Frontend:
