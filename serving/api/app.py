@@ -27,7 +27,6 @@ from .requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
     TokenizeText,
 )
@@ -42,6 +41,7 @@ from .responses import (
     TokenizerInfo,
     VersionResponse,
 )
+from .responses_body import ResponsesRequest
 from .service import Service
 
 _ERROR = {"model": ErrorResponse}

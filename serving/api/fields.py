@@ -15,13 +15,14 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = "completions", "chat", "responses", "tokenize"
-MESSAGE, STREAM_OPTIONS, TEXT = "messages", "stream_options", "text"
+MESSAGE, ITEM, STREAM_OPTIONS, TEXT = "messages", "input", "stream_options", "text"
 _BODIES = {
     COMPLETIONS: "`/v1/completions`",
     CHAT: "`/v1/chat/completions`",
     RESPONSES: "`/v1/responses`",
     TOKENIZE: "`/tokenize`, `/detokenize`",
-    MESSAGE: "an entry of `messages`, and of `input` of `/v1/responses`",
+    MESSAGE: "an entry of `messages`",
+    ITEM: "an entry of `input` of `/v1/responses`",
     STREAM_OPTIONS: "`stream_options`",
     TEXT: "`text` of `/v1/responses`",
 }
@@ -68,14 +69,15 @@ _add(SUPPORTED, _GENERATE, "V", "allowed_token_ids bad_words")
 _add(SUPPORTED, _GENERATE, "S", "regex ebnf")
 _add(SUPPORTED, COMPLETIONS, "OVS", "prompt echo best_of")
 _add(SUPPORTED, CHAT, "OVS", "messages max_completion_tokens top_logprobs")
-_add(SUPPORTED, CHAT, "OVS", "tools tool_choice")
-_add(SUPPORTED, CHAT, "OV", "parallel_tool_calls")
+_add(SUPPORTED, f"{CHAT} {RESPONSES}", "OVS", "tools tool_choice")
+_add(SUPPORTED, f"{CHAT} {RESPONSES}", "OV", "parallel_tool_calls")
 _add(SUPPORTED, CHAT, "VS", "continue_final_message chat_template_kwargs")
 _add(SUPPORTED, CHAT, "V", "add_generation_prompt echo")
 _add(SUPPORTED, RESPONSES, "OVS", "input instructions max_output_tokens top_logprobs text metadata include")
 _add(SUPPORTED, TOKENIZE, "VS", "model prompt tokens messages add_special_tokens")
 _add(SUPPORTED, TOKENIZE, "V", "add_generation_prompt continue_final_message chat_template_kwargs")
 _add(SUPPORTED, MESSAGE, "OVS", "role content tool_calls tool_call_id name")
+_add(SUPPORTED, ITEM, "OV", "type role content call_id name arguments output")
 _add(SUPPORTED, STREAM_OPTIONS, "OVS", "include_usage")
 _add(SUPPORTED, TEXT, "OVS", "format")
 
@@ -87,8 +89,7 @@ _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "service_tier", "there is one tier")
 _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "store", "nothing is stored")
 _add(HARMLESS, CHAT, "O", "metadata", "nothing is stored")
 _add(HARMLESS, CHAT, "O", "prediction", "it is a hint for speed; `--speculate` needs none")
-_add(HARMLESS, RESPONSES, "OV", "parallel_tool_calls", "there are no tool calls without tools")
-_add(HARMLESS, RESPONSES, "OV", "max_tool_calls", "there are no tool calls")
+_add(HARMLESS, RESPONSES, "OV", "max_tool_calls", "it limits built-in tools, and there are none")
 _add(HARMLESS, RESPONSES, "OV", "stream_options", "a stream's last event has its usage; nothing is obfuscated")
 _add(HARMLESS, _GENERATE, "VS", "request_id rid session_id", "it names the request; so does the header X-Request-Id")
 _add(HARMLESS, _ALL, "VS", "priority", "requests run in the order of their arrival")
@@ -97,18 +98,16 @@ _add(HARMLESS, _GENERATE, "V", "stream_interval", "a client that reads late gets
 _add(HARMLESS, _GENERATE, "S", "custom_labels", "metrics have no labels of a client's own")
 _add(HARMLESS, CHAT, "S", "separate_reasoning stream_reasoning", "reasoning is part of the text")
 _add(HARMLESS, MESSAGE, "O", "id status type annotations phase", "it comes back from an earlier answer")
+_add(HARMLESS, ITEM, "O", "id status annotations phase", "it comes back from an earlier answer")
 _add(HARMLESS, STREAM_OPTIONS, "O", "include_obfuscation", "events are not padded")
 _add(HARMLESS, STREAM_OPTIONS, "VS", "continuous_usage_stats", "usage comes once, in the last event")
 _add(HARMLESS, TEXT, "O", "verbosity", "models of the supported families know none")
 
-_NO_TOOLS = "tools are called in /v1/chat/completions"
 _ONLY_TEXT = "the models here read and write text only"
 _NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 _add(REFUSED, _GENERATE, "V", "guided_decoding_backend guided_whitespace_pattern structural_tag",
      "grammars are llguidance's: give guided_json, guided_regex, guided_choice or guided_grammar")  # fmt: skip
 _add(REFUSED, _GENERATE, "S", "json_schema", "give response_format or guided_json")
-_add(REFUSED, RESPONSES, "OVS", "tools", _NO_TOOLS, [])
-_add(REFUSED, RESPONSES, "OVS", "tool_choice", _NO_TOOLS, "none", "auto")
 _add(REFUSED, CHAT, "O", "functions", "give tools", [])
 _add(REFUSED, CHAT, "O", "function_call", "give tool_choice", "none", "auto")
 _add(REFUSED, MESSAGE, "OVS", "function_call", "give tool_calls")
@@ -155,7 +154,7 @@ _add(REFUSED, RESPONSES, "OV", "truncation", "ask for truncate_prompt_tokens", "
 _add(REFUSED, RESPONSES, "O", "image", _ONLY_TEXT)
 _add(REFUSED, RESPONSES, "O", "access_programs", "this server has no such programs")
 _add(REFUSED, TOKENIZE, "V", "chat_template", "a template from a request is not run: serve a model that has it")
-_add(REFUSED, TOKENIZE, "V", "tools", _NO_TOOLS, [])
+_add(REFUSED, TOKENIZE, "V", "tools", "tools are called in /v1/chat/completions", [])
 _add(REFUSED, TOKENIZE, "V", "return_token_strs", "/detokenize gives the text of an id", False)
 _add(REFUSED, TOKENIZE, "V", "media_io_kwargs mm_processor_kwargs", _ONLY_TEXT, {})
 _add(REFUSED, MESSAGE, "O", "refusal", "send it as content")
@@ -180,10 +179,13 @@ def without_unread(body: str, given: Any, read: Container[str]) -> Any:
         return given
     for name in others:
         field = _TABLE[body].get(name)
-        if given[name] is None or (field and field.admits(given[name])):
+        misplaced = field is not None and field.kind == SUPPORTED  # of another model of the same body
+        if given[name] is None or (field and not misplaced and field.admits(given[name])):
             continue
         said = name if len(name) <= 60 else f"{name[:60]}..."
         why = f"{said} is not supported: {field.why}" if field else f"{said} is no field of {_BODIES[body]}"
+        if misplaced:
+            why = f"{said} does not belong to this kind of request or entry"
         raise PydanticCustomError("refused", "{why}", {"why": why.replace("`", ""), "field": said})
     return {name: value for name, value in given.items() if name in read}
 

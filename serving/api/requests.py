@@ -20,7 +20,7 @@ from .strict import Strict
 from .structured import Constrained
 from .tools import MOST_TOOLS, Called, Tool, ToolChoice
 
-_INT32, _SEED = 2**31 - 1, 2**63
+INT32, _SEED = 2**31 - 1, 2**63
 
 # Marks for `openapi.py`, which puts the model's own bounds in their place.
 VOCABULARY = {"x-vocabulary": True}
@@ -39,7 +39,7 @@ def _whole_list(value: Any) -> Any:
 _WHOLE_LIST = BeforeValidator(_whole_list)
 
 
-def _one_message(text: str) -> WrapValidator:
+def one_message(text: str) -> WrapValidator:
     """One sentence in place of one per member of a union."""
 
     def validate(value: Any, inner: Any) -> Any:
@@ -51,13 +51,13 @@ def _one_message(text: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _contradiction(field: str, text: str) -> PydanticCustomError:
+def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
 # Behind the bounds, which would be lost from the schema before it.
-_WHOLE = BeforeValidator(_whole)
-TokenId = Annotated[int, Field(ge=0, le=_INT32, json_schema_extra=VOCABULARY)]
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
 # The first item that does not fit is enough: describing each of many takes tens of milliseconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _WHOLE_LIST]
@@ -66,7 +66,7 @@ Prompt = Annotated[
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     | TokenIds
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-    _one_message(
+    one_message(
         f"must be text, token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids, none of them empty"
     ),
 ]
@@ -77,7 +77,7 @@ AddSpecial = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
-    _one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
+    one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
 ]
 
 
@@ -92,9 +92,9 @@ class Sampled(Body):
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT32), _WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), _WHOLE] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), WHOLE] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -104,11 +104,11 @@ class Sampled(Body):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="special tokens have no text; true if absent")] | None = None
     truncate_prompt_tokens: (
-        Annotated[int, Field(ge=-1, le=_INT32, description="the last so many; -1: as many as have room"), _WHOLE] | None
+        Annotated[int, Field(ge=-1, le=INT32, description="the last so many; -1: as many as have room"), WHOLE] | None
     ) = None
     stream: bool | None = None
 
@@ -138,8 +138,8 @@ class StreamOptions(Strict):
 class Choices(Sampled, Constrained):
     """What completions and chat take."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not of a stream"), _WHOLE] | None = (
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not of a stream"), WHOLE] | None = (
         None
     )
     stream_options: StreamOptions | None = None
@@ -152,9 +152,9 @@ class Choices(Sampled, Constrained):
     @model_validator(mode="after")
     def _fields_belong_to_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _contradiction("stream_options", "stream_options need stream=true")
+            raise contradiction("stream_options", "stream_options need stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise _contradiction("prompt_logprobs", "prompt_logprobs are not part of a stream: ask without stream")
+            raise contradiction("prompt_logprobs", "prompt_logprobs are not part of a stream: ask without stream")
         return self
 
     @property
@@ -166,19 +166,19 @@ class CompletionRequest(Choices):
     body = fields.COMPLETIONS
 
     prompt: Prompt
-    max_tokens: (
-        Annotated[int, Field(ge=0, le=_INT32, description="16 where absent; 0 only with echo"), _WHOLE] | None
-    ) = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="16 where absent; 0 only with echo"), WHOLE] | None = (
+        None
+    )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="only as many as n"), _WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="only as many as n"), WHOLE] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _contradiction("best_of", "best_of must equal n: choices are not ranked here")
+            raise contradiction("best_of", "best_of must equal n: choices are not ranked here")
         if self.max_tokens == 0 and not self.echo:
-            raise _contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
+            raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
         return self
 
 
@@ -193,7 +193,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
-        _one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
+        one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
     ] = None
 
     tool_calls: Annotated[list[Called], Field(max_length=MOST_TOOLS)] | None = None
@@ -228,11 +228,11 @@ class Conversation(Strict):
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise _contradiction(
+            raise contradiction(
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
             )
         for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
-            raise _contradiction("chat_template_kwargs", f"chat_template_kwargs may not have the name {name}")
+            raise contradiction("chat_template_kwargs", f"chat_template_kwargs may not have the name {name}")
         return self
 
 
@@ -240,79 +240,23 @@ class ChatRequest(Conversation, Choices):
     body = fields.CHAT
 
     max_completion_tokens: (
-        Annotated[int, Field(ge=1, le=_INT32, description="up to the context's end where absent"), _WHOLE] | None
+        Annotated[int, Field(ge=1, le=INT32, description="up to the context's end where absent"), WHOLE] | None
     ) = None
     max_tokens: (
-        Annotated[int, Field(ge=1, le=_INT32, description="the older name of max_completion_tokens"), _WHOLE] | None
+        Annotated[int, Field(ge=1, le=INT32, description="the older name of max_completion_tokens"), WHOLE] | None
     ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), _WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), WHOLE] | None = None
     echo: Annotated[bool, Field(description="begin with the last message, where it is the assistant's")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Annotated[ToolChoice | None, _one_message(_CHOICES)] = None
+    tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
+            raise contradiction("top_logprobs", "top_logprobs needs logprobs=true")
         return self
-
-
-class ResponsePart(Strict):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class InputMessage(Strict):
-    body = fields.MESSAGE
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[ResponsePart], Field(max_length=MAX_PARTS)],
-        _one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
-    ]
-
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates read it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
-
-
-class PlainText(Strict):
-    type: Literal["text"]
-
-
-class TextConfig(Strict):
-    body = fields.TEXT
-
-    format: PlainText | None = None
-
-
-_LOGPROBS = "message.output_text.logprobs"
-
-
-class ResponsesRequest(Sampled):
-    body = fields.RESPONSES
-
-    input: Annotated[
-        Annotated[Text, Tag("(text)")]
-        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(messages)")],
-        Discriminator(lambda given: "(messages)" if isinstance(given, list) else "(text)"),
-    ]
-    instructions: Annotated[str, Field(description="what the system says before the conversation")] | None = None
-    max_output_tokens: (
-        Annotated[int, Field(ge=1, le=_INT32, description="up to the context's end where absent"), _WHOLE] | None
-    ) = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    text: TextConfig | None = None
-    metadata: Annotated[dict[str, str], Field(description="comes back with the answer")] | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
 class TokenizeText(Body):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -10,28 +9,13 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from .answers import Answers, Delta
-from .http import event
+from .errors import APIError
+from .items import Events, Items, OutputCall, OutputMessage, Status
 from .logprobs import chat_logprobs, scores
-from .requests import Conversation, Message, ResponsesRequest
 from .responses import FinishReason, PromptDetails, TokenLogprob
-from .service import Answer, Service, encode_json
-
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] | None = None
-
-
-class OutputMessage(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    status: Status
-    content: list[OutputText]
+from .responses_body import ResponsesRequest
+from .service import Answer, Service
+from .tools import Tools
 
 
 class OutputDetails(BaseModel):
@@ -58,7 +42,7 @@ class ResponseObject(BaseModel):
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputCall]
     usage: ResponseUsage | None = None
     incomplete_details: Incomplete | None = None
     error: None = None
@@ -68,10 +52,10 @@ class ResponseObject(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    text: dict[str, Any] = {"format": {"type": "text"}}
-    tools: list[Any] = []
-    tool_choice: Literal["none"] = "none"
-    parallel_tool_calls: bool = False
+    text: dict[str, Any]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
     background: Literal[False] = False
@@ -81,99 +65,79 @@ class ResponseObject(BaseModel):
 async def respond(service: Service, body: ResponsesRequest) -> Response:
     """A whole answer, or its stream once the first token is there."""
     model = service.model(body.model)
-    prompt = await service.encode_chat(_conversation(body))
+    tools = Tools(*body.chat_tools(), body.parallel_tool_calls)
+    structured, called = body.structured(), tools.structured(service.codec)
+    if structured and called:
+        raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
+    if tools.used and body.wants_logprobs:
+        raise APIError(400, "log-probabilities are not given where tools may be called: ask without tools")
+    prompt = await service.encode_chat(body.conversation(), tools.told)
     prompt = service.truncated(prompt, body, body.max_output_tokens)
     service.room([prompt], body.max_output_tokens)
     params = body.sampling(
         body.max_output_tokens or service.max_context - len(prompt),
+        structured or called,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
-    answers = service.answers([prompt], params)
-    return await service.respond(answers, _Turn(service, body, model, prompt, answers), bool(body.stream))
-
-
-def _conversation(body: ResponsesRequest) -> Conversation:
-    first = [Message(role="system", content=body.instructions)] if body.instructions else []
-    said = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    return Conversation(messages=[*first, *(Message.model_validate(message.plain()) for message in said)])
+    answers = service.answers([prompt], params, special=tools.used)
+    return await service.respond(answers, _Turn(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
 class _Turn(Answer):
     last = b""  # the stream ends with response.completed
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers
+        self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
     ) -> None:
         super().__init__(service, "resp", body, model, [prompt], answers)
         self._body = body
-        self._item = f"msg-{secrets.token_hex(12)}"
-        self._events = 0
+        self._events = Events()
+        self._items = Items(self._events, scored=body.wants_logprobs)
+        self._reader = tools.reader(service.codec)
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        return self._response(choice.text, self._logprobs(choice), choice.finish_reason).model_dump_json().encode()
+        self._add(choice)
+        self._close(choice.finish_reason)
+        return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        text, logprobs = "", list[TokenLogprob]()
         reason: FinishReason | None = None
-        place: dict[str, Any] = {"item_id": self._item, "output_index": 0, "content_index": 0}
         try:
-            begun = False
+            [delta] = await self._answers.take()
+            response = self._response(None).model_dump(by_alias=True)
+            events = self._events.make("created", response=response)
+            events += self._events.make("in_progress", response=response)
+            if self._reader is None:
+                events += self._items.open_message()
+            yield events + self._add(delta)
             while not self._answers.finished:
                 [delta] = await self._answers.take()
-                events = b"" if begun else self._beginning(place)
-                begun = True
-                text, reason = text + delta.text, delta.finish_reason
-                new = self._logprobs(delta) or []
-                logprobs += new
-                if delta.text or new:
-                    shown = [one.model_dump() for one in new]
-                    events += self._event("output_text.delta", **place, delta=delta.text, logprobs=shown)
-                yield events
-            yield self._end(place, text, logprobs if self._body.wants_logprobs else None, reason)
+                if new := self._add(delta):
+                    yield new
+            reason = delta.finish_reason
+            events = self._close(reason)
+            response = self._response(reason).model_dump(by_alias=True)
+            yield events + self._events.make(response["status"], response=response)
         finally:
             self._answers.close()
 
-    def _beginning(self, place: dict[str, Any]) -> bytes:
-        response = self._response("", None, None).model_dump()
-        message = OutputMessage(id=self._item, status="in_progress", content=[]).model_dump()
-        return b"".join(
-            (
-                self._event("created", response=response),
-                self._event("in_progress", response=response),
-                self._event("output_item.added", output_index=0, item=message),
-                self._event("content_part.added", **place, part=OutputText(text="").model_dump()),
-            )
-        )
+    def _add(self, delta: Delta) -> bytes:
+        if self._reader is None:
+            return self._items.add(delta.text, logprobs=self._logprobs(delta))
+        return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
 
-    def _end(
-        self, place: dict[str, Any], text: str, logprobs: list[TokenLogprob] | None, reason: FinishReason | None
-    ) -> bytes:
-        response = self._response(text, logprobs, reason).model_dump()
-        [item] = response["output"]
-        [part] = item["content"]
-        return b"".join(
-            (
-                self._event("output_text.done", **place, text=text, logprobs=part["logprobs"] or []),
-                self._event("content_part.done", **place, part=part),
-                self._event("output_item.done", output_index=0, item=item),
-                self._event(response["status"], response=response),
-            )
-        )
-
-    def _event(self, kind: str, **content: Any) -> bytes:
-        name = f"response.{kind}"
-        data = encode_json({"type": name, "sequence_number": self._events, **content})
-        self._events += 1
-        return b"event: " + name.encode() + b"\n" + event(data)
+    def _close(self, reason: FinishReason | None) -> bytes:
+        """End the last item; an answer has at least one."""
+        events = b"" if self._items.all else self._items.open_message()
+        return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         raise AssertionError("every event has a number of its own")
 
-    def _response(self, text: str, logprobs: list[TokenLogprob] | None, reason: FinishReason | None) -> ResponseObject:
+    def _response(self, reason: FinishReason | None) -> ResponseObject:
         """The answer so far; `reason` is None while it goes on."""
         body, usage = self._body, None
-        status: Status = "in_progress" if reason is None else "completed" if reason == "stop" else "incomplete"
         if reason is not None:
             used = self._usage(self._answers.completion_tokens)
             usage = ResponseUsage(
@@ -182,13 +146,14 @@ class _Turn(Answer):
                 output_tokens=used.completion_tokens,
                 total_tokens=used.total_tokens,
             )
-        content = [OutputText(text=text, logprobs=logprobs)]
+        choice = body.tool_choice or "auto"
+        form = body.text.format if body.text else None
         return ResponseObject(
             id=self._head["id"],
             created_at=self._head["created"],
-            status=status,
+            status="in_progress" if reason is None else "completed" if reason == "stop" else "incomplete",
             model=self._head["model"],
-            output=[OutputMessage(id=self._item, status=status, content=content)] if reason else [],
+            output=self._items.all if reason else [],
             usage=usage,
             incomplete_details=Incomplete() if reason == "length" else None,
             instructions=body.instructions,
@@ -197,9 +162,13 @@ class _Turn(Answer):
             temperature=body.temperature,
             top_p=body.top_p,
             top_logprobs=body.top_logprobs,
+            text={"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
         )
 
-    def _logprobs(self, delta: Delta) -> list[TokenLogprob] | None:
+    def _logprobs(self, delta: Delta) -> list[TokenLogprob]:
         if not self._body.wants_logprobs:
-            return None
+            return []
         return chat_logprobs(self._tokenizer, scores(delta.tokens), self._body.top_logprobs or 0).content

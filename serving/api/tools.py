@@ -6,7 +6,8 @@ import json
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from ..codec import Codec
 from ..structured import StructuredOutputsParams
@@ -15,11 +16,11 @@ from .errors import APIError
 from .strict import Strict
 
 MOST_TOOLS = 128  # The OpenAI API's limit.
-_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Strict):
-    name: _Name
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -39,9 +40,20 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+def _checked_json(text: str) -> str:
+    try:
+        json.loads(text or "{}")
+    except (ValueError, RecursionError) as e:
+        raise PydanticCustomError("json", "is not JSON: {why}", {"why": str(e)}) from e
+    return text
+
+
+Arguments = Annotated[str, AfterValidator(_checked_json)]  # of a call, as JSON
+
+
 class CalledFunction(Strict):
     name: str
-    arguments: str
+    arguments: Arguments
 
 
 class Called(Strict):
@@ -53,10 +65,7 @@ class Called(Strict):
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates read it: with its arguments as an object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as e:
-            raise APIError(400, f"messages: the arguments of a tool call are not JSON: {e}", param="messages") from e
+        arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

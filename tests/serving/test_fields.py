@@ -16,7 +16,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.api import fields, requests
+from megakernel.serving.api import fields, requests, responses_body
+from megakernel.serving.api.strict import Strict
 
 ROOT = Path(__file__).parents[2]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -27,14 +28,15 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     fields.RESPONSES: (RESPONSES, {"input": "x", "max_output_tokens": 1}),
     fields.TOKENIZE: ("/tokenize", {"prompt": "x"}),
 }
-MODELS: dict[str, list[type[requests.Strict]]] = {
+MODELS: dict[str, list[type[Strict]]] = {
     fields.COMPLETIONS: [requests.CompletionRequest],
     fields.CHAT: [requests.ChatRequest],
-    fields.RESPONSES: [requests.ResponsesRequest],
+    fields.RESPONSES: [responses_body.ResponsesRequest],
     fields.TOKENIZE: [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest],
-    fields.MESSAGE: [requests.Message, requests.InputMessage],
+    fields.MESSAGE: [requests.Message],
+    fields.ITEM: [responses_body.InputMessage, responses_body.InputCall, responses_body.InputResult],
     fields.STREAM_OPTIONS: [requests.StreamOptions],
-    fields.TEXT: [requests.TextConfig],
+    fields.TEXT: [responses_body.TextConfig],
 }
 
 
@@ -166,8 +168,25 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
         (RESPONSES, {"input": []}, "input", "must have at least 1 entries"),
         (RESPONSES, {"input": ""}, "input", "must have at least 1 characters"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
-        (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.output", "is no field of"),
-        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format.type", "must be 'text'"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
+        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input.0.type", "must be 'message'"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "belong"),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            "input.0.arguments",
+            "is not JSON",
+        ),
+        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text'"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+        (RESPONSES, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
+            None,
+            "log-probabilities are not given where tools may be called",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | None, message: str) -> None:
@@ -324,7 +343,7 @@ def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
         assert answer.usage.input_tokens == len("<user>hello</><assistant>")
     ended = client.responses.create(model="bytes", input="a", max_output_tokens=9, extra_body={**extra, "stop": "yx"})
     assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", "x", None)
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools.0.type must be 'function', not 'web_search'"):
         client.responses.create(model="bytes", input="a", tools=[{"type": "web_search"}])
 
 

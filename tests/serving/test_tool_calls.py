@@ -18,8 +18,10 @@ from openai import OpenAI
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
+from megakernel.serving.api.items import Events, Items
+from megakernel.serving.api.responses_body import ResponsesRequest
 from megakernel.serving.codec import Codec
-from megakernel.serving.tool_calls import FORMATS, ToolReader, tool_format
+from megakernel.serving.tool_calls import FORMATS, CallDelta, ToolReader, tool_format
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -280,3 +282,96 @@ def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(live: Live) -> No
     other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # nobody waits for the compiler
     assert other["usage"]["completion_tokens"] > 0
     until(lambda: not live.host.loop._compiling and live.at_rest())
+
+
+# -- /v1/responses
+
+TOLD: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_follows_a_schema(client: OpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "w", "schema": WEATHER}
+    given: dict[str, Any] = {"model": "m", "input": "x", "max_output_tokens": 1500, "text": {"format": form}}
+    for seed in range(2):
+        whole = client.responses.create(**given, extra_body={"seed": seed})
+        jsonschema.validate(json.loads(whole.output_text), WEATHER)
+        assert whole.status == "completed" and whole.text.format is not None
+    anything = client.responses.create(**{**given, "text": {"format": {"type": "json_object"}}, "temperature": 2})
+    assert anything.output_text.startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "time"}])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_response_calls_functions(client: OpenAI, choice: Any, parallel: bool) -> None:
+    given: dict[str, Any] = {
+        "model": "m",
+        "input": "x",
+        "tools": TOLD,
+        "tool_choice": choice,
+        "max_output_tokens": 1500,
+    }
+    given |= {"parallel_tool_calls": parallel, "max_output_tokens": 1500, "extra_body": {"seed": 1}}
+    whole = client.responses.create(**given)
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert len(calls) == len(whole.output) and whole.status == "completed"
+    check_calls([(call.name, call.arguments) for call in calls], 16 if parallel and choice == "required" else 1)
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"] and kinds[-1] == "completed"
+    assert kinds.count("function_call_arguments.done") == kinds.count("output_item.done") == len(calls)
+    told = [(item.name, item.arguments) for item in streamed.output if item.type == "function_call"]
+    assert told == [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_response_with_tools_may_be_text(client: OpenAI, choice: Any) -> None:
+    given: dict[str, Any] = {"model": "m", "input": "x", "tools": TOLD, "tool_choice": choice, "max_output_tokens": 20}
+    whole = client.responses.create(**given, extra_body={"seed": 1})
+    assert [item.type for item in whole.output] == ["message"] and whole.output_text
+    events = list(client.responses.create(**given, stream=True, extra_body={"seed": 1}))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert [e.type for e in events].count("response.output_item.added") == 1
+
+
+def test_calls_and_results_come_back_as_a_conversation() -> None:
+    body = ResponsesRequest.model_validate(
+        {
+            "instructions": "Be kind.",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+                {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Rome"}'},
+                {"type": "function_call", "call_id": "2", "name": "time", "arguments": ""},
+                {"type": "function_call_output", "call_id": "1", "output": "sunny"},
+                {"type": "function_call", "call_id": "3", "name": "time", "arguments": "{}"},
+            ],
+        }
+    )
+    told = [message.plain() for message in body.conversation().messages]
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [call["id"] for call in told[2]["tool_calls"]] == ["1", "2"] and told[2]["content"] == "Let me see."
+    assert told[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
+    assert told[3]["content"] == "sunny" and told[3]["tool_call_id"] == "1"
+    assert [call["id"] for call in told[4]["tool_calls"]] == ["3"]
+    call = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
+    many = ResponsesRequest.model_validate({"input": [call] * 300})
+    assert [len(message.plain()["tool_calls"]) for message in many.conversation().messages] == [128, 128, 44]
+
+
+def test_text_and_calls_of_one_answer_are_items_in_order() -> None:
+    items = Items(Events(), scored=False)
+    told = items.open_message() + items.add("a", [CallDelta(0, "f"), CallDelta(0, None, "{"), CallDelta(0, None, "}")])
+    told += items.add("b", [CallDelta(1, "g", "[]")]) + items.close("incomplete")
+    assert [(item.type, item.status) for item in items.all] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    events = [json.loads(line.removeprefix("data: ")) for line in told.decode().splitlines() if line.startswith("data")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item.get("arguments") or item["content"][0]["text"] for item in done] == ["a", "{}", "b", "[]"]

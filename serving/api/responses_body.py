@@ -1,0 +1,171 @@
+"""The body of POST /v1/responses, and the conversation that it holds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from ..sampling import MAX_TOP_LOGPROBS
+from ..structured import StructuredOutputsParams
+from . import fields
+from .errors import APIError
+from .limits import MAX_MESSAGES, MAX_PARTS
+from .requests import INT32, WHOLE, Conversation, Message, Sampled, Text, one_message
+from .strict import Strict
+from .tools import MOST_TOOLS, Arguments, Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
+
+
+class ResponsePart(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Content = Annotated[
+    str | Annotated[list[ResponsePart], Field(max_length=MAX_PARTS)],
+    one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
+]
+
+
+def _text(content: str | list[ResponsePart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class InputMessage(Strict):
+    body = fields.ITEM
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class InputCall(Strict):
+    """A function call that an earlier answer made."""
+
+    body = fields.ITEM
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Arguments
+
+
+class InputResult(Strict):
+    """What a called function returned."""
+
+    body = fields.ITEM
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+_ITEMS = {"message": InputMessage, "function_call": InputCall, "function_call_output": InputResult}
+Item = Annotated[
+    Annotated[InputMessage, Tag("(message)")]
+    | Annotated[InputCall, Tag("(function_call)")]
+    | Annotated[InputResult, Tag("(function_call_output)")],
+    Discriminator(lambda given: f"({_kind(given)})"),
+]
+
+
+def _kind(given: Any) -> str:
+    """Which kind of item this is meant to be; a message where no other kind fits, so that its error is shown."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    return kind if isinstance(kind, str) and kind in _ITEMS else "message"
+
+
+class TextFormat(Strict):
+    """The answer follows the schema whether `strict` says so or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    body = fields.TEXT
+
+    format: TextFormat | None = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedResponseTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "name": ...}'
+
+
+class ResponsesRequest(Sampled):
+    body = fields.RESPONSES
+
+    input: Annotated[
+        Annotated[Text, Tag("(text)")]
+        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
+        Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
+    ]
+    instructions: Annotated[str, Field(description="what the system says before the conversation")] | None = None
+    max_output_tokens: (
+        Annotated[int, Field(ge=1, le=INT32, description="up to the context's end where absent"), WHOLE] | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedResponseTool | None, one_message(_CHOICES)] = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str], Field(description="comes back with the answer")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """What the text must match, if anything. Raises a 400 where the schema is missing."""
+        wanted = self.text.format if self.text else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if wanted.schema_ is None:
+            raise APIError(400, "text.format.schema is required", param="text.format.schema")
+        return StructuredOutputsParams(json=wanted.schema_)
+
+    def chat_tools(self) -> tuple[list[Tool], ToolChoice | None]:
+        """The tools and the choice among them, as /v1/chat/completions has them."""
+        tools = [
+            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, NamedResponseTool):
+            return tools, NamedTool(type="function", function=NamedFunction(name=choice.name))
+        return tools, choice
+
+    def conversation(self) -> Conversation:
+        """The messages that a chat template reads. Calls belong to the assistant's message before them."""
+        said: list[dict[str, Any]] = []
+        if self.instructions:
+            said.append({"role": "system", "content": self.instructions})
+        for item in [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
+            if isinstance(item, InputMessage):
+                said.append({"role": item.role, "content": _text(item.content)})
+            elif isinstance(item, InputResult):
+                said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+            else:
+                if not said or said[-1]["role"] != "assistant" or len(said[-1].get("tool_calls", ())) == MOST_TOOLS:
+                    said.append({"role": "assistant", "content": ""})
+                called = {"name": item.name, "arguments": item.arguments}
+                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+        return Conversation(messages=[Message.model_validate(message) for message in said])
