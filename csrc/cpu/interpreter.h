@@ -79,6 +79,7 @@ class Interpreter {
   struct Cursor {
     alignas(64) std::atomic<Hold> hold{Hold::kFree};  // a line of its own, as others look at it
     alignas(64) int rank = 0, worker = 0;
+    int thread = 0;  // to which it is dealt
     int segment = 0, layer = 0;
     int32_t next = 0;  // record in the segment
     const int32_t* record =
