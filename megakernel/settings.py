@@ -88,6 +88,13 @@ SETTINGS: dict[str, Setting] = {
             "auto",
             "--matmul",
         ),
+        Setting(
+            "pairs",
+            "on GPUs with matrix units: on (a worker is two SMs, which load each weight tile once for both), off, or "
+            "auto: what the simulator finds faster",
+            "off",
+            "--pairs",
+        ),
         Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
         Setting(
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"

@@ -75,6 +75,7 @@ def program_dims(
     max_context: int,
     tp: int = 1,
     claims: int = 1,
+    sms: int = 1,
     units: Units = Units.CORE,
     quantised_kv: bool = False,
 ) -> Dims:
@@ -102,6 +103,7 @@ def program_dims(
         tp=tp,
         units=int(units),
         ring_pages=machine.ring_pages,
+        sms=sms,
         quantised_kv=int(quantised_kv),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import MegakernelError
-from ..isa import TARGETS, Buffer, Dtype
+from ..isa import TARGETS, Buffer, Dtype, Units
 from ..isa import record as rec
 from ..machine import Machine
 from ..model.config import ModelConfig
@@ -50,9 +50,10 @@ def compile_program(
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
     options = with_matmul(options, config, machine, tp=tp, tokens=tokens)
-    shape = options.shape
+    units, shape = TARGETS[machine.target].chosen(options.matmul), options.shape
+    if options.pairs == "on":
+        machine = _in_pairs(machine, units)
     rows, cols = (getattr(shape, name) or getattr(machine, name) for name in ("tile_rows", "tile_cols"))
-    units = TARGETS[machine.target].chosen(options.matmul)
     machine = with_tiles(replace(machine, tile_rows=rows, tile_cols=cols), config, tp=tp, units=units)
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
@@ -65,6 +66,7 @@ def compile_program(
         **sizes,
         tp=tp,
         units=units,
+        sms=2 if options.pairs == "on" else 1,
         claims=shape.claims if options.claimed else 1,
         quantised_kv=quantised_kv,
     )
@@ -77,6 +79,15 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
     placed = [place(segment, tasks.dims, machine, options) for segment in tasks.segments]
     return encode(tasks, sync, placed, machine.name, machine.workers, options.claimed)
+
+
+def _in_pairs(machine: Machine, units: Units) -> Machine:
+    """`machine` with two SMs for each worker, which have tiles of twice the rows."""
+    if units is not Units.TENSOR:
+        raise MegakernelError("cannot compile for pairs of SMs: they share loads of matrix units only, on GPUs")
+    if machine.workers % 2:
+        raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} workers are an odd number")
+    return replace(machine, workers=machine.workers // 2, tile_rows=2 * machine.tile_rows)
 
 
 def _check(config: ModelConfig, machine: Machine, *, tp: int, **sizes: int) -> None:

@@ -21,6 +21,7 @@ def describe(program: Program) -> dict[str, Any]:
     by_opcode               the same by name of the phase
     per_layer               one layer's by name of the phase
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
+    sms                     of a worker
     all_to_all_per_layer    counters of a layer that every instruction of a phase signals and every instruction of
                             another waits for, more than one each: a barrier between the two
     waits_per_instruction   {number of wait words: instructions}, body unrolled
@@ -45,6 +46,7 @@ def describe(program: Program) -> dict[str, Any]:
         "by_opcode": dict(by_phase),
         "per_layer": _names(program, program.numbered(1)[0]),
         "workers": program.workers,
+        "sms": dims.sms,
         "ranks": program.ranks,
         "layers": layers,
         "counters": program.total_counters,

@@ -12,6 +12,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("auto", "own", "next", "inside"),
     "queue": ("auto", "none", "attention", "body"),
     "matmul": ("auto", "dots", "tensor"),
+    "pairs": ("off", "on", "auto"),
 }
 
 
@@ -45,6 +46,8 @@ class Options:
                    normalised rows normalises them itself
     queue          what workers claim at run time: nothing, attention, or the whole layer body. For auto,
                    `tune.Fastest` simulates all that these options leave open; `compile_program` claims nothing
+    pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
+                   `compile_program` takes auto for off
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
                    off: phases one after the other
     matmul         dot products, for few rows, or matrix units; `with_matmul` says what auto is. Nothing to a CPU
@@ -56,6 +59,7 @@ class Options:
     norm: str = "auto"
     queue: str = "auto"
     matmul: str = "auto"
+    pairs: str = "off"
     interleave: bool = True
     overlap_ranks: bool = True
     shape: Shape = Shape()

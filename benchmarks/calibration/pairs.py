@@ -2,10 +2,9 @@
 
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
-Nothing of it is built. A pair is simulated as one worker of twice everything, with tiles of twice the rows: it loads a
-weight tile once for two row blocks, each of its loaders asks for half of the weight pages and for its own rows, and it
-goes on when both halves can. The last column shows what fewer loads would gain if pairs waited for nothing: the machine
-with an L2 of 1.5 times the rate, as two tiles of 128 x 256 that share their weights load a third less.
+The programs are those of `--pairs on` and `off`. The last column shows what fewer loads would gain if pairs waited for
+nothing: the machine with an L2 of 1.5 times the rate, as two tiles of 128 x 256 that share their weights load a third
+less.
 """
 
 from __future__ import annotations
@@ -29,21 +28,7 @@ from megakernel.scheduler.tune.predict import predicted_seconds
 _LOGIT_ROWS, _CONTEXT, _LESS_L2 = 64, 128, 1.5
 
 
-def paired(machine: Machine) -> Machine:
-    """`machine` with its workers in pairs."""
-    assert machine.issue
-    issue = replace(machine.issue, tile_page=machine.issue.tile_page / 2, pass_page=machine.issue.pass_page / 2)
-    return replace(
-        machine,
-        workers=machine.workers // 2,
-        tile_rows=2 * machine.tile_rows,
-        ring_pages=2 * machine.ring_pages,
-        worker_bytes_per_s=2 * machine.worker_bytes_per_s,
-        issue=issue,
-    )
-
-
-def step_s(machine: Machine, rows: int, tp: int) -> float:
+def step_s(machine: Machine, rows: int, tp: int, pairs: str) -> float:
     program = compile_program(
         load_config("random:llama-3.1-70b"),
         machine,
@@ -53,7 +38,7 @@ def step_s(machine: Machine, rows: int, tp: int) -> float:
         max_seqs=rows,
         max_context=_CONTEXT,
         tp=tp,
-        options=Options(o="replicated", queue="body"),
+        options=Options(o="replicated", queue="body", matmul="tensor", pairs=pairs),
     )
     return predicted_seconds(program, machine)
 
@@ -66,7 +51,9 @@ def main() -> None:
     fast_l2 = replace(h100, cache_bytes_per_s=_LESS_L2 * h100.cache_bytes_per_s)
     found: list[dict[str, Any]] = []
     for rows in arguments.rows:
-        alone, pairs, bound = (step_s(machine, rows, 8) for machine in (h100, paired(h100), fast_l2))
+        alone, pairs, bound = (
+            step_s(machine, rows, 8, how) for machine, how in ((h100, "off"), (h100, "on"), (fast_l2, "off"))
+        )
         found.append({"rows": rows, "alone_s": alone, "pairs_s": pairs, "bound_s": bound, "gain": alone / pairs - 1})
         print(
             f"{rows:>5} rows: alone {alone * 1e3:7.2f} ms, pairs {pairs * 1e3:7.2f} ({alone / pairs - 1:+.1%}), bound"

@@ -45,7 +45,7 @@ struct Bodies {
       case Operation::kMatmul:
         return matmul(p, c, pages);
       case Operation::kAttention:
-        return attention(p, c, operands<Attention>(record), pages);
+        return attention(p, c, pages);
       case Operation::kReduce:
         return reduce(p, c, operands<Tile>(record));
       case Operation::kSample:

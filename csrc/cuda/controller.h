@@ -1,7 +1,7 @@
 // The controller: walks the stream of its worker, claims from queues, and publishes one instruction after the
-// other.
+// other, to all SMs of the worker.
 #pragma once
-#include "block.h"
+#include "plan.h"
 
 namespace mk {
 
@@ -9,11 +9,12 @@ template <class P>
 class Controller {
  public:
   MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {
-    const Phase* phases = params.phases + block.rank * (kMaxPhases + 1);
-    MK_UNROLL for (int i = 0; i < kHeld; ++i) phases_[i] = phases[i * P::kLanes + p.lane()];
+    if constexpr (kSms > 1) return;
+    MK_UNROLL for (int i = 0; i < kHeld; ++i) phases_[i] = phases()[i * P::kLanes + p.lane()];
   }
 
   MK_FN void run() {
+    if (sm_of(block_) != 0) return;
     walk();
     publish(nullptr, between());
   }
@@ -78,27 +79,69 @@ class Controller {
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
   // The phase of number n, on lane n % kLanes.
-  MK_FN const Phase& held(int32_t n) const { return phases_[kHeld == 1 ? 0 : n / P::kLanes]; }
+  MK_FN const Phase& held(int32_t n) const {
+    if constexpr (kSms > 1) return phases()[n];
+    return phases_[kHeld == 1 ? 0 : n / P::kLanes];
+  }
+  MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
   // No record: the end.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
-    Slot<P>& slot = block_.slots[slot_of(published_)];
-    for (int i = p_.lane(); i < kWords; i += P::kLanes) slot.task.record[i] = record ? record[i] : 0;
-    if (p_.lane() == 0) slot.task.where = where;
-    if (const int32_t n = record ? record_phase(record) : 0; p_.lane() == n % P::kLanes)
-      slot.task.phase = held(n);
-    p_.arrive(slot.fetched);
+    Operation operation = Operation::kJoin;
+    int32_t ahead = 0;
+    if constexpr (kSms > 1) {
+      if (record) operation = operation_of(record);
+      if (operation == Operation::kAttention)
+        ahead = pages_ahead(block_.dims, block_.step, operands<Attention>(record).slot);
+    }
+    MK_LOOP for (int sm = 0; sm < kSms; ++sm) {
+      Slot<P>& slot = block_.slots[slot_of(published_)];
+      Task& task = p_.at_sm(sm, slot.task);
+      for (int i = p_.lane(); i < kWords; i += P::kLanes)
+        task.record[i] = record ? word_of(record, i, operation, sm) : 0;
+      if (p_.lane() == 0) {
+        task.where = where;
+        if constexpr (kSms > 1) {
+          task.sm = sm;
+          const int32_t behind = sm == 0 ? -ahead : ahead;
+          task.empty = behind > 0 ? behind : 0;
+        }
+      }
+      const int32_t n = record ? record_phase(record) : 0;
+      if constexpr (kSms == 1) {
+        if (p_.lane() == n % P::kLanes) task.phase = held(n);
+      } else {
+        const auto* from = reinterpret_cast<const int32_t*>(&held(n));
+        auto* to = reinterpret_cast<int32_t*>(&task.phase);
+        for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
+      }
+      p_.hand_over_at(sm, slot.fetched);
+    }
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;
+  }
+
+  // Word i of a record, as an SM of the worker gets it: of the rows of a tile or a run its part.
+  MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
+    if constexpr (kSms == 1) return record[i];
+    static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4 &&
+                  __builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
+    const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;
+    if (!rows || i < kOperandWord || i > kOperandWord + 1) return record[i];
+    const int32_t all = record[kOperandWord + 1], unit = operation == Operation::kMatmul ? kBoxRows : 1;
+    const int32_t first = lower_of(all, ceil_div(all, kSms * unit) * unit);
+    if (i == kOperandWord) return record[i] + sm * first;
+    return sm == 0 ? first : all - first;
   }
 
   P& p_;
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's, shared out over the lanes: so that a record's is at hand, and takes no shared memory.
+  // The rank's, shared out over the lanes: so that a record's is at hand, and takes no shared memory. For two
+  // SMs, whose instructions are long, there are no registers for it: the lanes load it word by word.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

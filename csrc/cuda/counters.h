@@ -12,10 +12,12 @@ MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
+// Each SM of a worker arrives for itself.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
-          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
+          params.launch * kSms *
+              static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
 // The words that name one counter each; true once they hold, false where the launch was aborted. So are the
@@ -119,7 +121,7 @@ MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepVie
                       : rank == kOwner  ? residual_ranks(d, row)
                                         : Ranks{rank, rank + 1};
   arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block,
-         s.item_rows[item] * s.item_kv_heads[item]);
+         kSms * s.item_rows[item] * s.item_kv_heads[item]);
 }
 
 }  // namespace mk

@@ -6,16 +6,36 @@
 
 namespace mk {
 
-// Starts the loads of a page: by one copy, or by some which the lanes share. `rows`: where the buffer begins
-// that its pieces come from. Behind a whole page of dots, the cache gets one that the ring has no room for
-// yet: while all wait for one another, memory goes on.
+// By the weight loader, of the page in a slot.
+template <class P>
+MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
+  if (p.lane() == 0) block.shared[slot] = bytes;
+}
+
+// Starts the loads of a page: by one copy, or by some which the lanes share. Of weights those of its turn.
+// `rows`: where the buffer begins that its pieces come from. Behind a whole page of dots, the cache gets one
+// that the ring has no room for yet: while all wait for one another, memory goes on.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
-  p.expect(full, use.bytes());
+  const uint32_t bytes = use.bytes();
+  p.expect(full, bytes);
+  const bool shared = kSms > 1 && use.fill == Fill::kWeights;
+  if (shared) {
+    const bool turn = use.turn % kSms == sm_of(block);
+    note_shared(p, block, slot, turn ? static_cast<int32_t>(bytes) : -static_cast<int32_t>(bytes));
+    if (!turn) return;
+  }
   const TensorMap& map = map_of(params, block.rank, use.buffer, use.whole);
+  const auto load_tile = [&](void* to, int32_t x, int32_t y) {
+    if (shared) {
+      p.load_tile_for_all(to, map, x, y, use.z, full);
+    } else {
+      p.load_tile(to, map, x, y, use.z, full);
+    }
+  };
   if (use.whole) {
     if (p.lane() == 0) {
       if (uses_dots(block.dims) && use.pieces) {
@@ -28,7 +48,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
         if (ahead > 0 && y + unit_cols(m) <= m.tile.col + m.tile.cols)
           p.prefetch_columns(map, piece, two ? y : use.member, two ? use.member : y / 2, use.z);
       } else {
-        p.load_tile(page, map, use.x, use.y, use.z, full);
+        load_tile(page, use.x, use.y);
       }
     }
   } else if (use.pieces) {
@@ -37,8 +57,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
-    use.for_boxes(p.lane(), P::kLanes,
-                  [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
+    use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) { load_tile(page + box.at, box.x, box.y); });
   }
   p.sync_warp();
 }
@@ -53,18 +72,33 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Loader 0 or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an abort; a
-// block must not end before they do. Whoever was behind arrives where the other was ahead, so that the phases
-// of all pages complete.
+// Loader 0 (of weights) or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an
+// abort; a block must not end before they do. Whoever was behind arrives where others were ahead, so that the
+// phases of all pages complete, but for those that lack what the other SM has not asked for.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
-  if (p.lane() == 0) block.passed[loader] = page;
-  p.arrive(block.parted);
+  const int own = sm_of(block), other = kSms - 1 - own;
+  MK_UNROLL for (int sm = 0; sm < kSms; ++sm) {
+    if (p.lane() == 0) p.at_sm(sm, block).passed[own][loader] = page;
+    p.hand_over_at(sm, block.parted);
+  }
   if (!p.wait_always(block.parted, 0)) return;
-  const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
-  MK_LOOP for (; page < other; ++page) p.arrive(block.full[page_of(page).slot]);
+  uint32_t last = 0;
+  MK_UNROLL for (int i = 0; i < 2 * kSms; ++i) {
+    const uint32_t passed = block.passed[i / 2][i % 2];
+    last = passed > last ? passed : last;
+  }
+  const uint32_t asked = block.passed[own][0], asked_there = block.passed[other][0];
+  MK_LOOP for (; page < last; ++page) {
+    const int slot = page_of(page).slot;
+    int32_t bytes = 0;
+    if (kSms > 1 && loader == 0 && page < asked_there) bytes = p.at_sm(other, block).shared[slot];
+    p.expect(block.full[slot], bytes > 0 ? bytes : 0);
+  }
   MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n) {
-    if (!p.wait_always(block.full[page_of(n).slot], page_of(n).parity)) return;
+    const Page at = page_of(n);
+    if (kSms > 1 && n >= asked_there && n < asked && block.shared[at.slot] < 0) continue;
+    if (!p.wait_always(block.full[at.slot], at.parity)) return;
   }
 }
 
@@ -104,9 +138,10 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              }
              const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
              if (kAblation != Ablation::kCopies && use.fill == own) {
-               if (begin == 0) begin = p.now();
+               if (kSms == 1 && begin == 0) begin = p.now();  // for two SMs there are no registers for it
                fill(p, block, params, task, use, at.slot, rows);
              } else {
+               if (kSms > 1 && !inputs) note_shared(p, block, at.slot, 0);
                p.arrive(block.full[at.slot]);
              }
              ++page;
@@ -114,8 +149,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
            });
     if (waits) p.arrive(slot.inputs);  // aborted
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
-    p.arrive(slot.loaded);
-    p.arrive(slot.retired);
+    p.arrive_at(0, slot.loaded);
+    p.arrive_at(0, slot.retired);
   }
   settle_loads(p, block, inputs ? 1 : 0, page);
 }

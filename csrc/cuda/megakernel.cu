@@ -1,6 +1,6 @@
 // The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
 // The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_UNITS
-// is Dims.units of the programs that it is for; -DMK_ABLATION: ablation.h.
+// is Dims.units of the programs that it is for, -DMK_SMS their Dims.sms; -DMK_ABLATION: ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -44,11 +44,11 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 
 }  // namespace mk
 
-extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
+extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThreads, 1)
     megakernel(const __grid_constant__ mk::Params params) {
   using namespace mk;
   extern __shared__ __align__(kAlignment) unsigned char memory[];
-  if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
+  if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
   if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + here(0));  // of a known address, every place is hoisted
@@ -71,8 +71,9 @@ extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
   }
   Device last(params, shared.block);  // a new one, for which nobody has kept registers
   report(last, shared.block, params);
+  if constexpr (kSms > 1) p.sync_block();
 #if MK_TRACE
-  p.sync_block();
+  if constexpr (kSms == 1) p.sync_block();
   if (threadIdx.x == 0) {
     params.trace_counts[blockIdx.x] = shared.traced;
     stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2);

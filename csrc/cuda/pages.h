@@ -35,7 +35,7 @@ class Pages {
   // itself it must fence.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
-    for (const int end = i + n; i < end; ++i) p_.arrive(block_.empty[page_of(first_ + i).slot]);
+    for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
     next_ += n;
   }
 

@@ -37,6 +37,7 @@ struct PageUse {
   int32_t inner = 0;   // pieces: elements of a whole row
   int32_t item = -1;   // attention: of the slot; -1 elsewhere
   bool opens = false;  // attention: the item's first page, before which its counters must hold
+  int32_t turn = 0;    // weights of tensor cores: the worker's SMs take turns to load them
 
   // Calls each(Box) for every stride-th box from number `first` on.
   template <class Each>
@@ -165,7 +166,8 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
                  .x = x,
                  .y = col + first,
                  .z = z,
-                 .boxes = boxes};
+                 .boxes = boxes,
+                 .turn = members == 3 ? member - 1 : x / kTileInner};
         }
         if (++member == members) {
           member = 0;
@@ -269,24 +271,33 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
+// Items of a slot: a worker's SMs take turns.
+MK_FN int32_t first_item(const StepView& s, const Task& task) {
+  return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
+}
+MK_FN int32_t end_item(const StepView& s, const Task& task) {
+  return s.slot_items[operands<Attention>(task.record).slot + 1];
+}
+
 // Attention: the query rows of an item (row, then head of the group) in tiles, units = KV heads x tiles, a
 // pass of one unit per consumer warp; of each pass every KV block, of that every KV head of the pass, its
 // keys, then its values: keys [element][token] in halves of 64 tokens, values [token][element] in halves of
 // 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one page with
-// nothing in it, which says that its counters hold.
+// nothing in it, which says that its counters hold. Behind the slot's items come the task's empty pages.
 template <class Each>
-MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t layer, Each&& each) {
-  const bool padding = s.item_seq[item] < 0;
+MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
+  const bool behind = kSms > 1 && item >= end_item(s, task);
+  const bool padding = behind || s.item_seq[item] < 0;
   const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
   const int32_t pages = padding ? 1 : 2 * halves;
-  bool opens = true;
+  bool opens = !behind;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / tiles;
-    int32_t blocks = padding ? 1 : s.item_blocks[item];
+    int32_t blocks = behind ? task.empty : padding ? 1 : s.item_blocks[item];
     MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
         const int64_t seq = s.item_seq[here(item)];
@@ -297,7 +308,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
                       .buffer = Buffer::V_CACHE,
                       .x = (i - halves) * kTileInner,
                       .y = matrix * d.kv_page,
-                      .z = layer,
+                      .z = task.where.layer,
                       .boxes = kPageBoxes,
                       .item = item,
                       .opens = opens};
@@ -318,6 +329,24 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, int32_t item, int32_t l
   return true;
 }
 
+// Pages that `item_pages` gives.
+MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
+  if (s.item_seq[item] < 0) return 1;
+  const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
+  int32_t passes = 0, unit = 0;  // that a KV head is in, of all of them; the next one's first unit
+  MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
+      (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
+  return passes * s.item_blocks[item] * (d.head_dim <= kTileInner ? 2 : 4);
+}
+
+// By how many pages the items of a slot that SM 0 of a worker runs are more than those of SM 1.
+MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
+  int32_t ahead = 0, sign = 1;
+  MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
+      ahead += sign * item_page_count(d, s, item);
+  return ahead;
+}
+
 // Calls each(PageUse) for every page of the instruction until it gives false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
@@ -325,9 +354,9 @@ MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&&
     case Operation::kMatmul:
       return uses_dots(d) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
     case Operation::kAttention: {
-      const Attention& op = operands<Attention>(task.record);
-      MK_LOOP for (int32_t item = s.slot_items[op.slot]; item < s.slot_items[op.slot + 1]; ++item) {
-        if (!item_pages(d, s, item, task.where.layer, each)) return false;
+      const auto end = [&] { return end_item(s, task) + (kSms > 1 && task.empty > 0 ? kSms : 0); };
+      MK_LOOP for (int32_t item = first_item(s, task); item < end(); item += kSms) {
+        if (!item_pages(d, s, task, item, each)) return false;
       }
       break;
     }

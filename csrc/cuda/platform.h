@@ -13,19 +13,28 @@
 //
 //   struct Barrier                           in shared memory; phases count from 0 and alternate in parity
 //   void init(Barrier&, int arrivals)        before sync_block()
-//   void sync_block()                        all warps of the block, once, at its begin
+//   void sync_block()                        all warps of the worker's blocks, at their begin and end
 //   bool wait(Barrier&, uint32_t parity, const Where&)
 //                                            until the phase of that parity has completed, then acquires
 //                                            (block). A fresh barrier counts as past parity 1. False: the
 //                                            launch was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            the same, whether aborted or not; false: long after an abort it
-//                                            has not completed, and never will
+//                                            the same (both blocks), whether aborted or not; false: long
+//                                            after an abort it has not completed, and never will
 //   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
+//   void arrive_at(int sm, Barrier&, int count = 1)
+//                                            the same at the barrier of that place in the block of an SM of
+//                                            the worker: what the warp has read may be written again from
+//                                            there
+//   void hand_over_at(int sm, Barrier&)      arrives there; releases (both blocks) what the warp did before
+//   T& at_sm(int sm, T&)                     what lies at that place of shared memory in that block
 //   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
 //
 //   void acquire_map(const TensorMap&)       before the block's first copies by it, and sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
+//   void load_tile_for_all(..)               a tile to the same place in all blocks of the worker, whose
+//   barriers
+//                                            of that place each get its bytes
 //   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
 //                                            of one lane, asynchronous. A tile is a box of rows of 128 bytes,
@@ -75,6 +84,14 @@
 #include "params.h"
 
 namespace mk {
+
+// SMs of a worker: two are neighbours in the grid, and a cluster (block.h). -DMK_SMS builds for programs
+// whose Dims.sms it is.
+#if defined(MK_SMS)
+constexpr int kSms = MK_SMS;
+#else
+constexpr int kSms = 1;
+#endif
 
 // Made by the host for the bulk copy engine, or for what stands in for it.
 struct alignas(64) TensorMap {

@@ -40,7 +40,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     const auto release = [&](int pending) {
       if (reading < 0) return;
       p.wait_read(pending);
-      p.arrive(block.empty[reading], kConsumerWarps);
+      release_page(p, block, reading, kConsumerWarps);
     };
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
              const Page at = page_of(page++);
@@ -63,7 +63,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     if (stored) p.wait_stores();
     if (live) signals.send(p);
     if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);
-    p.arrive(slot.retired);
+    p.arrive_at(0, slot.retired);
   }
 }
 

@@ -20,6 +20,9 @@ enum class Bug : int32_t {
   kLostLoad,        // a load of weights never comes
   kLostInput,       // a load of activations never comes
   kHanging,         // a consumer warp does not come back from its arithmetic
+  kLoneRelease,     // a consumer warp releases a page in its own block only
+  kForgottenTwin,   // a block takes a page for free though the other SM's consumers read it
+  kEarlyEnd,        // a block ends while the other SM's may still reach into it
 };
 
 template <class Base>
@@ -30,9 +33,28 @@ class Planted : public Base {
   explicit Planted(Bug bug, Args&&... args) : Base(static_cast<Args&&>(args)...), bug_(bug) {}
 
   void arrive(Barrier& barrier, int count = 1) {
-    const bool wrong = (bug_ == Bug::kDroppedArrival && at(kWarps - 1, barrier, Awaited::kEmpty)) ||
-                       (bug_ == Bug::kNeverRetired && at(kWarps - 1, barrier, Awaited::kRetired));
+    const bool wrong = bug_ == Bug::kDroppedArrival && at(kWarps - 1, barrier, Awaited::kEmpty);
     if (!wrong || ++times_ != 3) Base::arrive(barrier, count);
+  }
+  void init(Barrier& barrier, int arrivals) {
+    const bool wrong =
+        bug_ == Bug::kForgottenTwin && name_of(this->memory(), barrier).what == Awaited::kEmpty;
+    Base::init(barrier, wrong ? arrivals / kSms : arrivals);
+  }
+  void arrive_at(int sm, Barrier& barrier, int count = 1) {
+    if (name_of(this->memory(), barrier).what == Awaited::kRetired) {
+      if (bug_ != Bug::kNeverRetired || this->warp() != kWarps - 1 || ++times_ != 3)
+        Base::arrive_at(sm, barrier, count);
+      return;
+    }
+    const bool released =
+        sm != sm_of(this->memory()) && name_of(this->memory(), barrier).what == Awaited::kEmpty;
+    if (released && bug_ == Bug::kForgottenTwin) return;
+    if (released && bug_ == Bug::kLoneRelease && this->warp() == kWarps - 1 && ++times_ == 3) return;
+    Base::arrive_at(sm, barrier, count);
+  }
+  void sync_block() {
+    if (bug_ != Bug::kEarlyEnd || times_++ == 0) Base::sync_block();
   }
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     const bool wrong = bug_ == Bug::kWrongPhase && at(kWarps - 1, barrier, Awaited::kFull);
@@ -42,6 +64,9 @@ class Planted : public Base {
     const bool wrong = (bug_ == Bug::kLostLoad && at(kWeightWarp, barrier, Awaited::kFull)) ||
                        (bug_ == Bug::kLostInput && at(kInputWarp, barrier, Awaited::kFull));
     if (!wrong || ++times_ != 3) Base::load_tile(to, map, x, y, z, barrier);
+  }
+  void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    if (bug_ != Bug::kLostLoad || ++times_ != 3) Base::load_tile_for_all(to, map, x, y, z, barrier);
   }
   void acquire_map(const TensorMap& map) {
     if (bug_ != Bug::kOldMap) Base::acquire_map(map);

@@ -20,6 +20,7 @@ namespace mk {
 
 struct FibreBarrier {
   int arrivals = 0, pending = 0;
+  int own = 0;  // arrivals of the block itself since a page was last released
   int64_t bytes = 0;
   uint32_t phase = 0;
   Waiters waiters;
@@ -53,12 +54,16 @@ struct FibreWorld {
 
 // What the warps of a block share, besides its memory.
 struct FibreBlock {
-  FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, std::string name)
-      : world(launch), memory(block), monitor(block.pages[0], std::move(name)) {}
+  // `worker`: the blocks of its worker, of all SMs.
+  FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, FibreBlock* const* worker,
+             std::string name)
+      : world(launch), memory(block), sms(worker), monitor(block.pages[0], std::move(name)) {}
 
   FibreWorld& world;
   BlockMemory<FibreBarrier>& memory;
+  FibreBlock* const* const sms;
   Monitor monitor;
+  int warps = kWarps;  // that have not ended
   std::unordered_set<const TensorMap*> acquired;
   std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // prefetched, and not loaded yet
 
@@ -83,8 +88,26 @@ struct FibreBlock {
     const BarrierName name = name_of(memory, barrier);
     if (name.what == Awaited::kFull) monitor.filled(name.slot);
     if (name.what == Awaited::kReady) monitor.ready(name.slot);
-    if (name.what == Awaited::kEmpty) check(monitor.emptied(name.slot));
     world.scheduler.wake(barrier.waiters);
+  }
+  // `own`: by a warp of the block itself. When all of those have released a page, nobody reads it any more.
+  void arrive(FibreBarrier& barrier, int count, bool own) {
+    if (warps == 0) world.fail(monitor.name() + ": is reached after its end");
+    if (own && (barrier.own += count) == kConsumerWarps) {
+      const BarrierName name = name_of(memory, barrier);
+      if (name.what == Awaited::kEmpty) {
+        barrier.own = 0;
+        check(monitor.emptied(name.slot));
+      }
+    }
+    barrier.pending -= count;
+    settle(barrier);
+  }
+  // What lies in the memory of an SM of the worker where `here` lies in this block's.
+  template <class T>
+  T& at_sm(int sm, T& here) const {
+    const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&memory);
+    return *reinterpret_cast<T*>(reinterpret_cast<char*>(&sms[sm]->memory) + offset);
   }
   void check(const std::string& wrong) {
     if (!wrong.empty() && !*world.params.abort) world.fail(wrong);
@@ -104,7 +127,7 @@ class FibreWarp {
   void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
-  void sync_block() { meet(block_.all, kWarps); }
+  void sync_block() { meet(block_.sms[0]->all, kSms * kWarps); }
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
   void sync_warp() {}
 
@@ -129,8 +152,17 @@ class FibreWarp {
     scheduler().pause();
     if (unfenced_ && name_of(memory(), barrier).what == Awaited::kOutputs)
       fail("has not fenced what it stored");
-    barrier.pending -= count;
-    block_.settle(barrier);
+    block_.arrive(barrier, count, true);
+  }
+  void arrive_at(int sm, Barrier& barrier, int count = 1) {
+    if (sm == sm_of(memory())) return arrive(barrier, count);
+    scheduler().pause();
+    block_.sms[sm]->arrive(at_sm(sm, barrier), count, false);
+  }
+  void hand_over_at(int sm, Barrier& barrier) { arrive_at(sm, barrier); }
+  template <class T>
+  T& at_sm(int sm, T& here) {
+    return block_.at_sm(sm, here);
   }
   void expect(Barrier& barrier, uint32_t bytes) {
     barrier.bytes += bytes;
@@ -140,6 +172,10 @@ class FibreWarp {
   void acquire_map(const TensorMap& map) { block_.acquired.insert(&map); }
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
     load_at(to, map, {{x, y, z}}, barrier);
+  }
+  void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    for (int sm = 0; sm < kSms; ++sm)
+      load_at(&at_sm(sm, *static_cast<char*>(to)), map, {{x, y, z}}, at_sm(sm, barrier), block_.sms[sm]);
   }
   void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
     block_.ahead.erase({&map, piece, a, b, z});
@@ -227,6 +263,7 @@ class FibreWarp {
     for (;;) scheduler().block(own_);
   }
 
+  void end() { --block_.warps; }
   // Where it stands; empty: at its end.
   std::string describe() const;
   bool waits_for_counter() const { return waits_for_ != nullptr; }
@@ -275,16 +312,20 @@ class FibreWarp {
   void check_map(const TensorMap& map) {
     if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
   }
-  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier) {
+  // `into`: null is the warp's own.
+  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier,
+               FibreBlock* into = nullptr) {
     check_map(map);
     const HostMap host = host_map(map);
-    load(to, host.bytes(), barrier, [=] { load_box(to, host, corner); });
+    load(to, host.bytes(), barrier, [=] { load_box(to, host, corner); }, into);
   }
   template <class F>
-  void load(void* to, uint32_t bytes, Barrier& barrier, F copy) {
+  void load(void* to, uint32_t bytes, Barrier& barrier, F copy, FibreBlock* into = nullptr) {
     if (unordered_) fail("loads what it has waited for without a proxy fence");
-    block_.check(block_.monitor.load(to, warp_));
-    scheduler().post([block = &block_, bytes, copy, &barrier] {
+    FibreBlock* const block = into ? into : &block_;
+    block_.check(block->monitor.load(to, warp_));
+    scheduler().post([block, bytes, copy, &barrier] {
+      if (block->warps == 0) block->world.fail(block->monitor.name() + ": is reached after its end");
       copy();
       barrier.bytes -= bytes;
       block->settle(barrier);

@@ -15,6 +15,7 @@ void run_warp(P& p, Block<P>& block, const Params& params, int32_t index) {
     consume<P, Bodies>(p, block, params);
   }
   report(p, block, params);
+  if constexpr (kSms > 1) p.sync_block();
 }
 
 }  // namespace mk

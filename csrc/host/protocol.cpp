@@ -18,16 +18,24 @@ class Launch {
  public:
   // The bug is that of one block; -1: of all.
   Launch(const Params& params, uint64_t seed, Bug bug, int32_t where)
-      : seed_(seed), count_(params.ranks * params.workers), world_(params, seed, count_ * kWarps) {
+      : seed_(seed),
+        count_(params.ranks * params.workers * kSms),
+        world_(params, seed, count_ * kWarps),
+        by_number_(count_) {
     for (int32_t i = 0; i < count_; ++i) {
       Block<Warp>& memory = *memory_.emplace_back(std::make_unique<Block<Warp>>());
-      FibreBlock& block =
-          blocks_.emplace_back(world_, memory,
-                               "rank " + std::to_string(params.first_rank + i / params.workers) + " worker " +
-                                   std::to_string(i % params.workers));
+      const int32_t worker = i / kSms;
+      const std::string name = "rank " + std::to_string(params.first_rank + worker / params.workers) +
+                               " worker " + std::to_string(worker % params.workers) +
+                               (kSms > 1 ? " SM " + std::to_string(i % kSms) : "");
+      FibreBlock& block = blocks_.emplace_back(world_, memory, &by_number_[worker * kSms], name);
+      by_number_[i] = &block;
       for (int w = 0; w < kWarps; ++w) {
         Warp& warp = warps_.emplace_back(where < 0 || where == i ? bug : Bug::kNone, block, w);
-        world_.scheduler.add([this, &warp, &memory, i] { run_warp(warp, memory, world_.params, i); });
+        world_.scheduler.add([this, &warp, &memory, i] {
+          run_warp(warp, memory, world_.params, i);
+          warp.end();
+        });
       }
     }
   }
@@ -68,6 +76,7 @@ class Launch {
   const int32_t count_;
   FibreWorld world_;
   std::deque<std::unique_ptr<Block<Warp>>> memory_;
+  std::vector<FibreBlock*> by_number_;
   std::deque<FibreBlock> blocks_;
   std::deque<Warp> warps_;
 };

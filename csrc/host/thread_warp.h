@@ -53,15 +53,17 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  ThreadWarp(const Params& params, BlockMemory<Barrier>& memory, ThreadBlock& block, int warp)
-      : params_(params), memory_(memory), block_(block), warp_(warp) {}
+  // `sms`: the blocks of its worker, of all SMs; `block` is of the first, for whole blocks, and its own.
+  ThreadWarp(const Params& params, BlockMemory<Barrier>* const* sms, ThreadBlock& first, ThreadBlock& block,
+             int sm, int warp)
+      : params_(params), sms_(sms), memory_(*sms[sm]), first_(first), block_(block), warp_(warp) {}
 
   int lane() const { return 0; }
   int warp() const { return warp_; }
   void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.init(arrivals); }
-  void sync_block() { meet(block_.all, 0); }
+  void sync_block() { meet(first_.all, times_++ & 1); }
   void consumer_sync() { meet(block_.consumers, meetings_++ & 1); }
   void sync_warp() {}
 
@@ -77,11 +79,22 @@ class ThreadWarp {
     return true;
   }
   void arrive(Barrier& barrier, int count = 1) { barrier.change(count, 0); }
+  void arrive_at(int sm, Barrier& barrier, int count = 1) { at_sm(sm, barrier).change(count, 0); }
+  void hand_over_at(int sm, Barrier& barrier) { arrive_at(sm, barrier); }
+  template <class T>
+  T& at_sm(int sm, T& here) {
+    const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&memory_);
+    return *reinterpret_cast<T*>(reinterpret_cast<char*>(sms_[sm]) + offset);
+  }
   void expect(Barrier& barrier, uint32_t bytes) { barrier.change(1, bytes); }
 
   void acquire_map(const TensorMap&) {}
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
     load_at(to, map, {{x, y, z}}, barrier);
+  }
+  void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    for (int sm = 0; sm < kSms; ++sm)
+      load_at(&at_sm(sm, *static_cast<char*>(to)), map, {{x, y, z}}, at_sm(sm, barrier));
   }
   void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
     load_at(to, map, {{0, piece, a, b, z}}, barrier);
@@ -181,10 +194,11 @@ class ThreadWarp {
   }
 
   const Params& params_;
+  BlockMemory<Barrier>* const* sms_;
   BlockMemory<Barrier>& memory_;
-  ThreadBlock& block_;
+  ThreadBlock &first_, &block_;
   const int warp_;
-  uint32_t meetings_ = 0;
+  uint32_t meetings_ = 0, times_ = 0;
 };
 
 }  // namespace mk

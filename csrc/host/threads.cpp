@@ -23,15 +23,20 @@ void launch(const mk::Params& params, mk::Bug bug) {
   std::deque<std::unique_ptr<mk::Block<Warp>>> memory;
   std::deque<mk::ThreadBlock> blocks;
   std::vector<std::thread> threads;
-  for (int32_t i = 0; i < params.ranks * params.workers; ++i) {
-    mk::Block<Warp>& block = *memory.emplace_back(std::make_unique<mk::Block<Warp>>());
+  const int32_t count = params.ranks * params.workers * mk::kSms;
+  std::vector<mk::Block<Warp>*> by_number;
+  for (int32_t i = 0; i < count; ++i) {
+    by_number.push_back(memory.emplace_back(std::make_unique<mk::Block<Warp>>()).get());
     mk::ThreadBlock& shared = blocks.emplace_back();
-    shared.all.init(mk::kWarps);
+    shared.all.init(mk::kSms * mk::kWarps);
     shared.consumers.init(mk::kConsumerWarps);
+  }
+  for (int32_t i = 0; i < count; ++i) {
     for (int w = 0; w < mk::kWarps; ++w) {
-      threads.emplace_back([&params, &block, &shared, bug, w, i] {
-        Warp warp(bug, params, block, shared, w);
-        mk::run_warp(warp, block, params, i);
+      threads.emplace_back([&, w, i] {
+        const int32_t sm = i % mk::kSms, first = i - sm;
+        Warp warp(bug, params, &by_number[first], blocks[first], blocks[i], sm, w);
+        mk::run_warp(warp, *by_number[i], params, i);
       });
     }
   }

@@ -39,7 +39,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """How a program is compiled where there is a choice."""
-    for name in ("o lowering", "residual", "norm", "queue", "matmul"):
+    for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
     for name in ("interleave", "rank overlap"):
         setting = SETTINGS[name]
@@ -57,6 +57,7 @@ def lowering(args: argparse.Namespace) -> Options:
         norm=args.norm,
         queue=args.queue,
         matmul=args.matmul,
+        pairs=args.pairs,
         interleave=not args.no_interleave,
         overlap_ranks=not args.no_rank_overlap,
     )

@@ -7,12 +7,15 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..program import Program
 
 # Text may hold a user's own words, so nothing in it is markup. A file or a pipe gets lines that are not cut at 80.
 _WIDE = 160
@@ -97,6 +100,11 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 def lowering_text(lowering: dict[str, str]) -> str:
     """What `describe` says of it: O sharded, residual dealt, norm own."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
+
+
+def workers_text(program: Program) -> str:
+    """How many workers a rank has, and what one is where that is not a single SM or core."""
+    return f"{program.workers} workers" + (f" of {program.dims.sms} SMs" if program.dims.sms > 1 else "")
 
 
 def bytes_text(count: float) -> str:

@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     output.rows(
         (
             "machine",
-            f"{machine.name}, {program.workers} workers" + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
+            f"{machine.name}, {output.workers_text(program)}"
+            + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
         ),
         ("step", f"{tokens} tokens of {sequences} sequences, {each}{context} KV tokens afterwards"),
         (
@@ -130,15 +131,16 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
                 f"{args.file} is compiled for its weights already: give --weights with --model, or leave it out"
             )
         program = Program.load(args.file)
-        _check_size(args.machine, args.workers or program.workers, program.ranks)
-        return program, _measured(machines.load(args.machine, args.workers or program.workers), program.ranks), True
+        workers = args.workers or program.processors
+        _check_size(args.machine, workers, program.ranks)
+        return program, _measured(machines.load(args.machine, workers), program.ranks), True
     _check_size(args.machine, args.workers or 1, args.tp)
     tokens = args.tokens or 1
     args.context = args.context or _CONTEXT
     with output.busy("compiling"):
         compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
     program, machine = compiled.program, compiled.machine
-    return program, _measured(replace(machine, workers=program.workers), program.ranks), compiled.config.tied
+    return program, _measured(replace(machine, workers=program.processors), program.ranks), compiled.config.tied
 
 
 def _measured(machine: Machine, ranks: int) -> Machine:

@@ -83,6 +83,7 @@ class Dims:
     units: int = 0  # Units: what computes a matmul; part of the numerics class
     ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 where the target has none
     quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; of the numerics class
+    sms: int = 1  # of a worker: 2 load each weight tile once for both, and share the rows of an instruction
 
     @property
     def row_blocks(self) -> int:

@@ -9,7 +9,8 @@ BOX_ROWS rows.
 tensor  `dims.units` is TENSOR. For each chunk of CHUNK output columns (those of all matrices side by side) and each
         K_STEP of the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the
         chunk. A step is released when the next one's products are under way. Then, where the output leaves by tiles,
-        its pages.
+        its pages. Of two SMs (`dims.sms`) each has a ring of its own, in which it takes these pages for its part of
+        the rows: `first_rows`, and the rest.
 dots    `dims.units` is DOTS. Laps of at most `dims.ring_pages` pages: weight pages, then all of the instruction's rows.
         A weight page has DOT_PIECE elements of PIECES columns; they come in pairs, so that one warp has both columns of
         a RoPE pair, or gate and up. The rows lie in pieces of DOT_PIECE elements, PIECES a page, and are released at
@@ -103,12 +104,21 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
 
 
+def first_rows(rows: Ints, dims: Dims) -> Ints:
+    """Rows of a tile of matrix units that the first SM of a worker computes: of two, half of the tile's boxes."""
+    return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.sms * BOX_ROWS))
+
+
+def computed_rows(rows: Ints, dims: Dims) -> Ints:
+    """Rows that the matrix units of a worker are busy with: those of an SM multiply whole WARPGROUP_ROWS rows, and the
+    second of two waits for the first."""
+    return dims.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
+
+
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """FLOPs and loaded bytes of tiles on matrix units, which multiply whole WARPGROUP_ROWS rows and weight pages."""
+    """FLOPs and loaded bytes of tiles on matrix units, which multiply whole weight pages and `computed_rows`."""
     inner, columns = phase.inner(dims), phase.matrices(dims) * cols
-    computed = (
-        WARPGROUP_ROWS * ceil_div(rows, WARPGROUP_ROWS) * phase.matrices(dims) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
-    )
+    computed = computed_rows(rows, dims) * phase.matrices(dims) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
     return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
 

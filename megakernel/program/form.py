@@ -166,6 +166,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
     if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
         yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a yes or no is out of range"
+    if d.sms not in ((1, 2) if d.units == Units.TENSOR else (1,)):
+        yield f"workers of {d.sms} SMs: they have one, or two where matrix units compute"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.kv_page:
@@ -285,7 +287,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     for at in np.nonzero(taken.held > d.ring_pages)[0]:
         yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, of {d.ring_pages}"
     dots = d.units == Units.DOTS
-    most = pages.dot_rows(max(phase.inner(d), 1)) if dots else pages.PAGE_ROWS
+    most = pages.dot_rows(max(phase.inner(d), 1)) if dots else d.sms * pages.PAGE_ROWS
     yield from _each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
     if phase.norm is not None:
         sizes, which = np.unique(c["rows"], return_inverse=True)

@@ -40,7 +40,9 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
     else:
-        weight_page = input_page = issue.tile_page
+        # Of two SMs each asks for half of the weights.
+        weight_page = (issue.tile_page + (dims.sms - 1) * issue.pass_page) / dims.sms
+        input_page = issue.tile_page
         consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
     return Roles(
         pages.weights * weight_page + pages.inputs * issue.pass_page,

@@ -71,6 +71,11 @@ class Program:
         """Queues of each rank; queue q of rank r is `queues.stream(r * rank_queues + q)`."""
         return (len(self.queues.offsets) - 1) // self.ranks
 
+    @property
+    def processors(self) -> int:
+        """SMs or cores of a rank that its workers are."""
+        return self.workers * self.dims.sms
+
     def rank_dims(self, rank: int) -> Dims:
         """Sizes as `rank` sees them."""
         return replace(self.dims, rank=rank)

@@ -65,7 +65,7 @@ class _Source:
         finish = finishes(resolved)
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
-        peak = peaks(machine or machine_of(program), program.workers)
+        peak = peaks(machine or machine_of(program), program.processors)
         # A resource without a known peak has no share.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]

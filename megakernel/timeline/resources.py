@@ -66,7 +66,7 @@ def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
     tick = resolved.trace.header.tick_s
     steps_s = max(int((last - first).sum()), 1) * tick
     found = []
-    limits = peaks(machine, resolved.program.workers)
+    limits = peaks(machine, resolved.program.processors)
     for (name, unit), peak, amount in zip(RESOURCES, limits, amounts.transpose(1, 0, 2), strict=True):
         if not amount.any() or not peak:
             continue

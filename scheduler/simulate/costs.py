@@ -64,6 +64,19 @@ class Costs:
         padded: NDArray[np.float64] = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
         return padded
 
+    def paired(self) -> Costs:
+        """Of a worker that is two SMs. Each has all weights of a tile go through its port, and half of the rows: of the
+        three parts that the two ports carry where a tile has as many rows as columns, two are counted as loads.
+        """
+        return replace(
+            self,
+            matmul_flops=tuple((rows, 2 * rate) for rows, rate in self.matmul_flops),
+            attention_flops=tuple((rows, 2 * rate) for rows, rate in self.attention_flops),
+            vector_flops=2 * self.vector_flops,
+            worker_bytes_per_s=2 * self.worker_bytes_per_s * 2 / 3,
+            stage_bytes=self.stage_bytes * 4 / 3,  # rows twice, and a weight tile once
+        )
+
     def unpipelined(self) -> Costs:
         """Without work of two instructions at once on a worker."""
         return replace(self, in_flight=1, claim_in_flight=1)

@@ -70,11 +70,14 @@ def simulate(
     or more signals arrive than a counter counts.
     """
     program.check()
-    if program.workers != machine.workers:
+    if program.processors != machine.workers:
         raise MegakernelError(
-            f"the program has {program.workers} workers a rank and {machine.name} {machine.workers}: compile it again"
+            f"the program runs on {program.processors} workers a rank and {machine.name} has {machine.workers}: compile"
+            " it again"
         )
     costs = costs or costs_of(machine)
+    if program.dims.sms == 2:
+        costs = costs.paired()
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
     work = make_work(program, table, costs)

@@ -41,7 +41,7 @@ from ...isa.access import Columns
 from ...isa.items import item_work
 from ...isa.launch import PAGE_BYTES
 from ...isa.loads import region_reads
-from ...isa.pages import WARPGROUP_ROWS, ahead_columns, chunk_output_pages, dot_input_pages
+from ...isa.pages import ahead_columns, chunk_output_pages, computed_rows, dot_input_pages
 from ...isa.record import Records
 from ...program import SEGMENTS, Program
 from ...program.issue import matmul_issue, sample_steps
@@ -256,8 +256,7 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
-    whole = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS  # as these FLOPs are counted
-    return costs.matmul_s(flops.astype(np.float64), whole.astype(np.float64))
+    return costs.matmul_s(flops.astype(np.float64), computed_rows(rows, dims).astype(np.float64))
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
@@ -298,9 +297,8 @@ def _attention(
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
     if dims.ring_pages:
-        ring += PAGE_BYTES * attention_pages(
-            view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims
-        )
+        taken = attention_pages(view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims)
+        ring += PAGE_BYTES / dims.sms * taken
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
     tasks.set(

@@ -126,9 +126,11 @@ class Fastest:
             open_ -= {"o", "residual"}
         if tokens > _REPLICATED_ROWS:
             open_ -= {"residual"}
+        if tokens <= self.machine.tile_rows:
+            open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["queue", "o"], ["matmul"], ["residual"], ["norm", "interleave"])
+        together = (["queue", "o"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if self._options.shape == Shape() and 1 < blocks <= _ONE_PANEL:

@@ -73,8 +73,15 @@ DOTS = BOTH | {
         "BAR.SYNC": "a head's squares over warps",
     },
 }
+PAIRS = TENSOR | {
+    "controller.h": TENSOR["controller.h"] | {"CGAERRBAR": "instructions for the other SM"},
+    "loaders.h": TENSOR["loaders.h"] | {"UTMALDG.3D.MULTICAST": "bulk loads of weights for both SMs"},
+    "block.h": {"SYNCS.ARRIVE.TRANS64.RED": "pages released in the other SM"},
+    "megakernel.cu": TENSOR["megakernel.cu"] | {"UCGABAR_WAIT": "the end of both blocks"},
+}
+TABLES = {"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS}
 # That may run, at most, without tracing and with it; the instruction caches hold a part of them.
-INSTRUCTIONS = {False: 18_300, True: 18_800}
+INSTRUCTIONS = {("tensor", False): 18_300, ("tensor", True): 18_800, ("pairs", False): 19_500, ("pairs", True): 20_100}
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
@@ -99,9 +106,9 @@ class Built:
     code: sass.Code
 
 
-@pytest.fixture(scope="module", params=["tensor", "dots", "tensor traced", "dots traced"])
+@pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A numerics class, traced or not. Compiling fails on what ptxas calls slow: wgmma
+    """A numerics class, or pairs of SMs, traced or not. Compiling fails on what ptxas calls slow: wgmma
     serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
     numerics, *traced = request.param.split()
     return build(tmp_path_factory, numerics, bool(traced))
@@ -117,14 +124,15 @@ def build(
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    cubin = compiler.compile(trace=traced, units=Units[numerics.upper()], ablation=ablation)
+    units, sms = (Units.TENSOR, 2) if numerics == "pairs" else (Units[numerics.upper()], 1)
+    cubin = compiler.compile(trace=traced, units=units, sms=sms, ablation=ablation)
     file = Path(factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
     return Built(numerics, traced, cubin.log, sass.disassemble(tool, file))
 
 
 def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
-    assert lacking(built.code, TENSOR if built.numerics == "tensor" else DOTS) == []
+    assert lacking(built.code, TABLES[built.numerics]) == []
 
 
 def test_a_table_that_no_code_meets_fails() -> None:
@@ -167,7 +175,8 @@ def test_nothing_is_spilled(built: Built) -> None:
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
-    assert len(code.reachable([0])) <= INSTRUCTIONS[built.traced]
+    limits = INSTRUCTIONS | {("dots", traced): INSTRUCTIONS["tensor", traced] for traced in (False, True)}
+    assert len(code.reachable([0])) <= limits[built.numerics, built.traced]
 
 
 # What a build has no more, and what it still has.

@@ -24,7 +24,7 @@ class Counting:
     """A compiler that notes what it was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.asked: list[tuple[bool, Units]] = []
+        self.asked: list[tuple[bool, Units, int]] = []
         self.log = ""
         (folder / "csrc" / "cuda").mkdir(parents=True)
         (folder / "csrc" / "common").mkdir()
@@ -37,9 +37,9 @@ class Counting:
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
     def _compile(self, defines: list[str]) -> compile.Cubin:
-        trace, units, _ = (int(define.split("=")[1]) for define in defines)
-        self.asked.append((bool(trace), Units(units)))
-        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}".encode(), self.log)
+        trace, units, sms, _ = (int(define.split("=")[1]) for define in defines)
+        self.asked.append((bool(trace), Units(units), sms))
+        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}{sms}".encode(), self.log)
 
 
 @pytest.fixture
@@ -48,20 +48,21 @@ def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
 
 
 def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
-    assert compile.cubin(trace=False, units=TENSOR) == compile.cubin(trace=False, units=TENSOR) == b"code of one 02"
-    assert compile.cubin(trace=True, units=DOTS) == b"code of one 11"
-    assert compile.cubin(trace=True, units=TENSOR) == b"code of one 12"
-    assert counting.asked == [(False, TENSOR), (True, DOTS), (True, TENSOR)]
+    assert compile.cubin(trace=False, units=TENSOR) == compile.cubin(trace=False, units=TENSOR) == b"code of one 021"
+    assert compile.cubin(trace=True, units=DOTS) == b"code of one 111"
+    assert compile.cubin(trace=True, units=TENSOR) == b"code of one 121"
+    assert compile.cubin(trace=True, units=TENSOR, sms=2) == b"code of one 122"
+    assert counting.asked == [(False, TENSOR, 1), (True, DOTS, 1), (True, TENSOR, 1), (True, TENSOR, 2)]
     counting.source.touch()
     compile.cubin(trace=False, units=TENSOR)
-    assert len(counting.asked) == 3  # by content, not by time
+    assert len(counting.asked) == 4  # by content, not by time
     counting.source.write_text("two")
-    assert compile.cubin(trace=False, units=TENSOR) == b"code of two 02"
+    assert compile.cubin(trace=False, units=TENSOR) == b"code of two 021"
     (counting.source.parent / "new.h").write_text("")
     compile.cubin(trace=False, units=TENSOR)
     counting.version = "2"
     compile.cubin(trace=False, units=TENSOR)
-    assert len(counting.asked) == 6
+    assert len(counting.asked) == 7
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
 
@@ -70,7 +71,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
-    assert compile.cubin(trace=False, units=TENSOR) == b"code of one 02"
+    assert compile.cubin(trace=False, units=TENSOR) == b"code of one 021"
 
 
 def test_a_line_on_a_terminal(

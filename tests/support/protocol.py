@@ -43,6 +43,9 @@ BUGS = (
     "lost load",
     "lost input",
     "hanging",
+    "lone release",
+    "forgotten twin",
+    "early end",
 )
 TIMEOUT_NS = 20_000_000_000
 FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
@@ -63,11 +66,12 @@ def _folder() -> Path:
 
 
 @functools.cache
-def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
-    """The library that runs launches on fibres; of a build that leaves something out."""
-    out = _folder() / f"protocol{ablation:d}.so"
+def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDLL:
+    """The library that runs launches on fibres, for workers of `sms` SMs; of a build that leaves something out."""
+    out = _folder() / f"protocol{ablation:d}-{sms}.so"
     source = ROOT / "csrc" / "host" / "protocol.cpp"
-    command = ["g++", *FLAGS, f"-DMK_ABLATION={ablation:d}", "-shared", "-fPIC", str(source), "-o", str(out)]
+    defines = [f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}"]
+    command = ["g++", *FLAGS, *defines, "-shared", "-fPIC", str(source), "-o", str(out)]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(out))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
@@ -76,11 +80,11 @@ def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
 
 
 @functools.cache
-def build_threads() -> Path:
-    """The command that runs a launch on threads under ThreadSanitizer."""
-    out = _folder() / "threads"
+def build_threads(sms: int) -> Path:
+    """The command that runs a launch on threads under ThreadSanitizer, for workers of `sms` SMs."""
+    out = _folder() / f"threads{sms}"
     source = ROOT / "csrc" / "host" / "threads.cpp"
-    flags = [*FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
+    flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
     subprocess.run(["g++", *flags, str(source), "-o", str(out)], check=True)
     return out
 
@@ -204,7 +208,7 @@ class LaunchImage:
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        build_fibres(ablation).mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
+        build_fibres(ablation, self.dims.sms).mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
@@ -212,7 +216,7 @@ class LaunchImage:
         self.params.launch += 1
         path = _folder() / "image"
         self.save(path)
-        command = [str(build_threads()), str(path), str(BUGS.index(bug))]
+        command = [str(build_threads(self.dims.sms)), str(path), str(BUGS.index(bug))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         self.load(path)
         return done
@@ -241,13 +245,13 @@ class LaunchImage:
         params.segments, params.first_rank, params.ranks, params.workers = 1 << segment, rank, 1, 1
         params.layer_begin, params.layer_end = layer, layer + 1
         message = ctypes.create_string_buffer(_MESSAGE)
-        build_fibres().mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
+        build_fibres(sms=self.dims.sms).mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
         if message.value:
             raise AssertionError(message.value.decode())
 
     def _add_params(self, table: StepTable) -> int:
         program, image, tp = self.program, self.image, self.program.ranks
-        self._blocks = blocks = tp * program.workers
+        self._blocks = blocks = tp * program.processors
         lists = [program.prologue, program.body, program.epilogue, program.queues]
         self._counters = [image.add(np.zeros(program.total_counters, np.int32)) for _ in range(tp)]
         queues = max(program.rank_queues, 1) * self.dims.layers

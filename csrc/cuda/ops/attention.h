@@ -3,7 +3,7 @@
 // eight units at a time through all KV blocks. Pages come in the order of plan.h; a warp passes those of
 // other heads.
 #pragma once
-#include "../../common/index.h"
+#include "../plan.h"
 #include "call.h"
 #include "memory.h"
 #include "softmax.h"
@@ -218,10 +218,12 @@ class AttentionItem {
 };
 
 template <class P, class Pages>
-MK_FN void attention(P& p, const Call& call, const Attention& op, Pages& pages) {
-  for (int item = call.step->slot_items[op.slot]; item < call.step->slot_items[op.slot + 1]; ++item) {
+MK_FN void attention(P& p, const Call& call, Pages& pages) {
+  const StepView& s = *call.step;
+  for (int item = first_item(s, *call.task); item < end_item(s, *call.task); item += kSms) {
     AttentionItem<P, Pages>(p, call, pages, item).run();
   }
+  if constexpr (kSms > 1) pages.skip(call.task->empty);
 }
 
 }  // namespace mk

@@ -12,6 +12,9 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
+  // Where a worker is two SMs: for which of them the record is, and how many pages with nothing in them
+  // follow those of attention's items, as the rings of both go on together.
+  int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended

@@ -89,8 +89,8 @@ class CudaBackend:
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None  # by its own word
         self._node = Node(dims.tp)
-        self._codes: dict[tuple[bool, Units, Ablation], bytes] = {}
-        self._kernels: dict[tuple[bool, Units, Ablation, int], Kernel] = {}
+        self._codes: dict[tuple[bool, Units, int, Ablation], bytes] = {}
+        self._kernels: dict[tuple[bool, Units, int, Ablation, int], Kernel] = {}
         self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
         self._closed = False
         for gpu in self._node.gpus:
@@ -169,20 +169,20 @@ class CudaBackend:
 
     def _check_resident(self, program: Program) -> None:
         for gpu, ranks in self._node.grids():
-            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.workers
+            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.processors
             if need > room:
                 raise MegakernelError(
-                    f"the program has {program.workers} workers for each of {len(ranks)} ranks, "
+                    f"the program runs on {program.processors} SMs for each of {len(ranks)} ranks, "
                     f"GPU {gpu.ordinal} holds {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The one for programs of the numerics class of `dims`."""
-        variant = trace, Units(dims.units), self.ablation
+        """The one for programs of the numerics class of `dims`, and of as many SMs of a worker."""
+        variant = trace, units, sms, ablation = trace, Units(dims.units), dims.sms, self.ablation
         key = *variant, gpu.ordinal
         if key not in self._kernels:
             if variant not in self._codes:
-                self._codes[variant] = compile.cubin(trace=trace, units=Units(dims.units), ablation=self.ablation)
+                self._codes[variant] = compile.cubin(trace=trace, units=units, sms=sms, ablation=ablation)
             self._kernels[key] = Kernel(gpu, self._codes[variant])
         return self._kernels[key]
 

@@ -47,9 +47,9 @@ class Compiler:
     version: str
     nvcc: str | None = None
 
-    def compile(self, *, trace: bool, units: Units, ablation: Ablation = Ablation.NONE) -> Cubin:
+    def compile(self, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> Cubin:
         """One of the cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
-        defines = _defines(trace, units, ablation)
+        defines = _defines(trace, units, sms, ablation)
         cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
@@ -98,23 +98,24 @@ def nvcc(path: str) -> Compiler:
     return Compiler(f"nvcc {release[1] if release else answer}", path)
 
 
-def cubin(*, trace: bool, units: Units, ablation: Ablation = Ablation.NONE) -> bytes:
-    """The interpreter's code for programs whose matmuls `units` compute: from the cache, or compiled now.
+def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> bytes:
+    """The interpreter's code for programs whose matmuls `units` compute, on workers of `sms` SMs: from the cache, or
+    compiled now.
 
     That takes about half a minute, which a terminal is told.
     """
     with_ = compiler()
-    path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, ablation))}.cubin"
+    path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, sms, ablation))}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
     terminal = sys.stderr.isatty()
     if terminal:
-        few = " for few rows" if units is Units.DOTS else ""
+        few = " for few rows" if units is Units.DOTS else " for pairs of SMs" if sms > 1 else ""
         what = f"the CUDA interpreter{few}{' with tracing' if trace else ''}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(trace=trace, units=units, ablation=ablation).code
+    code = with_.compile(trace=trace, units=units, sms=sms, ablation=ablation).code
     _store(path, code)
     return code
 
@@ -144,8 +145,9 @@ def _store(path: Path, code: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def _defines(trace: bool, units: Units, ablation: Ablation) -> list[str]:
-    return [f"-DMK_TRACE={int(trace)}", f"-DMK_UNITS={int(units)}", f"-DMK_ABLATION={int(ablation)}"]
+def _defines(trace: bool, units: Units, sms: int, ablation: Ablation) -> list[str]:
+    values = {"TRACE": trace, "UNITS": units, "SMS": sms, "ABLATION": ablation}
+    return [f"-DMK_{name}={int(value)}" for name, value in values.items()]
 
 
 def _with_nvcc(path: str, defines: list[str]) -> Cubin:
@@ -194,10 +196,11 @@ def _failed(said: str) -> MegakernelError:
 
 if __name__ == "__main__":
     _kinds = [(False, Ablation.NONE), (True, Ablation.NONE), (False, Ablation.COPIES), (False, Ablation.COMPUTE)]
+    _workers = [(Units.TENSOR, 1), (Units.DOTS, 1), (Units.TENSOR, 2)]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
         _made = [
-            _pool.submit(cubin, trace=_trace, units=_units, ablation=_ablation)
-            for (_trace, _ablation), _units in itertools.product(_kinds, (Units.TENSOR, Units.DOTS))
+            _pool.submit(cubin, trace=_trace, units=_units, sms=_sms, ablation=_ablation)
+            for (_trace, _ablation), (_units, _sms) in itertools.product(_kinds, _workers)
         ]
     for _one in _made:
         _one.result()

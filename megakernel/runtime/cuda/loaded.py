@@ -105,7 +105,7 @@ class Grid:
 
     @property
     def blocks(self) -> int:
-        return len(self.ranks) * self._program.workers
+        return len(self.ranks) * self._program.processors
 
     def _point(self) -> None:
         self.params.abort = self._heap.status[self.ranks.start]

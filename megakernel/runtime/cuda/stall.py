@@ -23,6 +23,7 @@ from ..reference.launch import Blocked, Counters, Launch, Place
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
 _STORER = SERVICE_WARPS.index("storer")
+_CONSUMERS = WARPS - len(SERVICE_WARPS)
 _LATE = object()
 
 
@@ -32,6 +33,7 @@ class Wait:
 
     rank: int
     worker: int
+    sm: int  # of the worker
     warp: int
     segment: int
     layer: int
@@ -52,38 +54,39 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
-        rank, worker = divmod(block, program.workers)
+        worker, sm = divmod(block, program.dims.sms)
+        rank, worker = divmod(worker, program.workers)
         n = {name: int(notes[index][name]) for name in NOTE.names or () if name not in ("set", "awaited")}
-        found.append(Wait(ranks.start + rank, worker, warp, kind=list(AWAITED)[notes[index]["awaited"]], **n))
+        found.append(Wait(ranks.start + rank, worker, sm, warp, kind=list(AWAITED)[notes[index]["awaited"]], **n))
     return found
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
     """Who holds up a launch in which these wait, at least one: a clause. The program is right, or it may be any."""
-    order = _Rehearsal(program, table).run()
+    order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
         return wait.segment, wait.layer, order.get((wait.segment, wait.number), -1)
 
     stuck = []
-    for block in sorted({(w.rank, w.worker) for w in waits}):
-        own = [w for w in waits if (w.rank, w.worker) == block]
+    for worker in sorted({(w.rank, w.worker) for w in waits}):
+        own = [w for w in waits if (w.rank, w.worker) == worker]
         oldest = min((age(w) for w in own if w.segment >= 0), default=(-1, 0, 0))
         at_it = [w for w in own if age(w) == oldest]
         starved = [w for w in at_it if w.kind == COUNTER]
-        stuck.append((bool(starved), oldest, starved[0] if starved else _inside(own, at_it), own))
+        stuck.append((bool(starved), oldest, starved[0] if starved else _inside(own, at_it, sms), own))
     _, _, wait, own = min(stuck, key=lambda s: s[:2])
     said = _describe(program, wait)
     if wait.kind == COUNTER:
         return f"{said}: a signal of {' or '.join(_signallers(program, wait))} is missing"
-    silent = sorted(set(range(WARPS - len(SERVICE_WARPS))) - {w.consumer for w in own})
+    silent = sorted(set(range(_CONSUMERS)) - {w.consumer for w in own if w.sm == wait.sm})
     if wait.warp == _STORER and silent:
         said += f", and consumer {', '.join(map(str, silent))} is still at work"
     return said
 
 
-def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
-    """The wait of a block that its others wait for; `oldest`: those at its oldest instruction.
+def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
+    """The wait of a worker's blocks that their others wait for; `oldest`: those at its oldest instruction.
 
     A consumer that wants a page that the loaders have come by lacks a load. A storer lacks a consumer that has passed,
     or that waits for nothing. A loader lacks one that has not released a page, though it has it.
@@ -93,7 +96,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
     unloaded = [w for w in oldest if w.consumer >= 0 and w.kind == "full" and (w.index, w.expected) not in to_be_filled]
     storer = [w for w in oldest if w.warp == _STORER]
     behind = [w for w in oldest if w.consumer >= 0]
-    silent = len(consumers) < WARPS - len(SERVICE_WARPS)
+    silent = len(consumers) < sms * _CONSUMERS
     unstored = storer if silent or not behind else []
     unreleased = [w for w in waits if w.kind == "empty"]
     others = sorted(waits, key=lambda w: (w.kind == "fetched", w.kind != "inputs", w.warp))
@@ -212,4 +215,5 @@ def _describe(program: Program, w: Wait) -> str:
         state = f"in block {_block(program, w)} it has value {w.value}, expected {w.expected}"
     else:
         state = f"the barrier's phase of parity {w.expected} does not complete"
-    return f"the {role} of rank {w.rank} worker {w.worker} waits {where} for {what}: {state}"
+    sm = f" SM {w.sm}" if program.dims.sms > 1 else ""
+    return f"the {role} of rank {w.rank} worker {w.worker}{sm} waits {where} for {what}: {state}"

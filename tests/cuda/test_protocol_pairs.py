@@ -1,0 +1,176 @@
+"""Pairs of SMs on the host: two blocks that load weights for each other, on fibres and on threads. Programs for pairs
+have the bits of those for single SMs, and planted bugs are found.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gpu_programs import make, results, same
+from protocol import LaunchImage
+from race_detector import need_race_detector
+
+from megakernel.isa import Operation
+from megakernel.isa.launch import Ablation
+from megakernel.isa.pages import attention_pages
+from megakernel.runtime.cuda.stall import explain
+from megakernel.scheduler import Options
+
+ALONE = Options(matmul="tensor")
+PAIRS = replace(ALONE, pairs="on")
+CHUNKS = ((200, 3), (0, 30))  # (start, tokens)
+DEEP = ((7, 1), (300, 1), (20, 1), (400, 1))
+CASES = [
+    ("grouped", 1, PAIRS),
+    ("grouped", 2, replace(PAIRS, queue="attention", o="sharded", residual="dealt")),
+    ("grouped", 2, replace(PAIRS, queue="body", o="replicated", residual="dealt", norm="next")),
+    ("wide", 1, replace(PAIRS, queue="body")),
+    ("wide", 4, replace(PAIRS, o="replicated", residual="replicated")),
+    ("fewer heads than ranks", 4, replace(PAIRS, o="sharded", residual="replicated")),
+    ("norms of heads", 1, replace(PAIRS, queue="body")),
+    ("norms of wide heads", 1, replace(PAIRS, norm="next")),
+    ("whole pages", 1, PAIRS),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "options", "chunks"), [(*case, CHUNKS) for case in CASES] + [("wide", 1, PAIRS, DEEP)]
+)
+def test_any_interleaving_of_pairs_gives_the_bits_of_single_sms(
+    shape: str, tp: int, options: Options, chunks: tuple[tuple[int, int], ...]
+) -> None:
+    alone = LaunchImage(*make(shape, tp, replace(options, pairs="off"), workers=4, chunks=chunks))
+    alone.run_in_sequence()
+    expected = results(alone)
+    backend, program, table = make(shape, tp, options, workers=4, chunks=chunks)
+    assert (program.dims.sms, program.workers, program.processors) == (2, 2, 4)
+    image = LaunchImage(backend, program, table)
+    for seed in range(4):
+        image.restore()
+        image.params.pipelined = seed != 3
+        assert image.run(seed) == ""
+        assert same(results(image), expected) == [], f"seed {seed}"
+        totals = program.totals()
+        assert all((image.counters(rank) == 2 * totals[:, rank]).all() for rank in range(tp))
+
+
+def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
+    """So the rings of the cases above go on with empty pages, of either SM."""
+    more = set()
+    for chunks in (CHUNKS, DEEP):
+        _, program, table = make("wide", 1, PAIRS, workers=4, chunks=chunks)
+        view = table.rank(0)
+        items = slice(int(view.slot_items[-1]))
+        taken = attention_pages(view.item_rows[items], view.item_kv_heads[items], view.item_blocks[items], program.dims)
+        for begin, end in zip(view.slot_items[:-1], view.slot_items[1:], strict=True):
+            more.add(int(np.sign(taken[begin:end:2].sum() - taken[begin + 1 : end : 2].sum())))
+    assert {1, -1} <= more
+
+
+def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
+    """A tile of few rows is that of the first SM alone; the other goes with it, and computes nothing."""
+    backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
+    matmuls = program.forward.numbers(Operation.MATMUL)
+    assert matmuls and program.dims.tokens < 32
+    alone = LaunchImage(*make("grouped", 1, ALONE, workers=2, chunks=((130, 2), (0, 3))))
+    image = LaunchImage(backend, program, table)
+    assert (alone.run(0), image.run(0)) == ("", "")
+    assert same(results(image), results(alone)) == []
+
+
+def test_launches_of_pairs_follow_each_other() -> None:
+    backend, program, table = make("grouped", 2, replace(PAIRS, queue="body"), workers=4)
+    image = LaunchImage(backend, program, table)
+    assert image.run(seed=5) == ""
+    expected = results(image)
+    for launch in (2, 3):
+        assert image.run(seed=launch) == ""
+        assert same(results(image), expected) == []
+        assert (image.counters(1) == launch * 2 * program.totals()[:, 1]).all()
+
+
+@pytest.mark.parametrize("ablation", Ablation)
+def test_launches_of_pairs_that_leave_something_out_come_to_their_end(ablation: Ablation) -> None:
+    image = LaunchImage(*make("grouped", 2, replace(PAIRS, queue="body", residual="dealt"), workers=4))
+    image.params.synchronise = 0
+    for seed in range(4):
+        assert image.run(seed, ablation=ablation) == ""
+        assert not image.counters(0).any()
+
+
+@pytest.mark.parametrize(
+    ("bug", "complaint"),
+    [
+        ("dropped arrival", "deadlock"),
+        ("lone release", "deadlock|too many arrivals"),
+        ("forgotten twin", r"loads (into|without a fence)"),
+        ("early end", "is reached after its end"),
+        ("early release", "released while a store reads it"),
+        ("wrong phase", "reads page slot"),
+    ],
+)
+def test_finds_a_planted_bug_of_pairs(bug: str, complaint: str) -> None:
+    if bug == "forgotten twin":  # needs instructions that are longer than a lap
+        image = LaunchImage(*make("whole pages", 1, PAIRS, workers=4))
+    else:
+        image = LaunchImage(*make("grouped", 2, replace(PAIRS, o="sharded", residual="dealt"), workers=4))
+    found = []
+    for seed in range(8):
+        image.restore()
+        found.append(image.run(seed, bug))
+    assert sum(re.search(complaint, said) is not None for said in found) >= 3, found
+
+
+@pytest.mark.parametrize(
+    ("bug", "what"),
+    [
+        ("lost load", r"consumer \d .* for page \d+ to be filled"),
+        ("never retired", r"controller .* for the instruction in slot \d to end"),
+    ],
+)
+@pytest.mark.parametrize("queue", ["none", "body"])
+def test_names_the_pair_that_keeps_the_others_waiting(bug: str, what: str, queue: str) -> None:
+    options = replace(PAIRS, o="sharded", residual="dealt", queue=queue)
+    backend, program, table = make("grouped", 2, options, workers=4)
+    image = LaunchImage(backend, program, table)
+    found = 0
+    for seed, block in enumerate((0, 3, 5, 6)):
+        image.restore()
+        said = image.run(seed, bug, block)
+        if not said:  # what the pair claimed was too little for the bug
+            continue
+        found += 1
+        assert "deadlock" in said and "never came" in said and "did not end" not in said, said
+        why = explain(program, table, image.waits)
+        rank, worker = divmod(block // 2, program.workers)
+        assert re.match(rf"the {what.replace('.*', f'of rank {rank} worker {worker} SM [01] .*')}", why), why
+    assert found >= 2
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
+    need_race_detector(tmp_path_factory.mktemp("detector"))
+
+
+@pytest.mark.usefixtures("detector")
+def test_threads_of_pairs_race_nowhere_and_give_the_bits_of_fibres() -> None:
+    options = replace(PAIRS, o="sharded", residual="dealt", norm="next", queue="body")
+    image = LaunchImage(*make("grouped", 2, options, workers=4, chunks=((130, 2), (0, 3))))
+    assert image.run(seed=0) == ""
+    expected = results(image)
+    image.restore()
+    done = image.run_threads()
+    assert done.stderr == "" and done.returncode == 0
+    assert same(results(image), expected) == []
+
+
+@pytest.mark.usefixtures("detector")
+def test_threads_find_a_page_that_is_loaded_while_the_other_sm_reads_it() -> None:
+    options = replace(PAIRS, o="sharded")
+    done = LaunchImage(*make("grouped", 2, options, workers=4, chunks=((130, 2), (0, 40)))).run_threads(
+        "forgotten twin"
+    )
+    assert "data race" in done.stderr
