@@ -21,6 +21,7 @@ from .responses import (
     ChatMessage,
     ChatResponse,
     FunctionCall,
+    FunctionDelta,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -162,7 +163,7 @@ class _Chat(Answer):
 
 
 def _call_delta(call: CallDelta) -> ToolCallDelta:
-    function = FunctionCall(name=call.name, arguments=call.arguments)
+    function = FunctionDelta(name=call.name, arguments=call.arguments)
     if call.name is None:
         return ToolCallDelta(index=call.index, function=function)
     return ToolCallDelta(index=call.index, id=call_id(), type="function", function=function)
