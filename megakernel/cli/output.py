@@ -38,7 +38,7 @@ def bold(figure: str, rest: str) -> Text:
     return Text.assemble((figure, "bold"), rest)
 
 
-def speed(tokens: int | None, finish_reason: str, ttft_s: float | None, tpot_s: float | None) -> str:
+def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
     """How fast an answer came, in one line; what nobody knows is left out."""
     said = [] if tokens is None else [f"{tokens} tokens"]
     said.append(f"finish: {finish_reason}")

@@ -29,7 +29,7 @@ class Answer:
 
     text: str = ""
     tokens: int | None = None
-    finish_reason: str = "stopped"
+    finish_reason: str | None = "stopped"
     _began: float = field(default_factory=perf_counter)
     _first: float | None = None
     _last: float = 0.0
@@ -104,6 +104,10 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
+class _RefusedError(MegakernelError):
+    """A server that answers, but not with what it was asked for."""
+
+
 class Server:
     """A server of the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None: its first."""
 
@@ -114,6 +118,7 @@ class Server:
         self._url = given.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._how = {} if temperature is None else {"temperature": temperature}
+        self._context: int | None = None
         with self._ask("/v1/models") as reply:
             try:
                 names = [str(one["id"]) for one in json.load(reply)["data"]]
@@ -122,11 +127,14 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """By `/tokenize`, which this server and vLLM's have."""
+        """By `/tokenize`, which this server and vLLM's have, and which may refuse what is longer than the context."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)
-                return int(found["count"]), int(found["max_model_len"])
+                self._context = int(found["max_model_len"])
+                return int(found["count"]), self._context
+        except _RefusedError:
+            return (self._context + 1, self._context) if self._context and len(messages) > 1 else None
         except (MegakernelError, ValueError, KeyError, TypeError):
             return None
 
@@ -155,7 +163,7 @@ class Server:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
                 yield reply
         except HTTPError as e:
-            raise MegakernelError(_message(e.read())) from None
+            raise _RefusedError(_message(e.read())) from None
         except (OSError, ValueError, http.client.HTTPException) as e:
             why = getattr(e, "reason", None) or e or type(e).__name__
             raise MegakernelError(f"{self._url} does not answer as it should: {why}") from e
