@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -50,6 +51,7 @@ NOT_RUN = {
 # The first that fits: flags that make the command short, or let it find the server that this document has started.
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
+    r"^megakernel chat": "--max-tokens 4",
     r"bench latency": "--prompt-tokens 16 --tokens 2 --runs 1",
     r"bench throughput": _LOAD,
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
@@ -275,6 +277,7 @@ def test_a_document_can_be_followed(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))  # what a reader says to `megakernel chat`
     reader, wrong = Reader(capsys), []
     try:
         for step in ALL[document]:
