@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import cubins
 import pytest
 import sass
 
@@ -117,7 +118,7 @@ def build(
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    cubin = compiler.compile(trace=traced, units=Units[numerics.upper()], ablation=ablation)
+    cubin = cubins.compiled(compiler, trace=traced, units=Units[numerics.upper()], ablation=ablation)
     file = Path(factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
     return Built(numerics, traced, cubin.log, sass.disassemble(tool, file))
