@@ -55,6 +55,7 @@ def codes() -> Iterator[dict[Units, sass.Code]]:
             pytest.skip(str(e))
 
 
+@pytest.mark.slow
 def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> None:
     declared = machines.hardware("h100").issue
     assert declared is not None
@@ -63,6 +64,7 @@ def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> N
     assert {name: ratio for name, ratio in ratios.items() if not LOWEST <= ratio <= HIGHEST} == {}
 
 
+@pytest.mark.slow
 def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
     code = codes[Units.DOTS]
     paths = machine_code.Paths(code, Units.DOTS)

@@ -140,6 +140,7 @@ def of_the_reference(kind: Dtype, dtype: Dtype) -> list[Array]:
     return all_logits(ReferenceBackend, quantised(ODD, dtype, kind, tied=True)[0], PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
@@ -305,6 +306,7 @@ def test_the_engine_without_arithmetic() -> None:
     assert result.token_ids == [0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["auto", "f32", "q8_0"])
 def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
     with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
