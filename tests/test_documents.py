@@ -61,6 +61,8 @@ SMALLER = {
     r"predictions\.py": "--batches 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
+    r"speed/structured\.py": "--tokens 4 --rounds 1",
+    r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
@@ -134,7 +136,7 @@ def place_of(path: str, *folders: Path) -> Path:
 
 def went_wrong(*arguments: str) -> str:
     """What Python says if it fails, or nothing."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
     return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 

@@ -7,7 +7,7 @@ tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu
 keeps which test reaches which line (lines_reached.py in tests/support), and `--tests` narrows which tests there are. A
 mutant stands in a copy of the package. First it meets the tests of its own room, then the others, the cheapest first,
 as many as fit into SECONDS of processor time. It is killed when a test fails, or when the tests do not end.
-`--again FILE` tries the survivors of an earlier run once more, which new tests may kill, and keeps its other outcomes.
+`--again FILE...` tries the survivors of earlier runs once more, which new tests may kill, and keeps the other outcomes.
 Exit status 1: fewer were killed than `--least` percent.
 """
 
@@ -46,7 +46,7 @@ from source_mutants import SourceMutant, of_cpp, of_python
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 ROOMS = ("megakernel", "scheduler", "serving")
-SECONDS = 20.0  # of the tests of one mutant; a mutant may take three times as long
+SECONDS = 10.0  # of the tests of one mutant; a mutant may take three times as long
 # Which tests run C++; one width of vectors at -O1 builds fast, and computes what the others compute.
 NATIVE_TESTS = {
     "cpu": ("tests/runtime/",),
@@ -196,7 +196,7 @@ def ended(run: Callable[[], int]) -> str:
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(0.02)
         turns += 1  # not time, which goes on while the system holds this process up
-        if turns > 50 * 15 * SECONDS:
+        if turns > 50 * 6 * SECONDS:
             break
     else:
         status = done[1]
@@ -410,9 +410,9 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests that are left out")
     parser.add_argument("--sources", nargs="*", default=[""], help="files or folders to mutate (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (default: all)")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="figures whose survivors are tried once more")
+    parser.add_argument("--again", type=Path, nargs="*", default=[], metavar="FILE", help="of earlier runs")
     args = parser.parse_args()
-    earlier: list[dict[str, Any]] = json.loads(args.again.read_text())["mutants"] if args.again else []
+    earlier: list[dict[str, Any]] = [row for file in args.again for row in json.loads(file.read_text())["mutants"]]
     args.again = {_key_of(row) for row in earlier if row["outcome"] == "survived"}
     built_folder()  # this process removes it, and its forks do not
     for module in HEAVY:
