@@ -56,6 +56,7 @@ NATIVE_TESTS = {
 }
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
+IDLE_TURNS = 1500  # half a minute
 ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # where a change cannot be patched into functions
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
 # What tests import and nobody mutates is imported before the forks.
@@ -181,6 +182,17 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def seconds_of(session: int) -> float:
+    """Processor time of all processes of a session."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def ended(run: Callable[[], int]) -> str:
     """How a fork of this process ends that exits with what `run` returns."""
     child = os.fork()
@@ -192,12 +204,14 @@ def ended(run: Callable[[], int]) -> str:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    status, turns = 0, 0
+    status, turns, spent = 0, 0, 0.0
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(0.02)
         turns += 1  # not time, which goes on while the system holds this process up
-        if turns > 50 * 6 * SECONDS:
-            break
+        if turns % IDLE_TURNS == 0:
+            before, spent = spent, seconds_of(child)
+            if spent - before < 0.2:  # it waits for what does not come
+                break
     else:
         status = done[1]
     with contextlib.suppress(ProcessLookupError):
