@@ -370,6 +370,11 @@ def test_a_run_has_the_processor_time_that_was_spent_in_it(monkeypatch: pytest.M
     assert (figures["cpu_s"]["engine"], figures["cpu_s"]["frontend"]) == (2.5, 1.0)
 
 
+@pytest.mark.parametrize(("url", "port"), [("https://a", 443), ("http://a/v1", 80), ("a:8000", 8000)])
+def test_ports_of_addresses(url: str, port: int) -> None:
+    assert Server(url)._port == port
+
+
 def test_an_answer_in_an_error_has_two_hundred_characters() -> None:
     assert client._short(b"x " * 100) == "x " * 99 + "x"
     assert client._short(b"x" * 200) == "x" * 200
