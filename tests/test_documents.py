@@ -36,7 +36,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_RUN = {
     r"gpu\.py|-m gpu": "needs a GPU",
     r"^pip": "needs the package index; it is how CI begins",
-    r"^pytest$": "is what runs this",
+    r"^pytest": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
     r"benchmarks/pictures": "writes docs/*.png anew",
     r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
@@ -52,16 +52,19 @@ NOT_RUN = {
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
     r"^megakernel chat": "--max-tokens 4",
+    r"bench latency .*llama-3.2-1b": "--model random:smollm2-135m --prompt-tokens 16 --tokens 2 --runs 1",
     r"bench latency": "--prompt-tokens 16 --tokens 2 --runs 1",
     r"bench throughput": _LOAD,
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
     r"^megakernel serve": "--port 0 --json",
-    r"simulate .*--tokens 8192": "--tokens 256",
+    r"(compile|simulate|verify) .*--tokens 8192": "--tokens 256 --tp 2",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
+    r"speed/structured\.py": "--tokens 4 --rounds 1",
+    r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
@@ -135,7 +138,7 @@ def place_of(path: str, *folders: Path) -> Path:
 
 def went_wrong(*arguments: str) -> str:
     """What Python says if it fails, or nothing."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
     return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 
@@ -156,7 +159,12 @@ def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> Non
         case ["pytest", *rest] | ["python", "-m", "pytest", *rest]:
             markers = [line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
             for flag, word in zip(["", *rest], rest, strict=False):
-                assert word in markers if flag == "-m" else word[0] == "-" or (ROOT / word).exists(), (step.place, word)
+                known = {
+                    "-m": word.removeprefix("not ") in markers,
+                    "-n": word.isdigit(),
+                    "--dist": word == "worksteal",
+                }
+                assert known.get(flag, word[0] == "-" or (ROOT / word).exists()), (step.place, word)
         case "python", "-m", module:
             assert importlib.util.find_spec(module), step.place
         case "python", script, *rest:
