@@ -38,7 +38,7 @@ NOT_RUN = {
     r"^pip": "needs the package index; it is how CI begins",
     r"^pytest": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
-    r"benchmarks/pictures": "writes docs/*.png anew",
+    r"benchmarks/pictures": "writes the pictures of docs/ anew",
     r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
