@@ -226,6 +226,11 @@ def test_places_exist(document: Path) -> None:
     text = _FENCE.sub("", CHANGE.sub("", document.read_text()))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", text):
+        target = (document.parent / link if link else document).read_text()
+        headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", target), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{link}#{anchor}"
     for path in re.findall(r"`(?:python )?((?:[\w.*-]+/)+[\w.*-]+\.(?:py|toml|h|cuh|cu|cpp|json|csv))[` ]", text):
         place_of(path, ROOT / "megakernel", document.parent)
 
