@@ -67,6 +67,8 @@ SMALLER = {
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
+    r"speed/structured\.py": "--rounds 1 --tokens 4",
+    r"correctness/structured\.py": "--schemas 2",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
 
