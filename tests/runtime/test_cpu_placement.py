@@ -63,5 +63,5 @@ backend.close()
 def test_a_thread_that_is_not_run_is_moved_and_comes_back() -> None:
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "support")])}
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], env=env, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(SCRIPT)], env=env, capture_output=True, text=True)
     assert ran.stdout == "moved and back\n", ran.stderr
