@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -68,8 +69,24 @@ class _Talk:
         self._messages: Messages = []
         self._answers: list[dict[str, Any]] = []
         self._failed = False
+        self._interruptible = False
 
     def run(self) -> int:
+        if not self._typed:
+            return self._talk()
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            return self._talk()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, *_: object) -> None:
+        """Ctrl-C on a terminal ends an answer or a line that is being typed. At any other moment it does nothing."""
+        if self._interruptible:
+            self._interruptible = False
+            raise KeyboardInterrupt
+
+    def _talk(self) -> int:
         if self._typed:
             with suppress(ImportError):
                 import readline  # noqa: F401 -- `input` then edits lines and remembers them
@@ -95,7 +112,9 @@ class _Talk:
             return
         while True:
             try:
+                self._interruptible = True
                 line = input("> ")
+                self._interruptible = False
             except EOFError:
                 print()
                 return
@@ -111,12 +130,15 @@ class _Talk:
         self._messages.append({"role": "user", "content": text})
         answer = Answer()
         try:
+            self._interruptible = True
             room = self._fit()
             self._partner.reply(self._messages, answer, self._show, room)
+            self._interruptible = False
         except KeyboardInterrupt:
             if not self._typed:
                 raise
         except MegakernelError as e:
+            self._interruptible = False
             self._failed, answer.finish_reason = True, "error"
             output.stderr.print(f"{answer.text and chr(10)}megakernel: error: {e}")
         if answer.text:

@@ -6,10 +6,11 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,15 +99,36 @@ class Terminal:
     def send(self, text: str) -> None:
         os.write(self._mine, text.encode())
 
-    def until(self, text: str, seconds: float = 60) -> str:
+    def until(self, text: str) -> str:
         """Read up to `text`, which must come."""
-        deadline = time.monotonic() + seconds
-        while text not in self.seen:
+        self._read(lambda: text in self.seen)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def ask(self, text: str) -> None:
+        """Send a message, and wait until its answer begins: before that, Ctrl-C would end the message instead.
+
+        The terminal shows the message twice where it comes before `input` has taken the terminal over.
+        """
+        os.write(self._mine, f"{text}\n".encode())
+        self.until(f"{text}\r\n")
+        self._read(lambda: re.sub(rf"(> )?{text}|\s|\x1b\[[^a-zA-Z]*[a-zA-Z]", "", self.seen) != "")
+
+    def _read(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
             assert time.monotonic() < deadline, self.seen
             if select.select([self._mine], [], [], 0.1)[0]:
                 self.seen += os.read(self._mine, 4096).decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before
+
+    def rest(self) -> str:
+        """What else the terminal has shown."""
+        while select.select([self._mine], [], [], 0.1)[0]:
+            try:
+                self.seen += os.read(self._mine, 4096).decode(errors="replace")
+            except OSError:  # the program has closed its side
+                break
+        return self.seen
 
     def close(self) -> None:
         self.process.kill()
@@ -124,21 +146,20 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_program(where: str, model: str, li
     terminal = Terminal("chat", *flags)
     try:
         terminal.until("> ")
-        terminal.send("one\n")
-        terminal.until("one\r\n")
+        terminal.ask("one")
         terminal.send("\x03")
         assert "Traceback" not in terminal.until("finish: ")
         terminal.until("> ")
         terminal.send("\x03")
         terminal.until("/exit or Ctrl-D leaves")
         terminal.until("> ")
-        terminal.send("two\n")
-        terminal.until("two\r\n")
+        terminal.ask("two")
         terminal.send("\x03")
         terminal.until("finish: ")
         terminal.until("> ")
         terminal.send("\x04")
-        assert terminal.process.wait(60) == 0
+        status = terminal.process.wait(60)
+        assert status == 0, terminal.rest()
     finally:
         terminal.close()
 

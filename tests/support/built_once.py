@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_NAME = "MEGAKERNEL_TESTS_BUILT"  # tells processes that this one starts where the folder is
+NAME = "MEGAKERNEL_TESTS_BUILT"  # tells processes that this one starts where the folder is
 
 
 @functools.cache
 def folder() -> Path:
     """Of this run; the process that calls this first removes it in the end."""
-    if known := os.environ.get(_NAME):
+    if known := os.environ.get(NAME):
         return Path(known)
     made = tempfile.mkdtemp(prefix="megakernel-built-")
     atexit.register(shutil.rmtree, made)
-    os.environ[_NAME] = made
+    os.environ[NAME] = made
     return Path(made)
 
 
