@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace mk {
 
 Pool::Pool(int threads) : places_(threads) {
@@ -31,6 +33,8 @@ void Pool::start(std::function<void(int)> job, std::function<void()> finish) {
     job_ = std::move(job);
     finish_ = std::move(finish);
     running_ = size();
+    credit_.store(std::min(credit_.load(std::memory_order_relaxed) + 1, kMostCredit),
+                  std::memory_order_relaxed);
     ++epoch_;
   }
   work_.notify_all();
@@ -45,7 +49,9 @@ void Pool::separate(int self, int other) {
   Place& place = places_[other];
   const pid_t id = place.id.load(std::memory_order_relaxed);
   Move none = Move::kNone;
+  if (credit_.load(std::memory_order_relaxed) < kMoveCost) return;
   if (id == 0 || !place.move.compare_exchange_strong(none, Move::kBegun, std::memory_order_acquire)) return;
+  credit_.fetch_sub(kMoveCost, std::memory_order_relaxed);
   places_[self].core.store(sched_getcpu(), std::memory_order_relaxed);
   cpu_set_t cores;
   CPU_ZERO(&cores);

@@ -49,6 +49,10 @@ class Pool {
   int running_ = 0;
   bool stop_ = false;
   std::vector<Place> places_;
+  // Moves that may still be made. A job earns one and a move costs kMoveCost, because a machine on which
+  // threads always have to wait has other work on its other cores.
+  static constexpr int kMoveCost = 4, kMostCredit = 16;
+  std::atomic<int> credit_{kMostCredit};
   std::vector<std::thread> threads_;
 };
 

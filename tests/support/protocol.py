@@ -4,17 +4,16 @@ what runs it, on fibres or on threads.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from built_once import built_once
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
@@ -59,21 +58,10 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def _folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="megakernel-protocol-")
-    atexit.register(shutil.rmtree, folder)
-    return Path(folder)
-
-
-@functools.cache
 def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDLL:
     """The library that runs launches on fibres, for workers of `sms` SMs; of a build that leaves something out."""
-    out = _folder() / f"protocol{ablation:d}-{sms}.so"
-    source = ROOT / "csrc" / "host" / "protocol.cpp"
-    defines = [f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}"]
-    command = ["g++", *FLAGS, *defines, "-shared", "-fPIC", str(source), "-o", str(out)]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(out))
+    flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
+    library = ctypes.CDLL(str(built_once(f"protocol{ablation:d}-{sms}.so", _command("protocol.cpp", flags))))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
@@ -82,11 +70,13 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
 @functools.cache
 def build_threads(sms: int) -> Path:
     """The command that runs a launch on threads under ThreadSanitizer, for workers of `sms` SMs."""
-    out = _folder() / f"threads{sms}"
-    source = ROOT / "csrc" / "host" / "threads.cpp"
     flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(out)], check=True)
-    return out
+    return built_once(f"threads{sms}", _command("threads.cpp", flags))
+
+
+def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
+    command = ["g++", *flags, str(ROOT / "csrc" / "host" / source), "-o"]
+    return lambda target: subprocess.run([*command, str(target)], check=True)
 
 
 class Image:
@@ -214,11 +204,12 @@ class LaunchImage:
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
         """One launch on threads; a race is on standard error."""
         self.params.launch += 1
-        path = _folder() / "image"
-        self.save(path)
-        command = [str(build_threads(self.dims.sms)), str(path), str(BUGS.index(bug))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        self.load(path)
+        with tempfile.NamedTemporaryFile() as file:
+            path = Path(file.name)
+            self.save(path)
+            command = [str(build_threads(self.dims.sms)), str(path), str(BUGS.index(bug))]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            self.load(path)
         return done
 
     def run_in_sequence(self) -> None:
