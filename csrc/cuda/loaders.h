@@ -83,17 +83,23 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
     p.hand_over_at(sm, block.parted);
   }
   if (!p.wait_always(block.parted, 0)) return;
-  uint32_t last = 0;
-  MK_UNROLL for (int i = 0; i < 2 * kSms; ++i) {
-    const uint32_t passed = block.passed[i / 2][i % 2];
-    last = passed > last ? passed : last;
+  uint32_t last = page;
+  const auto include = [&](uint32_t passed) { last = passed > last ? passed : last; };
+  include(block.passed[own][1 - loader]);
+  if constexpr (kSms > 1) {
+    include(block.passed[other][0]);
+    include(block.passed[other][1]);
   }
   const uint32_t asked = block.passed[own][0], asked_there = block.passed[other][0];
   MK_LOOP for (; page < last; ++page) {
     const int slot = page_of(page).slot;
     int32_t bytes = 0;
     if (kSms > 1 && loader == 0 && page < asked_there) bytes = p.at_sm(other, block).shared[slot];
-    p.expect(block.full[slot], bytes > 0 ? bytes : 0);
+    if (bytes > 0) {
+      p.expect(block.full[slot], bytes);
+    } else {
+      p.arrive(block.full[slot]);
+    }
   }
   MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n) {
     const Page at = page_of(n);
