@@ -91,7 +91,7 @@ class Paths:
 
     def tiles(self) -> Floor:
         """A page of a tile of a matmul."""
-        return self._filled("p.load_tile(page, map", "x += kTileInner")
+        return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
 
     def columns(self) -> Floor:
         """A page of weights of dots, with another one for the cache."""
@@ -199,16 +199,18 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
 
 def compile_codes() -> dict[Units, Code]:
     """The untraced cubins of both numerics classes. Raises MegakernelError where a tool is missing."""
+    return {units: compile_code(units) for units in (Units.DOTS, Units.TENSOR)}
+
+
+def compile_code(units: Units, sms: int = 1) -> Code:
+    """An untraced cubin, for workers of `sms` SMs. Raises MegakernelError where a tool is missing."""
     tool = disassembler()
     if tool is None:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    codes = {}
     with tempfile.TemporaryDirectory() as folder:
-        for units in (Units.DOTS, Units.TENSOR):
-            file = Path(folder) / "megakernel.cubin"
-            file.write_bytes(cuda.compiler().compile(trace=False, units=units).code)
-            codes[units] = disassemble(tool, file)
-    return codes
+        file = Path(folder) / "megakernel.cubin"
+        file.write_bytes(cuda.compiler().compile(trace=False, units=units, sms=sms).code)
+        return disassemble(tool, file)
 
 
 @dataclass(frozen=True)
@@ -281,13 +283,18 @@ def report(issue: Issue) -> None:
             print(f"    {role:14} {seconds * 1e6:10,.0f} us, which allows {allowed}, {part:.2f} of what is needed")
 
 
+def print_paths(name: str, paths: Paths) -> None:
+    print(f"{name}: path, instructions, cycles by stalls, cycles of the role")
+    for path, floor in paths.all().items():
+        print(f"    {path:14} {floor.instructions:6} {floor.stalls:6} {cycles(path, floor):6}")
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     codes = compile_codes()
     for units, code in codes.items():
-        print(f"{units.name.lower()}: path, instructions, cycles by stalls, cycles of the role")
-        for name, floor in Paths(code, units).all().items():
-            print(f"    {name:14} {floor.instructions:6} {floor.stalls:6} {cycles(name, floor):6}")
+        print_paths(units.name.lower(), Paths(code, units))
+    print_paths("tensor, for pairs of SMs", Paths(compile_code(Units.TENSOR, sms=2), Units.TENSOR))
     report(issue_of(codes))
 
 
