@@ -329,6 +329,22 @@ def test_a_document_can_be_followed(
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_readme_repeats_the_medians_of_results() -> None:
+    """The speeds on a CPU, of this system and of llama.cpp: columns 1 and 4 there, 1 and 2 of the results."""
+    readme, results = (
+        [line.strip("|").split("|") for line in path.read_text().splitlines() if line.startswith("|")]
+        for path in (ROOT / "README.md", ROOT / "docs" / "results.md")
+    )
+    medians = {row[0].strip(): [cell.partition("(")[0].strip() for cell in row[1:3]] for row in results}
+    for start, *cases in (
+        ("speed on a CPU", "SmolLM2-135M, bf16, 256", "SmolLM2-135M, its Q4_1 file, 256"),
+        ("the same, 1B", "Llama-3.2-1B shape, Q4_K, 256", "AVX2: Llama-3.2-1B shape, Q4_K, 256"),
+    ):
+        [row] = [row for row in readme if row[0].strip().startswith(start)]
+        shown = [re.findall(r"\b[\d.]+\b", row[column]) for column in (1, 4)]
+        assert shown == [[medians[case][side] for case in cases] for side in (0, 1)]
+
+
 def test_each_reason_has_its_command() -> None:
     texts = "\n".join(" ".join(step.words) for found in ALL.values() for step in found)
     for pattern in (*NOT_RUN, *SMALLER):

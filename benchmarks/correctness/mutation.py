@@ -7,7 +7,9 @@ tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu
 keeps which test reaches which line (lines_reached.py in tests/support), and `--tests` narrows which tests there are. A
 mutant stands in a copy of the package. First it meets the tests of its own room, then the others, the cheapest first,
 as many as fit into SECONDS of processor time. It is killed when a test fails, or when the tests do not end.
-`--again FILE...` tries the survivors of earlier runs once more, which new tests may kill, and keeps the other outcomes.
+`--again FILE` continues the run that FILE holds: killed mutants stay killed, missing ones are drawn, and survivors are
+tried once more, which new tests may kill. Mutants of lines that have changed since are dropped, and others drawn.
+unnoticed.json beside this script says why a survivor changes nothing that a test could notice.
 Exit status 1: fewer were killed than `--least` percent.
 """
 
@@ -32,6 +34,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,9 @@ HEAVY = (
 )
 
 
-Key = tuple[str, int, str, str]  # file, offset, before, after
+REASONS = Path(__file__).with_name("unnoticed.json")
+Key = tuple[str, str, int, str]  # file, source line, column, what stands there then
+Drawn = tuple[str, SourceMutant, list["Test"]]  # file, mutant, tests that reach it
 
 
 @dataclass(frozen=True)
@@ -307,24 +312,22 @@ def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
     ]
 
 
-def python_mutants(tests: list[Test], args: Namespace, rng: random.Random, copy: Copy) -> Iterator[dict[str, Any]]:
+def python_mutants(
+    tests: list[Test], args: Namespace, rng: random.Random, copy: Copy, rows: Rows
+) -> Iterator[dict[str, Any]]:
     reached: dict[str, dict[int, list[Test]]] = defaultdict(lambda: defaultdict(list))
     for test in tests:
         for file, numbers in test.lines.items():
             for line in numbers:
                 reached[file][line].append(test)
-    drawn: list[tuple[str, SourceMutant, list[Test]]] = []
+    drawn: list[Drawn] = []
     for file in sorted(name for name in reached if name.startswith(tuple(args.sources))):
         for mutant in of_python((ROOT / file).read_text()):
             found = {test.name: test for line in mutant.lines for test in reached[file].get(line, ())}
             if found:
                 drawn.append((file, mutant, list(found.values())))
     print(f"{len(drawn)} mutants of Python lines that tests reach", flush=True)
-    if args.again:
-        chosen = [each for each in drawn if _key(*each[:2]) in args.again]
-    else:
-        chosen = rng.sample(drawn, min(args.python, len(drawn)))
-    for file, mutant, found in chosen:
+    for file, mutant, found in rows.chosen(drawn, args.python, rng):
         rounds = rounds_of(file, found)
         outcome = copy.outcome_of_python(file, mutant.applied((ROOT / file).read_text()), rounds)
         yield _row(file, mutant, outcome, rounds, len(found))
@@ -371,47 +374,95 @@ class Native:
 
 
 def native_mutants(
-    tests: list[Test], args: Namespace, rng: random.Random, copy: Copy, folder: Path, none: Counter[str]
+    tests: list[Test], args: Namespace, rng: random.Random, copy: Copy, folder: Path, rows: Rows
 ) -> Iterator[dict[str, Any]]:
-    """The mutants; `none` counts why others that were drawn are none."""
-    native, made = Native(folder), 0
+    native = Native(folder)
     files = [p for room in NATIVE_TESTS for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp")]
     names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # that one is generated
     names = [name for name in names if name.startswith(tuple(args.sources))]
-    drawn = [(name, mutant) for name in names for mutant in of_cpp((ROOT / name).read_text())]
-    rng.shuffle(drawn)
-    if args.again:
-        drawn = [each for each in drawn if _key(*each) in args.again]
-    for number, (file, mutant) in enumerate(drawn):
-        if made == args.native and not args.again:
-            break
+    drawn = []
+    for name in names:
+        found = [test for test in tests if test.name.startswith(NATIVE_TESTS[name.split("/")[1]])]
+        drawn += [(name, mutant, found) for mutant in of_cpp((ROOT / name).read_text())]
+    for number, (file, mutant, found) in enumerate(rows.chosen(drawn, args.native, rng)):
         target = folder / f"mutant-{number}"
         target.mkdir()
         built = native.built(file, mutant, target)
         if isinstance(built, str):
-            none[built] += 1
+            rows.none[built] += 1
         else:
-            made += 1
-            found = [test for test in tests if test.name.startswith(NATIVE_TESTS[file.split("/")[1]])]
             rounds = rounds_of(file, found)
             yield _row(file, mutant, copy.outcome_of_native(built, rounds), rounds, len(found))
         shutil.rmtree(target)
 
 
 def _row(file: str, mutant: SourceMutant, outcome: str, rounds: list[list[Test]], reaching: int) -> dict[str, Any]:
-    row = {"place": f"{file}:{mutant.line}", "offset": mutant.offset, "kind": mutant.kind}
+    _, line, column, _ = _key(file, mutant)
+    row = {"place": f"{file}:{mutant.line}", "source": line, "column": column, "kind": mutant.kind}
     row |= {"before": mutant.before, "after": mutant.after, "outcome": outcome}
     row |= {"tests_run_at_most": sum(map(len, rounds)), "tests_that_reach_it": reaching}
     print(json.dumps(row), flush=True)
     return row
 
 
+@cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
 def _key(file: str, mutant: SourceMutant) -> Key:
-    return file, mutant.offset, mutant.before, mutant.after
+    """What names the mutant as long as its line stays, wherever the line moves to."""
+    before, after = _text(file)[: mutant.offset], _text(file)[mutant.offset :]
+    head, tail = before.rpartition("\n")[2], after.partition("\n")[0]
+    return file, (head + tail).strip(), len(head.lstrip()), mutant.after
 
 
 def _key_of(row: dict[str, Any]) -> Key:
-    return row["place"].split(":")[0], row["offset"], row["before"], row["after"]
+    return row["place"].split(":")[0], row["source"], row["column"], row["after"]
+
+
+class Rows:
+    """The outcomes so far. Those of `earlier` that are mutants no more are left out."""
+
+    def __init__(self, earlier: list[dict[str, Any]]) -> None:
+        self._earlier = {_key_of(row): row for row in earlier}
+        self._found: dict[Key, dict[str, Any]] = {}
+        self.none = Counter[str]()  # why drawn changes were no mutants
+        reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
+        self._reasons = {_key_of(row): row["why"] for row in reasons}
+
+    def chosen(self, drawn: list[Drawn], count: int, rng: random.Random) -> Iterator[Drawn]:
+        """New ones until there are `count` with the earlier ones, then the earlier ones that survived."""
+        known = {key: each for each in drawn if (key := _key(*each[:2])) in self._earlier}
+        self._found |= {key: self._earlier[key] for key in known}
+        rng.shuffle(drawn)
+        have = len(known)
+        for each in drawn:
+            if have >= count:
+                break
+            if (key := _key(*each[:2])) not in self._found:
+                yield each
+                have += key in self._found
+        yield from (each for key, each in known.items() if self._earlier[key]["outcome"] == "survived")
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._found[_key_of(row)] = row
+
+    def all(self) -> list[dict[str, Any]]:
+        return list(self._found.values())
+
+    def figures(self) -> dict[str, Any]:
+        rows = [row | ({"why": why} if (why := self._why(row)) else {}) for row in self.all()]
+        rows.sort(key=lambda row: str(row["place"]))
+        states = ("killed" if row["outcome"] != "survived" else "explained" if "why" in row else "open" for row in rows)
+        return {"percent_killed": self.percent(), **Counter(states), "no_mutants": dict(self.none), "mutants": rows}
+
+    def _why(self, row: dict[str, Any]) -> str | None:
+        return self._reasons.get(_key_of(row)) if row["outcome"] == "survived" else None
+
+    def percent(self) -> float:
+        rows = self.all()
+        return round(100 * sum(row["outcome"] != "survived" for row in rows) / max(1, len(rows)), 1)
 
 
 def main() -> int:
@@ -424,41 +475,32 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests that are left out")
     parser.add_argument("--sources", nargs="*", default=[""], help="files or folders to mutate (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (default: all)")
-    parser.add_argument("--again", type=Path, nargs="*", default=[], metavar="FILE", help="of earlier runs")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="continue the run that FILE holds")
     args = parser.parse_args()
-    earlier: list[dict[str, Any]] = [row for file in args.again for row in json.loads(file.read_text())["mutants"]]
-    args.again = {_key_of(row) for row in earlier if row["outcome"] == "survived"}
+    rows = Rows(json.loads(args.again.read_text())["mutants"] if args.again else [])
     built_folder()  # this process removes it, and its forks do not
     for module in HEAVY:
         importlib.import_module(module)
-    rows, none = {_key_of(row): row for row in earlier}, Counter[str]()
-
-    def note() -> None:
-        write(args.output, {"percent_killed": percent(), "no_mutants": dict(none), "mutants": list(rows.values())})
-
-    def percent() -> float:
-        return round(100 * sum(row["outcome"] != "survived" for row in rows.values()) / max(1, len(rows)), 1)
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = [t for t in tests_of(args.lines or folder / "lines", args.tests) if t.name not in args.without]
         copy, rng = Copy(folder / "copy"), random.Random(args.seed)
         copy.collect(sorted({test.name.split("::")[0] for test in tests}))
-        found = python_mutants(tests, args, rng, copy)
-        if args.native or any(file.startswith("csrc/") for file, *_ in args.again):
-            found = itertools.chain(found, native_mutants(tests, args, rng, copy, folder / "native", none))
+        found = python_mutants(tests, args, rng, copy, rows)
+        if args.native:
+            found = itertools.chain(found, native_mutants(tests, args, rng, copy, folder / "native", rows))
         for row in found:
-            rows[_key_of(row)] = row
-            note()
+            rows.add(row)
+            write(args.output, rows.figures())
         # A test that fails without any mutant kills none.
-        killers = {row["outcome"].split(" ", 1)[1] for row in rows.values() if " " in row["outcome"]}
+        killers = {row["outcome"].split(" ", 1)[1] for row in rows.all() if " " in row["outcome"]}
         for test in Copy(folder / "clean").failing(sorted(killers - {"end"})):
             print(f"{test} fails without any mutant, so leave it out with --without")
-            for row in rows.values():
+            for row in rows.all():
                 row["outcome"] = "survived" if row["outcome"].endswith(f" {test}") else row["outcome"]
-        note()
-    print(f"{percent()} % of {len(rows)} mutants were killed")
-    return 1 if percent() < args.least else 0
+        write(args.output, rows.figures())
+    print(f"{rows.percent()} % of {len(rows.all())} mutants were killed")
+    return 1 if rows.percent() < args.least else 0
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   if (!hold(c)) return c.hold.load(std::memory_order_relaxed) == Hold::kEnded ? Visit::kEnded : Visit::kHeld;
   Visit visited = Visit::kBlocked;
   if (ready(c)) {
-    if (c.thread != thread && !crowded_) pool_.separate(thread, c.thread);
+    if (c.thread != thread && !crowded_) pool_.placement().separate(thread, c.thread);
     if (step<kTrace>(c, thread) && !settle(c)) {
       c.hold.store(Hold::kEnded, std::memory_order_release);
       left_.fetch_sub(1, std::memory_order_release);

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
@@ -69,7 +69,7 @@ class _Talk:
         self._messages: Messages = []
         self._answers: list[dict[str, Any]] = []
         self._failed = False
-        self._interruptible = False
+        self._may_interrupt = False
 
     def run(self) -> int:
         if not self._typed:
@@ -82,9 +82,17 @@ class _Talk:
 
     def _interrupt(self, *_: object) -> None:
         """Ctrl-C on a terminal ends an answer or a line that is being typed. At any other moment it does nothing."""
-        if self._interruptible:
-            self._interruptible = False
+        if self._may_interrupt:
+            self._may_interrupt = False
             raise KeyboardInterrupt
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        self._may_interrupt = True
+        try:
+            yield
+        finally:
+            self._may_interrupt = False
 
     def _talk(self) -> int:
         if self._typed:
@@ -112,9 +120,8 @@ class _Talk:
             return
         while True:
             try:
-                self._interruptible = True
-                line = input("> ")
-                self._interruptible = False
+                with self._interruptible():
+                    line = input("> ")
             except EOFError:
                 print()
                 return
@@ -130,15 +137,13 @@ class _Talk:
         self._messages.append({"role": "user", "content": text})
         answer = Answer()
         try:
-            self._interruptible = True
-            room = self._fit()
-            self._partner.reply(self._messages, answer, self._show, room)
-            self._interruptible = False
+            with self._interruptible():
+                room = self._fit()
+                self._partner.reply(self._messages, answer, self._show, room)
         except KeyboardInterrupt:
             if not self._typed:
                 raise
         except MegakernelError as e:
-            self._interruptible = False
             self._failed, answer.finish_reason = True, "error"
             output.stderr.print(f"{answer.text and chr(10)}megakernel: error: {e}")
         if answer.text:

@@ -51,12 +51,12 @@ class Answer:
 
 
 class Partner(Protocol):
-    """`context` tokens are what a conversation and its answer may have together; None: nobody knows."""
+    """Who answers; `name` is what its answers are shown under."""
 
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Tokens of a conversation, and of the context; None where nobody knows."""
+        """How many tokens the conversation has, and how many it may have with its answer; None: nobody knows."""
 
     def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
         """Fill `answer`, and `show` each piece of it. KeyboardInterrupt ends it with what has come."""

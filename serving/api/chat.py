@@ -8,7 +8,6 @@ from fastapi.responses import Response
 
 from ..tool_calls import CallDelta, ToolReader
 from .answers import Answers, Delta
-from .errors import APIError
 from .http import event
 from .logprobs import chat_logprobs, scores
 from .requests import ChatRequest
@@ -34,16 +33,14 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     """A whole answer, or its stream once the first token is there."""
     model = service.model(body.model)
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    structured, called = body.structured(), tools.structured(service.codec)
-    if structured and called:
-        raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
+    structured = tools.structured(body.structured(), service.codec)
     prompt = await service.encode_chat(body, tools.told)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     prompt = service.truncated(prompt, body, wanted)
     service.room([prompt], wanted)
     params = body.sampling(
         service.max_context - len(prompt) if wanted is None else wanted,
-        structured or called,
+        structured,
         n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

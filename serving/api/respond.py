@@ -66,9 +66,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     """A whole answer, or its stream once the first token is there."""
     model = service.model(body.model)
     tools = Tools(*body.chat_tools(), body.parallel_tool_calls)
-    structured, called = body.structured(), tools.structured(service.codec)
-    if structured and called:
-        raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
+    structured = tools.structured(body.structured(), service.codec)
     if tools.used and body.wants_logprobs:
         raise APIError(400, "log-probabilities are not given where tools may be called: ask without tools")
     prompt = await service.encode_chat(body.conversation(), tools.told)
@@ -76,7 +74,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     service.room([prompt], body.max_output_tokens)
     params = body.sampling(
         body.max_output_tokens or service.max_context - len(prompt),
-        structured or called,
+        structured,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
     answers = service.answers([prompt], params, special=tools.used)

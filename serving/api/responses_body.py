@@ -13,7 +13,8 @@ from .errors import APIError
 from .limits import MAX_MESSAGES, MAX_PARTS
 from .requests import INT32, WHOLE, Conversation, Message, Sampled, Text, one_message
 from .strict import Strict
-from .tools import MOST_TOOLS, Arguments, Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
+from .structured import JsonSchema
+from .tools import MOST_TOOLS, Arguments, Function, NamedFunction, NamedTool, Tool, ToolChoice
 
 
 class ResponsePart(Strict):
@@ -75,14 +76,10 @@ def _kind(given: Any) -> str:
     return kind if isinstance(kind, str) and kind in _ITEMS else "message"
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     """The answer follows the schema whether `strict` says so or not."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextConfig(Strict):
@@ -91,17 +88,12 @@ class TextConfig(Strict):
     format: TextFormat | None = None
 
 
-class ResponseTool(Strict):
+class ResponseTool(Function):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedResponseTool(Strict):
+class NamedResponseTool(NamedFunction):
     type: Literal["function"]
-    name: str
 
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -90,10 +90,12 @@ class Tools:
         self._callable = self.functions if named is None else {named: self.functions[named]}
         self._several = parallel is not False and named is None
 
-    def structured(self, codec: Codec) -> StructuredOutputsParams | None:
-        """What an answer must match in which a call is required."""
+    def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
+        """What the answer must match: `asked`, or the calls where one is required. Raises a 400 where it is both."""
         if not self._required or codec.tokenizer is None:
-            return None
+            return asked
+        if asked:
+            raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
         grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several)
         return StructuredOutputsParams(grammar=grammar)
 

@@ -176,3 +176,28 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("sys.stdout", screen)
         _Talk(partner, None, False)._show("a\x1b[2J\tb\n")
         assert screen.getvalue() == shown
+
+
+def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megakernel.cli.chat import _Talk
+    from megakernel.cli.partners import Answer, Messages
+
+    class Interrupted:
+        name = "m"
+
+        def count(self, messages: Messages) -> None:
+            return None
+
+        def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], room: int | None) -> None:
+            raise KeyboardInterrupt  # as a model does, whose own handler notes Ctrl-C
+
+    def no_line(prompt: str) -> str:
+        raise EOFError
+
+    talk = _Talk(Interrupted(), None, False)
+    monkeypatch.setattr(talk, "_typed", True)
+    talk._turn("one")
+    talk._interrupt()
+    monkeypatch.setattr("builtins.input", no_line)
+    assert list(talk._lines()) == []
+    talk._interrupt()

@@ -42,12 +42,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def live(llm: LLM) -> Iterator[Live]:
-    with serving(llm) as server:
-        yield server
-
-
 @pytest.fixture
 def slow(live: Live) -> Iterator[Live]:
     """The server with steps of at least 20 ms, so that a request can be met half-way."""

@@ -32,12 +32,6 @@ def llm(model: str) -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def live(llm: LLM) -> Iterator[Live]:
-    with serving(llm) as server:
-        yield server
-
-
 def message(answer: tuple[int, dict[str, str], bytes]) -> str:
     """The one sentence of an error that has the API's shape."""
     status, _, data = answer

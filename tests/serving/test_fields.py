@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from api_support import Live, serving, until
+from api_support import Live, until
 from model_helpers import byte_model
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -52,13 +52,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with LLM(str(folder), max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
-
-
-@pytest.fixture(scope="module")
-def live(llm: LLM) -> Iterator[Live]:
-    with serving(llm) as server:
-        yield server
-        until(server.at_rest)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from megakernel.serving.api.items import Events, Items
 from megakernel.serving.api.responses_body import ResponsesRequest
 from megakernel.serving.codec import Codec
 from megakernel.serving.tool_calls import FORMATS, CallDelta, ToolReader, tool_format
+from megakernel.settings import SETTINGS
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -107,6 +108,11 @@ def test_formats_come_from_the_template() -> None:
     assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
     with pytest.raises(MegakernelError, match="unknown tool call parser 'x': known are hermes"):
         tool_format("x", None)
+
+
+def test_the_setting_names_all_formats() -> None:
+    named = SETTINGS["tool call parser"].what.partition(": ")[2]
+    assert re.split(", | or ", named) == list(FORMATS)
 
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}

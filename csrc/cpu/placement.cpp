@@ -1,0 +1,88 @@
+#include "placement.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace mk {
+
+namespace {
+
+enum class Move : int { kNone, kBegun, kDone };
+
+}  // namespace
+
+// Where a thread runs.
+struct alignas(64) Placement::Place {
+  std::atomic<pid_t> id{0};  // the system's name of it; 0 until it starts
+  std::atomic<int> core{0};  // where it was last seen
+  std::atomic<Move> move{Move::kNone};
+  cpu_set_t cores;  // of a moved thread: where it may run otherwise
+};
+
+Placement::Placement(int threads) : places_(threads) {}
+
+Placement::~Placement() = default;
+
+void Placement::thread_starts(int self) { places_[self].id.store(gettid(), std::memory_order_relaxed); }
+
+void Placement::job_starts() {
+  const int credit = credit_.load(std::memory_order_relaxed);
+  credit_.store(std::min(credit + 1, kMostCredit), std::memory_order_relaxed);
+}
+
+void Placement::part_starts(int self) {
+  Place& place = places_[self];
+  if (place.move.load(std::memory_order_acquire) == Move::kDone) {
+    if (CPU_COUNT(&place.cores) > 0) sched_setaffinity(0, sizeof(place.cores), &place.cores);
+    place.move.store(Move::kNone, std::memory_order_relaxed);
+  }
+  place.core.store(sched_getcpu(), std::memory_order_relaxed);
+}
+
+void Placement::separate(int self, int other) {
+  Place& place = places_[other];
+  const pid_t id = place.id.load(std::memory_order_relaxed);
+  Move none = Move::kNone;
+  if (credit_.load(std::memory_order_relaxed) < kMoveCost) return;
+  if (id == 0 || !place.move.compare_exchange_strong(none, Move::kBegun, std::memory_order_acquire)) return;
+  credit_.fetch_sub(kMoveCost, std::memory_order_relaxed);
+  places_[self].core.store(sched_getcpu(), std::memory_order_relaxed);
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  sched_getaffinity(id, sizeof(cores), &cores);
+  place.cores = cores;
+  for (size_t t = 0; t < places_.size(); ++t) {
+    const int core = places_[t].core.load(std::memory_order_relaxed);
+    if (t != size_t(other) && core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &cores);
+  }
+  if (CPU_COUNT(&cores) > 0) sched_setaffinity(id, sizeof(cores), &cores);
+  place.move.store(Move::kDone, std::memory_order_release);
+}
+
+}  // namespace mk
+
+#else
+
+namespace mk {
+
+struct Placement::Place {};
+
+Placement::Placement(int) {}
+
+Placement::~Placement() = default;
+
+void Placement::thread_starts(int) {}
+
+void Placement::job_starts() {}
+
+void Placement::part_starts(int) {}
+
+void Placement::separate(int, int) {}
+
+}  // namespace mk
+
+#endif
