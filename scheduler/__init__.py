@@ -1,4 +1,4 @@
-"""Which instruction, on which worker, after what?"""
+"""Compiles a model's forward pass into programs: which instruction runs on which worker, and in which order."""
 
 from .candidates import MOST_MASKS, with_matmul
 from .compile import compile_program

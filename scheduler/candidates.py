@@ -1,4 +1,4 @@
-"""The ways in which a step can be computed on a machine: sizes, sharing among ranks, the place of the norms."""
+"""Lists the ways to compute a step on a machine: its sizes, the sharing among ranks, and where norms are computed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from .lower import lower_segment
 from .options import Options
 from .tasks import Candidate
 
-# Step-table room for attention: items per slot beyond one per row, so that few rows can be cut by KV head and KV
-# block for balance; rows whose long contexts may be split at once, and the most partials that are kept for them.
+# Room for attention in the step table: items per slot beyond one per row, so that few rows can be divided by KV head
+# and
+# KV block; rows whose long contexts may be split at the same time; and the largest number of partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# Where any slot's share may end inside a row's KV range, as many rows as slots.
+# The limit up to which every slot's share may end inside a row's KV range, so that there are as many split rows as
+# slots.
 _MAX_SLOT_PARTIALS = 65536
 # Logit-bias pairs: the OpenAI API allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
-# Logit rows that may have a mask, of a bit for each token: 4 MB with the largest vocabularies in use.
+# Logit rows that may have a mask of one bit per token: 4 MB with the largest vocabularies in use.
 MOST_MASKS = 256
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
-    """`options` with the matmul units of an engine whose largest bucket has `tokens` rows, where auto has a choice.
+    """`options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
 
-    They belong to the numerics class, so all programs of an engine need the same. Dots read weights faster than
-    matrix units can be fed with few rows, but hold all rows of a tile: auto takes them where one tile has the bucket.
+    All programs of an engine must use the same matmul units, because these belong to the numerics class. Dot products
+    read weights faster than matrix units with few rows, but must hold all rows of a tile. So `auto` chooses dot
+    products
+    if one tile holds the whole bucket.
     """
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
@@ -43,7 +47,9 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) -> Machine:
-    """`machine` with the tiles of its units: dots hold few rows, and read weights in columns of their own."""
+    """`machine` with the tile sizes of the chosen units. Dot products hold few rows and read weights in columns of
+    their own.
+    """
     rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
@@ -54,13 +60,13 @@ def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) 
 
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
-    """Most rows of a tile in any matmul of a rank, whichever way O is shared."""
+    """The largest number of rows of any matmul tile of a rank, whichever form the O projection has."""
     dims = replace(weight_dims(config, Dtype.BF16), tp=tp, replicated_o=1)
     return TARGETS[machine.target].tile_rows(units, max(dims.hidden, dims.o_cols, dims.rank_ffn))
 
 
 def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
-    """Most rows of a tile in the units that are for few rows."""
+    """The largest number of rows of a tile computed with dot products."""
     return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
 
 
@@ -79,9 +85,11 @@ def program_dims(
     units: Units = Units.CORE,
     quantised_kv: bool = False,
 ) -> Dims:
-    """Sizes of a bucket, with room in its step table that depends on the bucket and the workers only.
+    """The sizes of a bucket. The room in its step table depends only on the bucket and on the workers.
 
-    `claims`: attention slots of each worker. Row blocks and how the ranks share the work are those of one rank.
+    `claims` is the number of attention slots per worker. Row blocks, and how ranks share the work, are initially those
+    of
+    a single rank.
     """
     kv_blocks = ceil_div(max_context, KV_BLOCK)
     slots = machine.workers * claims
@@ -109,7 +117,7 @@ def program_dims(
 
 
 class Candidates:
-    """What `options` leaves open for one bucket, and what of it is predicted to be fastest on a machine."""
+    """The choices that `options` leaves open for one bucket, and the choice that the cost model predicts to be fastest."""
 
     def __init__(
         self,
@@ -121,8 +129,9 @@ class Candidates:
         self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
 
     def fastest(self, dims: Dims) -> Candidate:
-        """The lowering of O belongs to the numerics class, so it must not depend on the bucket: it is compared with the
-        rows that a machine computes in the time in which it reads the weights, where neither alone decides.
+        """The form of the O projection belongs to the numerics class, so it must not depend on the bucket. It is chosen
+        for the
+        number of rows at which a machine's arithmetic takes as long as reading the weights.
         """
         if dims.tp == 1:
             return self._normed(self._shared(dims, 0, 0))
@@ -146,9 +155,9 @@ class Candidates:
         return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
 
     def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
-        """Where token rows have owners, blocks are so short that each rank owns one if there are as many rows.
+        """Where token rows have owners, row blocks are so short that each rank owns one, if there are enough rows.
 
-        But no rows that the target stores at once may reach into the next block.
+        However, rows that the target stores at once must not extend into the next block.
         """
         rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
         unit = target_of(dims).row_unit[Units(dims.units)]
@@ -156,10 +165,11 @@ class Candidates:
         return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
 
     def _normed(self, dims: Dims) -> Candidate:
-        """With the place of a layer's norms.
+        """The candidate with the place of a layer's norms decided.
 
-        One that sends rows to all ranks does so beside the last stage of the layer before, where that has enough panels
-        for it to follow. Where every rank has the rows, a matmul of few rows may normalise them itself.
+        A norm that sends its rows to all ranks runs during the last stage of the previous layer, if that stage has
+        enough
+        panels for the norm to follow it. Where every rank has the rows, a matmul of few rows may normalise them itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
         shape = self._options.shape
@@ -179,10 +189,11 @@ class Candidates:
         return self._fastest([self._candidate(dims, norm) for norm in ([Norm.INSIDE] if inside else []) + [Norm.OWN]])
 
     def _layer_seconds(self, candidate: Candidate) -> float:
-        """Predicted seconds of a layer, phase after phase. Attention counts only what it stores at other ranks.
+        """Predicted seconds of a layer, one phase after another. Of attention, only stores to other ranks are counted.
 
-        Each phase lasts as long as on the slower of ranks 0 and 1: no shard is larger than rank 0's, and where only one
-        rank owns rows, rank 1 is one that sends to it.
+        A phase lasts as long as the slower of ranks 0 and 1 needs. No shard is larger than rank 0's. If only one rank
+        owns
+        rows, rank 1 is one of those that send to it.
         """
         slowest: dict[int, float] = {}
         dims, shape = candidate.dims, self._options.shape

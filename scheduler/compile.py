@@ -1,4 +1,4 @@
-"""One call from a model, a machine and a bucket to a program: candidates, tasks, counters, places, records."""
+"""Compiles a model, a machine and a bucket into a program: candidates, tasks, counters, placement, records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .place import place
 from .sync import synchronise
 from .tasks import Tasks
 
-# Row blocks of all ranks of a program: keeps compiling under a minute, and counters far below what a record can name.
+# Row blocks of all ranks of a program. The limit keeps compiling under a minute and counters within what a record can
+# name.
 _MAX_BLOCKS = 4096
 _RANKS, _RANKS_TEXT = (1, 2, 4, 8), "1, 2, 4 or 8"
 _DEFAULT = Options()
@@ -40,12 +41,14 @@ def compile_program(
     weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
 ) -> Program:
-    """Compile one bucket: `tokens` token rows of which `logit_rows` rows get logits, for `tp` ranks.
+    """Compile one bucket of `tokens` token rows, of which `logit_rows` rows get logits, for `tp` ranks.
 
-    `max_seqs` and `max_context` (tokens) are the engine's limits and must agree with the backend that launches
-    the program, and so must `options.matmul`: an engine asks `with_matmul` first. `weight_bits` has the bits of
-    an element of weight matrices that are not stored in `dtype`; with `quantised_kv` K and V are stored in Q8_0, by the
-    backend too. The result depends on the arguments only. Raises MegakernelError for arguments out of range.
+    `max_seqs` and `max_context` (tokens) are the engine's limits. They must agree with the backend that launches the
+    program, and so must `options.matmul`: an engine calls `with_matmul` first. `weight_bits` gives the bits per element
+    of
+    weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the backend
+    must do
+    the same. The result depends only on the arguments. Raises MegakernelError for arguments out of range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
@@ -75,14 +78,14 @@ def compile_program(
 
 
 def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -> Program:
-    """Synchronise and place tasks, and encode them."""
+    """Synchronise, place and encode the tasks."""
     sync = synchronise(tasks, derive(tasks), machine.workers, overlap_ranks=options.overlap_ranks)
     placed = [place(segment, tasks.dims, machine, options) for segment in tasks.segments]
     return encode(tasks, sync, placed, machine.name, machine.workers, options.claimed)
 
 
 def _in_pairs(machine: Machine, units: Units) -> Machine:
-    """`machine` with two SMs for each worker, which have tiles of twice the rows."""
+    """`machine` with workers of two SMs each, whose tiles have twice the rows."""
     if units is not Units.TENSOR:
         raise MegakernelError("cannot compile for pairs of SMs: they share loads of matrix units only, on GPUs")
     if machine.workers % 2:

@@ -1,4 +1,4 @@
-"""What an instruction costs on a machine, in seconds."""
+"""The cost model: predicted seconds of an instruction on a machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .options import Shape
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
-    """[n] predicted seconds of each instruction on one worker, which has an even share of the machine's rates.
+    """[n] predicted seconds of each instruction on one worker, which gets an equal share of the machine's rates.
 
-    Loads overlap arithmetic inside a worker, so the slower of the two counts. Attention's work is in the step
-    table; here it costs its dispatch only.
+    Loads overlap arithmetic inside a worker, so the slower of the two counts. Attention's work is in the step table;
+    here
+    attention costs only its dispatch.
     """
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
@@ -26,10 +27,10 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
-    """Predicted seconds of all of a rank's instructions of one phase, when its workers have no other work.
+    """Predicted seconds of all of a rank's instructions of one phase, if its workers have no other work.
 
-    Arithmetic, memory and link overlap; workers share memory unevenly when few of them read. Then a signal, and as
-    long again where it has to follow stores to other ranks.
+    Arithmetic, memory and links overlap. If few workers read, they share memory unequally. One signal is added, and a
+    second one if it must follow stores to other ranks.
     """
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)
@@ -38,9 +39,9 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 
 def step_seconds(program: Program, machine: Machine) -> float:
-    """Predicted seconds of a step of `program`, phase after phase as rank 0 computes them.
+    """Predicted seconds of a step of `program`, one phase after another, as rank 0 computes them.
 
-    Attention costs its dispatch only: its work is in the step table.
+    Attention costs only its dispatch, because its work is in the step table.
     """
     total = 0.0
     for index, runs in enumerate((1, program.dims.layers, 1)):
@@ -53,7 +54,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
-    """Seconds for which a rank's instructions keep all of its arithmetic, its memory and its link busy."""
+    """The seconds for which a rank's instructions fully occupy its arithmetic, its memory and its link."""
     arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
     memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
     link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
@@ -79,16 +80,16 @@ def _matmul_flops(dims: Dims, machine: Machine) -> float:
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
-    """Rows of a matmul for which reading its weights takes as long as its arithmetic.
+    """The number of rows for which a matmul's arithmetic takes as long as reading its weights.
 
-    R rows of a matmul take 2 R / F seconds per weight and its b bytes take b / B, so R = b F / 2 B.
+    R rows take 2 R / F seconds per weight, and reading its b bytes takes b / B, so R = b F / 2 B.
     """
     return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
-    """Row blocks that share one pass over the weights: enough rows to be bound by arithmetic, not by memory.
+    """Row blocks that share one pass over the weights: enough rows for arithmetic, not memory, to be the limit.
 
-    With all row blocks in one panel, more would change nothing.
+    If all row blocks are already in one panel, a larger number changes nothing.
     """
     return shape.panel or min(math.ceil(balanced_rows(dims, machine) / dims.row_block), dims.row_blocks)

@@ -1,12 +1,12 @@
-"""Which tasks must precede which, derived from the regions that phases declare.
+"""Derives which tasks must precede which, from the regions that phases declare.
 
-Tasks are handled in groups: those of one phase in one row block. On the layers that can tell neighbours apart
-(prologue, body, body, epilogue) every two groups that touch a common part of the same rank's copy of a buffer, one of
-them writing, are in conflict, and the earlier one, in program order, precedes the later one with all of its tasks.
-An edge is kept unless the kept ones already imply it.
+Tasks are handled in groups: the tasks of one phase in one row block. The analysis covers prologue, body, body and
+epilogue, which is enough to tell neighbouring layers apart. Two groups conflict if they touch a common part of the same
+rank's copy of a buffer and one of them writes. All tasks of the group that is earlier in program order then precede all
+tasks of the later one. An edge is kept unless other kept edges imply it.
 
-An access that the step table picks is represented by one virtual group per row block, "whatever touches rows
-of this block": as a consumer it is what an INDEXED wait waits for, as a producer what an INDEXED signal says.
+If the step table selects what an access touches, one virtual group per row block represents the access: "whatever
+touches rows of this block". As a consumer it is the target of an INDEXED wait, as a producer that of an INDEXED signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PROLOGUE, BODY, EPILOGUE = range(3)
 
 @dataclass(frozen=True)
 class Touch:
-    """The smallest box around what a group touches of some ranks' copies of a buffer: row, row_end, col, col_end."""
+    """The smallest box (row, row_end, col, col_end) around everything that a group touches in some ranks' copies of a
+    buffer.
+    """
 
     buffer: Buffer
     ranks: Sequence[int]
@@ -38,10 +40,12 @@ class Touch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tasks of one phase that share a block. `index` is NONE for real groups, else how the table picks.
+    """Tasks of one phase in one row block. `index` is NONE for real groups; otherwise it says how the step table
+    selects.
 
-    `tasks` is the index of its PhaseTasks in the segment; `ordinal` counts the segment's phases in program order: it is
-    the same on every rank.
+    `tasks` is the index of its PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and
+    is the
+    same on every rank.
     """
 
     segment: int
@@ -63,7 +67,7 @@ Edge = tuple[int, int]  # producer, consumer: indices into Dependencies.groups
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Kept edges between groups: inside a segment, into the next body or the epilogue, and out of the prologue."""
+    """The kept edges between groups: inside a segment, into the next body or the epilogue, and out of the prologue."""
 
     groups: list[Group]
     within: set[Edge] = field(default_factory=set)
@@ -72,7 +76,7 @@ class Dependencies:
 
 
 def derive(tasks: Tasks) -> Dependencies:
-    """Transitive reduction of the conflicts."""
+    """Compute the transitive reduction of the conflicts."""
     groups = [
         group
         for segment, parts in enumerate(tasks.segments)
@@ -84,14 +88,15 @@ def derive(tasks: Tasks) -> Dependencies:
     node_copy = [c for c, copy in enumerate(copies) for group in groups if group.segment == copy]
     before = [0] * len(node_group)  # bit sets: the nodes that precede each node
     found = Dependencies(groups)
-    kept: dict[int, list[int]] = defaultdict(list)  # producers in the same run of an item
+    kept: dict[int, list[int]] = defaultdict(list)  # producers that an item waits for in its own run
     for b, producers in enumerate(_candidates(groups, node_group, node_copy)):
         by_item = groups[node_group[b]].index is Index.ITEM
         for a in reversed(producers):
-            # Nearest first: whatever implies this edge passes through a later producer of the same consumer.
+            # Visit the nearest producer first: any path that implies this edge passes through a later producer of the
+            # same consumer.
             if before[b] >> a & 1:
                 continue
-            # Items wait for counters of their own run only, so what precedes them elsewhere precedes those.
+            # Items wait only for counters of their own run, so whatever precedes them elsewhere must precede those.
             targets = [b]
             if by_item and node_copy[a] == node_copy[b]:
                 kept[b].append(a)
@@ -100,13 +105,14 @@ def derive(tasks: Tasks) -> Dependencies:
             for target in targets:
                 _keep(found, (node_group[a], node_group[target]), copies, node_copy[a], node_copy[target])
             for node in {b, *targets}:
-                # What a LOGIT_ROW consumer waits for varies, so it implies nothing for others; it has no successors.
+                # The rows that a LOGIT_ROW consumer waits for vary, so it implies nothing for others. It has no
+                # successors.
                 before[node] |= before[a] | 1 << a
     return found
 
 
 def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
-    """Real groups by block, then virtual ones by row block."""
+    """The real groups by block, followed by the virtual groups by row block."""
     touched_by = accesses(part.phase, part.columns, d)
     order = np.argsort(part.block, kind="stable")
     starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
@@ -135,7 +141,7 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # Its box is every row that it may be: the part in this block.
+                    # The declared box covers every possible row; this is the part of it in the block.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
@@ -144,13 +150,15 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
-    """The ranks that one value of an access's `rank` names."""
+    """The ranks that one value of an access's `rank` selects."""
     assert rank is not None
     return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
-    """For each node in order, the earlier nodes whose hulls overlap its own on a buffer that one of them writes."""
+    """For each node in order, the earlier nodes whose bounding boxes overlap its own on a buffer that one of the two
+    writes.
+    """
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for node, g in enumerate(node_group):
         for t in groups[g].touches:
@@ -170,9 +178,9 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
 
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[2, pairs] of nodes; a hull is (row, row_end, col, col_end, node, writes), sorted by row.
+    """[2, pairs] of nodes whose boxes overlap. A box is (row, row_end, col, col_end, node, writes), sorted by row.
 
-    Hulls are short in rows, so those that may overlap one lie in a short range of the sorted ones.
+    Boxes cover few rows, so all that may overlap a given one lie in a short range of the sorted boxes.
     """
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")

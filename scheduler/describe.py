@@ -1,4 +1,4 @@
-"""A program in figures: what it holds and how tightly its phases are coupled."""
+"""Summarises a program in numbers: what it contains and how tightly its phases are coupled."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from ..program import Program
 
 
 def describe(program: Program) -> dict[str, Any]:
-    """Counts of one launch, JSON-ready.
+    """Counts for one launch, ready for JSON.
 
-    instructions            all ranks, body unrolled
+    instructions            of all ranks, with the body counted once per layer
     by_opcode               the same by name of the phase
-    per_layer               one layer's by name of the phase
+    per_layer               those of one layer by name of the phase
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
-    sms                     of a worker
-    all_to_all_per_layer    counters of a layer that every instruction of a phase signals and every instruction of
-                            another waits for, more than one each: a barrier between the two
-    waits_per_instruction   {number of wait words: instructions}, body unrolled
+    sms                     SMs per worker
+    all_to_all_per_layer    counters of a layer that every instruction of one phase signals and every instruction of
+    another
+                            waits for, with several on each side: a barrier between the two phases
+    waits_per_instruction   {number of waits: instructions}, with the body counted once per layer
     matmul                  dots or tensor; None for a CPU
     lowering                see the function of that name
-    link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store at other ranks
-    link_bytes              of one launch, declared stores of all ranks
+    link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
+    link_bytes              declared bytes stored on other ranks in one launch
     """
     dims, layers = program.dims, program.dims.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
@@ -61,7 +62,7 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
-    """Where a layer's norms are computed; of many ranks also how they share the O projection and the residual."""
+    """Where a layer's norms are computed, and, with several ranks, how they share the O projection and the residual."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
         "o": "replicated" if dims.replicated_o else "sharded",
@@ -71,7 +72,7 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
 
 
 def _link(program: Program, segment: int) -> NDArray[np.int64]:
-    """[from rank, to rank] bytes of one run of a segment."""
+    """[from rank, to rank] bytes of one execution of a segment."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for phase, dims, _, columns in program.by_phase(segment):
         out[dims.rank] += link_bytes(phase, columns, dims)
@@ -84,9 +85,11 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """Counters with a whole phase on both sides, on the rank that has most. Signals may be of all ranks.
+    """The number of counters that a whole phase signals and a whole phase waits for, on the rank that has most. Signals
+    may
+    come from all ranks.
 
-    No body counter is both its own and the next layer's.
+    No counter of the body belongs to both its own layer and the next one.
     """
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
@@ -101,9 +104,10 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """[phase, counter]: instructions whose words `named` name a rank's counter. A grid's name counts for each member.
+    """[phase, counter]: the instructions that name a rank's counter in their words `named`. A grid counts for each of
+    its members.
 
-    `to`: whose counters, where the words say so.
+    `to` says whose counters are meant, if the words say so.
     """
     dims = program.dims
     used = named != 0

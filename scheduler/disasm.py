@@ -1,4 +1,4 @@
-"""A program as text: one line per instruction, stream by stream."""
+"""Prints a program as text: one line per instruction, stream by stream."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ..isa import Dtype, Forward
 from ..isa import record as rec
 from ..program import Program, Segment
 
-Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # of layer 0 and of a later one; [ranks, counters]
+Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # totals of layer 0 and of every later layer; [ranks, counters]
 
 
 def disassemble(program: Program) -> Iterator[str]:
-    """Lines without line ends; the same program always gives the same text.
+    """Lines without line ends. The same program always gives the same text.
 
-    `#7=3` waits until counter 7 has its 3 arrivals of this launch; `#7=3 (1 in layer 0)` where the prologue
-    feeds it. `#7+` signals counter 7 of the next layer's block, `#7@3` rank 3's counter, `#7@all` that of every rank,
-    `#7@owner` that of the rank that owns the rows. `#7[table]` is a grid that starts at counter 7, whose member the
-    step table picks.
+    `#7=3` waits until counter 7 has its 3 arrivals of this launch; it reads `#7=3 (1 in layer 0)` if the prologue feeds
+    the
+    counter. `#7+` signals counter 7 of the next layer's block, `#7@3` that of rank 3, `#7@all` that of every rank, and
+    `#7@owner` that of the rank that owns the rows. `#7[table]` is a grid of counters that starts at counter 7; the step
+    table
+    selects its member.
     """
     program.check()
     d = program.dims
@@ -42,7 +44,7 @@ def disassemble(program: Program) -> Iterator[str]:
 def _segment(
     title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
 ) -> Iterator[str]:
-    """`of`: what records are dealt to, and how many of those a rank has."""
+    """`of` says what the records are dealt to (streams or queues), and how many of these a rank has."""
     name, each = of
     if each:
         yield f"{title}:"

@@ -1,4 +1,4 @@
-"""From placed tasks and counters to the records of a program."""
+"""Encodes placed tasks and counters into the records of a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tasks import PhaseTasks, Tasks
 
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, claimed: str) -> Program:
-    """The program of `tasks`; `claimed` says what workers claim at run time (see Options)."""
+    """Build the program of `tasks`. `claimed` says what workers claim at run time (see Options)."""
     ranks = tasks.dims.tp
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
@@ -58,13 +58,13 @@ def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:
 
 
 def _join(waits: Words, signals: Words) -> Records:
-    """[1, WORDS]: one `join`."""
+    """[1, WORDS]: the record of one `join`."""
     return rec.encode(JOIN.number, (), waits, signals)[None]
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """Records of a segment, with the stream and the place in the order of all streams of each."""
+    """The records of a segment, with each record's stream and its position in the common order of all streams."""
 
     records: Records
     stream: NDArray[np.int64]  # rank * workers + worker
@@ -79,7 +79,7 @@ def _encode(
     joins: list[Join],
     workers: int,
 ) -> _Placed:
-    """A join runs where its first consumer does."""
+    """Encode the records. A join runs in the stream where its first consumer runs."""
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -92,7 +92,7 @@ def _encode(
 
 
 def _streams(placed: _Placed, count: int) -> Segment:
-    """Each stream's records in order."""
+    """The records of each stream, in order."""
     sorting = np.lexsort((placed.order, placed.stream))
     offsets = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
@@ -100,10 +100,12 @@ def _streams(placed: _Placed, count: int) -> Segment:
 
 
 def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
-    """The body with a queue for each rank instead of the instructions of some phases, or of all.
+    """Give the body a queue per rank, which holds the instructions of some phases or of all phases.
 
-    Every worker of the rank drains the queue where it begins. Attention follows all that its items may wait for
-    and precedes all that waits for it, in the order of all streams, so all of it may be claimed at once.
+    Every worker of the rank drains the queue where the queue begins. In the common order of all streams, attention
+    follows
+    everything that its items may wait for and precedes everything that waits for it, so all of it may be claimed at
+    once.
     """
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
@@ -124,9 +126,10 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
-    """Every stream ends after every instruction of every rank.
+    """End every stream only after every instruction of every rank.
 
-    All workers of a rank meet at the first counter, where one of them says so to all ranks' second.
+    All workers of a rank signal a first counter. One of them waits for it and then signals the second counter of all
+    ranks.
     """
     gather, leave = counters
     none = np.zeros(0, np.int32)

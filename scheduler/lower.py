@@ -1,4 +1,4 @@
-"""From a candidate to tile tasks: which instructions a step consists of, before anyone says where or when."""
+"""Turns a candidate into tile tasks: the instructions of a step, before anything decides where and when they run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPE = Shape()
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of `length` rows, of `total` rows in all: those numbered `numbers`."""
+    """Blocks of `length` rows, out of `total` rows; `numbers` selects the blocks."""
 
     total: int
     length: int
@@ -42,7 +42,7 @@ def lower(candidate: Candidate, machine: Machine, shape: Shape = _SHAPE) -> Task
 def lower_segment(
     phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine, shape: Shape
 ) -> list[PhaseTasks]:
-    """The tasks of some ranks, phase by phase, rank by rank; without those that have nothing to do."""
+    """The tasks of some ranks, phase by phase and rank by rank, without phases that have nothing to do."""
     out: list[PhaseTasks] = []
     for phase in phases:
         for rank in ranks:
@@ -60,7 +60,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[P
         case Operation.MATMUL:
             return _tiles(phase, d, machine, shape)
         case Operation.REDUCE:
-            # Whole rows: the norm that follows needs them whole.
+            # A task has whole rows, because the norm that follows needs them.
             tasks = _runs(phase, d, machine)
             zero = np.zeros_like(tasks.block)
             return replace(tasks, columns=tasks.columns | {"col": zero, "cols": zero + d.hidden})
@@ -91,7 +91,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
-    """Runs of rows, enough of them for all workers, of near-equal length inside each row block."""
+    """Divide the rows into runs, enough for all workers and nearly equal in length, each inside one row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -103,7 +103,7 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
-    """Row blocks x near-equal column tiles that start on multiples of the column unit."""
+    """Row blocks × column tiles of nearly equal width that start at multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
     blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
@@ -121,11 +121,14 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
 
 
 def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, shape: Shape) -> int:
-    """How many column tiles make the phase shortest: waves of tiles over the workers x seconds of the widest tile.
+    """The number of column tiles that makes the phase shortest: waves of tiles over the workers × seconds of the widest
+    tile.
 
-    A tile holds at most tile_rows x tile_cols outputs, so short row blocks may have wide tiles: then a phase is
-    about one tile per worker. Tiles are cut narrower only to fill the workers or to even out the last wave; with
-    several panels the next phase fills the last wave, so a part of a wave counts as that.
+    A tile holds at most tile_rows × tile_cols outputs, so short row blocks may have wide tiles; a phase then has about
+    one
+    tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels the
+    next
+    phase fills the last wave, so a partial wave counts only as its fraction.
     """
     blocks, units = len(rows.numbers), ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
@@ -143,8 +146,9 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
-    """One instruction per slot. `heads` are the tasks that make q, k and v: KV heads are grouped just so far that the
-    signals of one of them fit its record.
+    """One instruction per slot. `heads` are the tasks that compute q, k and v. KV heads are grouped only as far as
+    needed for
+    the signals of one of these tasks to fit its record.
     """
     slot = np.arange(d.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}

@@ -1,4 +1,4 @@
-"""How a program may be compiled, where there is a choice."""
+"""The options of the compiler."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of tiles and panels, which change no bits. 0: the machine's, or what the cost model says.
+    """Sizes of tiles and panels, which change no bits. 0 means the machine's value or the cost model's choice.
 
-    tile_rows, tile_cols    most rows, and most output columns, of a matmul tile; no more than the machine's
+    tile_rows, tile_cols    the most rows and the most output columns of a matmul tile, up to the machine's
     panel                   row blocks that share one pass over the weights
-    reduce_lag, norm_lag    where a layer ends with the next one's norm: panels by which its reduction follows the last
-                            stage, so that partials of all ranks have come, and by which the norm follows the reduction
-    claims                  attention slots for each worker where it claims them: the work of a slot is then an even
-                            share of a step's at best
+    reduce_lag, norm_lag    if a layer ends with the next layer's norm: the number of panels by which its reduction
+    follows the
+                            last stage, so that the partial sums of all ranks have arrived, and by which the norm
+                            follows the
+                            reduction
+    claims                  attention slots per worker, if workers claim them: the smallest share of a step's attention
+    that a
+                            worker can take
     """
 
     tile_rows: int = 0
@@ -38,20 +42,24 @@ class Shape:
 
 @dataclass(frozen=True)
 class Options:
-    """`auto` takes what is predicted to be faster. Only `o` and `matmul` are part of the numerics class.
+    """Options of a compilation. `auto` chooses what is predicted to be faster. Only `o` and `matmul` affect the
+    numerics class.
 
-    o              O projection: W_O sharded by head, or all of it on every rank
-    residual       token rows dealt to owner ranks, or all on every rank
-    norm           a layer begins with its own attention norm, or ends with the next one's, or each matmul that reads
+    o              O projection: W_O sharded by head, or replicated on every rank
+    residual       token rows dealt to owner ranks, or kept on every rank
+    norm           a layer begins with its own attention norm, or ends with that of the next layer, or each matmul that
+    reads
                    normalised rows normalises them itself
-    queue          what workers claim at run time: nothing, attention, or the whole layer body. For auto,
-                   `tune.Fastest` simulates all that these options leave open; `compile_program` claims nothing
+    queue          what workers claim at run time: nothing, attention, or the whole body of a layer. With auto,
+    `tune.Fastest`
+                   simulates all possibilities that these options leave open; `compile_program` claims nothing
     pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
-                   `compile_program` takes auto for off
-    interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time;
-                   off: phases one after the other
-    matmul         dot products, for few rows, or matrix units; `with_matmul` says what auto is. Nothing to a CPU
-    overlap_ranks  off: what comes from another rank is waited for by whole phases, not by row blocks
+                   `compile_program` treats auto as off
+    interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time; if off,
+    phases
+                   run one after another
+    matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
+    overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
     """
 
     o: str = "auto"
@@ -66,7 +74,7 @@ class Options:
 
     @property
     def claimed(self) -> str:
-        """What workers claim at run time, or nothing."""
+        """The part of a layer that workers claim at run time, if any."""
         return "" if self.queue in ("auto", "none") else self.queue
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""From tasks to streams and an order. Every stream is a subsequence of one topological order of the segment."""
+"""Assigns tasks to streams and orders them. Every stream is a subsequence of one topological order of the segment."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .tasks import PhaseTasks, ordinals
 
 @dataclass(frozen=True)
 class Placed:
-    """Where and when each of some tasks runs: its worker and its position in the segment's order.
-
-    Positions are those of one order of all ranks.
-    """
+    """Where and when each task runs: its worker, and its position in the common order of all ranks."""
 
     worker: NDArray[np.int64]
     order: NDArray[np.int64]
 
 
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
-    """Place one segment.
+    """Place the tasks of one segment.
 
-    Stages (matmuls and attention) run one after the other; inside a stage, panels of row blocks in order, and inside
-    a panel column by column, so that a weight tile read from memory serves the whole panel. Two neighbouring stages
-    of which one is bound by arithmetic and one by the link or memory take turns, panel by panel. What lies between
-    two stages, a norm, a reduction or sampling, is ordered so that its inputs are then long complete and its
-    consumers far away, so neither side waits. Without interleaving phases run one after the other, and so they do where
-    what waits for another rank waits for whole phases: it must come after them in every stream.
+    Stages (matmuls and attention) run one after another. Inside a stage, panels of row blocks run in order, and inside
+    a
+    panel the tasks run column by column, so that a weight tile read from memory serves the whole panel. If one of two
+    neighbouring stages is limited by arithmetic and the other by links or memory, they alternate panel by panel. Norms,
+    reductions and sampling between two stages are placed so that their inputs are complete well before and their
+    consumers
+    follow well after, so neither side waits. Without interleaving, phases run one after another. The same holds if
+    waits for
+    other ranks are for whole phases, because what waits must then come after those phases in every stream.
     """
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.shape)
@@ -65,10 +65,12 @@ def _turns(
 ) -> list[tuple[float, float]]:
     """The sort key of the first panel of each phase, and the step from one panel to the next.
 
-    A stage has a unit of keys; what precedes it lies about midway between the end of its panel in the stage before and
-    its start in this one. Two stages that take turns share two units: the second lags the first by a panel, and one
-    more for each kind between them. A layer that ends with the next one's norm has nothing to wait for behind it: what
-    follows its last stage does so panel by panel.
+    A stage spans one unit of keys. Phases that precede it lie about midway between the end of their panel in the
+    previous
+    stage and its start in this one. Two alternating stages share two units: the second lags behind the first by one
+    panel,
+    and by one more for each kind of phase between them. If a layer ends with the next layer's norm, nothing later waits
+    behind it, so the phases after its last stage follow panel by panel.
     """
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
@@ -82,7 +84,7 @@ def _turns(
         if lag and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
             step = 2 / (panels + lag)
             turns[stage] = number, step
-            # Each kind between runs a panel and a third after the one before it began.
+            # Each kind between the two runs one and a third panels after the previous kind began.
             for k in range(stage + 1, following):
                 turns[k] = number + (k - stage + 1 / 3) * step, step
             turns[following] = number + lag * step, step
@@ -97,13 +99,15 @@ def _turns(
 
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
-# Of the room between the end of a panel in a stage and its start in the next, what is left behind what lies between:
-# less than half of it, where an earlier panel may begin in the next stage, which is the more urgent.
+# The fraction of the room, between the end of a panel in one stage and its start in the next, that remains after the
+# phases
+# in between. It is less than one half, because an earlier panel may begin in the next stage at that time, which is more
+# urgent.
 _LEFT = 7 / 16
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
-    """Whether one stage is bound by arithmetic and the other by memory or the link."""
+    """Whether one stage is limited by arithmetic and the other by memory or links."""
     bound = []
     for stage in (first, second):
         if not stage[0].phase.is_matmul:
@@ -121,11 +125,12 @@ def _workers(
     *,
     pipelined: bool,
 ) -> list[NDArray[np.int64]]:
-    """Give each task, in the order of keys, to the worker that is free first. Attention's go by their slot.
+    """Assign each task, in the order of keys, to the worker that is free first. Attention tasks are assigned by slot.
 
-    `parts`: a rank's tasks, with the panel and the key of each task. With one panel a phase starts when the one
-    before has ended, so all workers are free; with more, a phase begins where workers run out of the last one, so the
-    load carries over.
+    `parts` has a rank's tasks, with the panel and the key of each. With one panel, a phase starts when the previous one
+    has
+    ended, so all workers are free. With more, a phase begins while workers finish the previous one, so the load carries
+    over.
     """
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
@@ -145,7 +150,7 @@ def _workers(
 
 
 def _first_free(tasks: int, cost: float, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Workers of equal tasks dealt in order, each to the worker with the least load so far."""
+    """The workers of equal tasks dealt in order, each to the worker with the least load so far."""
     depth = min(tasks, tasks // len(load) + 2 + int((load.max() - load.min()) / cost))
     start = load[:, None] + cost * np.arange(depth)
     return np.argsort(start.T.ravel(), kind="stable")[:tasks] % len(load)

@@ -1,4 +1,4 @@
-"""Boxes of rows and columns, many at a time, and the parts of a box that the step table picks."""
+"""Boxes of rows and columns as arrays, and the parts of a box that the step table selects."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
 
 def boxes(access: Access) -> Boxes:
-    """One box per instruction; empty where the instruction does not touch the buffer."""
+    """One box per instruction; the box is empty if the instruction does not touch the buffer."""
     return np.stack([access.row, access.row_end, access.col, access.col_end], axis=1)
 
 
 def nonempty(b: Boxes) -> NDArray[np.bool_]:
-    """[n]: which boxes hold an element."""
+    """[n]: which boxes are not empty."""
     found: NDArray[np.bool_] = (b[:, 0] < b[:, 1]) & (b[:, 2] < b[:, 3])
     return found
 
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
-    """[len(starts), 4]: the smallest box around each run of boxes; empty where all of a run are."""
+    """[len(starts), 4]: the smallest box around each run of boxes; empty if all boxes of the run are."""
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)
@@ -31,13 +31,14 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
 
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
-    """Token rows of a row block."""
+    """The token rows of a row block."""
     return block * dims.row_block, min((block + 1) * dims.row_block, dims.tokens)
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
-    """[tasks, head groups]: which of the producer's tasks write what items of their rows with some of `group_heads` KV
-    heads read.
+    """[tasks, head groups]: which of the producer's tasks write data that attention items of their rows read, for each
+    group
+    of `group_heads` KV heads.
     """
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)

@@ -1,9 +1,9 @@
-"""From dependencies to counters: the wait and signal words of every task.
+"""Turns dependencies into counters: the wait and signal words of every task.
 
-A counter stands for "these groups of tasks are done": its total is their arrivals. Groups with the same
-successors share one, so a task signals few counters and most consumers wait for one. Counters that the step
-table picks form grids: [row block][head group] for what attention items wait for, [row block] for what they
-complete and for what final rows wait for.
+A counter means "these groups of tasks are done"; its total is the number of their arrivals. Groups with the same
+successors share a counter, so a task signals few counters and most consumers wait for one. Counters that the step table
+selects form grids: [row block][head group] for the inputs of attention items, and [row block] for the outputs of
+attention items and for final rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .tasks import PhaseTasks, Tasks
 Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]
 
-# A counter's number before the end of `synchronise` is that of its creation; `home` then says which numbers it gets.
-SHARED = -1  # one that all ranks count at the same index, or that all name alike
+# Until the end of `synchronise`, a counter is numbered in order of creation; `home` then decides its final number.
+SHARED = -1  # a counter that has the same index on all ranks or that all ranks name alike
 
 
 @dataclass(frozen=True, order=True)
 class Counter:
-    """What signals name: a counter, and the rank whose copy of it gets the signal, or ALL_RANKS."""
+    """The target of a signal: a counter, and the rank whose copy of it gets the signal, or ALL_RANKS."""
 
     number: int
     rank: int
@@ -42,7 +42,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join` instruction that runs before `members` of the `tasks` of a segment, where these have more waits than a
+    """A `join` instruction that runs before `members` of a segment's `tasks`, because they have more waits than a
     record holds.
     """
 
@@ -55,9 +55,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """Words of each phase of each segment, [n, 8], and the totals of a counter block (see Program).
+    """The wait and signal words of each phase of each segment, [n, 8], and the totals of a counter block (see Program).
 
-    `barrier`: counters of the barrier at the end of a launch, of a rank's workers and of the ranks.
+    `barrier` has the counters of the barrier at the end of a launch: the one of a rank's workers and the one of the
+    ranks.
     """
 
     waits: list[list[Words]]
@@ -70,7 +71,9 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies, workers: int, *, overlap_ranks: bool = True) -> Sync:
-    """`overlap_ranks`: whether what comes from another rank is waited for by row blocks, not by whole phases."""
+    """Assign counters. If `overlap_ranks` is true, data from other ranks is waited for by row block, otherwise by whole
+    phase.
+    """
     build = _Builder(tasks, dependencies, overlap_ranks)
     build.attention_grids()
     build.final_row_grid()
@@ -84,13 +87,14 @@ class _Builder:
     def __init__(self, tasks: Tasks, dependencies: Dependencies, overlap_ranks: bool) -> None:
         self.tasks = tasks
         self.groups = dependencies.groups
-        self.homes: list[int] = []  # of each counter: a rank, or SHARED
+        self.homes: list[int] = []  # for each counter: a rank, or SHARED
         self.waits = [[np.zeros((len(p), rec.WAITS), np.int32) for p in s] for s in tasks.segments]
         self.signals = [[np.zeros((len(p), rec.SIGNALS), np.int32) for p in s] for s in tasks.segments]
         self.joins: list[Join] = []
         self.arrivals_by_table: dict[Counter, int] = {}
-        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> counters of its rank
-        self.from_last_run: dict[int, set[Counter]] = defaultdict(set)  # those that a body may feed
+        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> the counters it waits for on its rank
+        # the counters that a body may signal for the next layer
+        self.from_last_run: dict[int, set[Counter]] = defaultdict(set)
         self.entering = _successors(dependencies.entering)
         self.producers: dict[int, list[int]] = defaultdict(list)
         for producer, consumer in sorted(dependencies.within):
@@ -105,17 +109,17 @@ class _Builder:
             self.families[self._family(g)].append(g)
         self.within = {p: self._targets(p, s) for p, s in _successors(dependencies.within - self.to_items).items()}
         self.onward = {p: self._targets(p, s) for p, s in _successors(dependencies.onward).items()}
-        # Which groups share a counter: those with the same successors. (run, rank, successors) -> counter
+        # Groups with the same successors share a counter. (run, rank, successors) -> counter
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
     def _family(self, g: int) -> tuple[int, ...]:
-        """Groups of all ranks that take over together what comes from several ranks, or goes to several."""
+        """The groups of all ranks that together receive data from several ranks or send it to several."""
         group = self.groups[g]
         family = (group.segment, group.ordinal, int(group.virtual))
         return (*family, group.block) if self.by_blocks else family
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Successors by the rank that must hear of it; ALL_RANKS for all of a family that has some on several."""
+        """Successors by the rank that must be signalled; ALL_RANKS for a whole family with successors on several ranks."""
         by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_family[self._family(g)].append(g)
@@ -129,9 +133,10 @@ class _Builder:
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
 
     def attention_grids(self) -> None:
-        """Number both grids, signal the first from what items read; the second is signalled by the items.
+        """Number both grids of attention, and let the producers of the items' inputs signal the first. Items signal the
+        second.
 
-        The first is the rank's own. Arrivals at the second are where the rows' attention output goes.
+        The first grid is on the rank itself. The second is on the rank that receives the attention output of the rows.
         """
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
@@ -148,7 +153,7 @@ class _Builder:
             waits, signals = (words[group.segment][group.tasks] for words in (self.waits, self.signals))
             waits[:, 0] = rec.counter_word(ready[group.rank][0], indexed=True)
             signals[:, 0] = rec.counter_word(done, rank=self._output_rank(group.rank), indexed=True)
-        feeds: dict[int, NDArray[np.bool_]] = {}  # index of tasks: [tasks, head groups]
+        feeds: dict[int, NDArray[np.bool_]] = {}  # by index of tasks: [tasks, head groups]
         for producer, consumer in sorted(self.to_items):
             group, item = self.groups[producer], self.groups[consumer]
             first, groups = ready[item.rank]
@@ -169,7 +174,7 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Arrivals at the grid that starts at counter `done`, and who waits for them."""
+        """Add the arrivals at the grid that starts at counter `done`, and the waits for it."""
         dims = self.tasks.dims
         for g in items:
             group = self.groups[g]
@@ -188,14 +193,14 @@ class _Builder:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def _output_rank(self, rank: int) -> int:
-        """Rank in the signal word of attention on `rank`."""
+        """The rank in the signal word of attention on `rank`."""
         dims = self.tasks.dims
         if not dims.replicated_o:
             return rank
         return rec.ALL_RANKS if dims.replicated_residual else rec.OWNER
 
     def final_row_grid(self) -> None:
-        """Number the counters that final rows pick from before all others, in row-block order."""
+        """Number the counters of final rows before all others, in row-block order."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -210,7 +215,7 @@ class _Builder:
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> None:
-        """Signals of each group, and which counters its successors wait for."""
+        """Assign the signals of each group, and the counters that its successors wait for."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -232,11 +237,13 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self) -> None:
-        """The prologue arrives at block 0 where a layer before would; the total of block 0 is its own."""
+        """Let the prologue signal block 0 where a previous layer would. The total of block 0 differs from those of
+        later blocks.
+        """
         fed: dict[int, int | None] = {}
 
         def nearest(consumer: int) -> int | None:
-            """`consumer`, or a task that it waits for in every layer, that an earlier run signals."""
+            """`consumer` itself, or a task that it waits for in every layer and that an earlier run signals."""
             if consumer not in fed:
                 near = (nearest(p) for p in self.producers.get(consumer, ()))
                 fed[consumer] = (
@@ -255,8 +262,9 @@ class _Builder:
                 fed_counters[counter].add(producer)
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
-        # What a layer before signals and nothing in the prologue: by something in the same rows, so that no counter
-        # is without arrivals.
+        # Some counters get signals from a previous layer but none from the prologue. A prologue task of the same rows
+        # signals them,
+        # so that no counter lacks arrivals.
         prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
         by_block: dict[int, list[int]] = defaultdict(list)
         for g in prologue:
@@ -274,7 +282,7 @@ class _Builder:
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def wait_for_groups(self) -> None:
-        """Waits of each group; through joins where they are more than its records have room for."""
+        """Assign the waits of each group, through joins if a record has too few wait words."""
         for consumer in sorted(self.waited):
             group = self.groups[consumer]
             if group.virtual:
@@ -317,7 +325,9 @@ class _Builder:
         return len(self.homes) - count
 
     def _numbers(self) -> NDArray[np.int32]:
-        """Index in a rank's block of each counter: shared ones first, then each rank's own from the same start."""
+        """The index of each counter in its rank's block: shared counters first, then each rank's own from the same
+        start.
+        """
         homes = np.array(self.homes, dtype=np.int32)
         out = np.zeros(len(homes), dtype=np.int32)
         start = int((homes == SHARED).sum())
@@ -327,7 +337,7 @@ class _Builder:
         return out
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
-        """Arrivals per counter at the segment's own block and at the next one."""
+        """The arrivals of the segment per counter, in its own block and in the next one."""
         tp = self.tasks.dims.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
@@ -343,13 +353,13 @@ class _Builder:
 
 
 def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
-    """Give each word its counter's final number, in place."""
+    """Replace the counter in each word by its final number, in place."""
     named = words[words != 0]
     words[words != 0] = named & ~rec.COUNTER_MASK | numbers[rec.word_counter(named)] + 1
 
 
 def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
-    """Consumers of each producer; producers in order."""
+    """The consumers of each producer, with producers in order."""
     out: dict[int, list[int]] = defaultdict(list)
     for producer, consumer in sorted(edges):
         out[producer].append(consumer)

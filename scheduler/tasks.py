@@ -1,4 +1,4 @@
-"""What the stages of a compilation hand to each other: the instructions of a step before they have a place."""
+"""The data that the stages of a compilation pass on: the instructions of a step before they are placed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Candidate:
 class PhaseTasks:
     """All instructions of one phase on one rank, as operand columns of equal length.
 
-    `block` groups them: what one task of a block needs, and what it must precede, holds for the block. It is the
-    row block that the instruction's rows lie in: token rows, or logit rows in the epilogue.
+    `block` groups tasks that have the same dependencies: the row block that the instruction's rows lie in, counted in
+    token
+    rows, or in logit rows in the epilogue.
     """
 
     phase: Phase
@@ -36,7 +37,7 @@ class PhaseTasks:
 
 @dataclass(frozen=True)
 class Tasks:
-    """A step's instructions: three segments of phases in program order, the ranks' tasks of a phase together."""
+    """A step's instructions: three segments of phases in program order, with the tasks of all ranks for each phase."""
 
     candidate: Candidate
     prologue: list[PhaseTasks]
@@ -53,11 +54,11 @@ class Tasks:
 
     @cached_property
     def rank_dims(self) -> list[Dims]:
-        """Sizes as each rank sees them."""
+        """The sizes as each rank sees them."""
         return [replace(self.dims, rank=rank) for rank in range(self.dims.tp)]
 
 
 def ordinals(tasks: list[PhaseTasks]) -> list[int]:
-    """Which phase of its segment each belongs to, counted in program order over the phases that have tasks."""
+    """The position of each phase in its segment, counted in program order over the phases that have tasks."""
     changes = [a.phase is not b.phase for a, b in itertools.pairwise(tasks)]
     return list(itertools.accumulate(changes, initial=0))

@@ -1,4 +1,4 @@
-"""What would a program take on a machine that is not here?"""
+"""Simulates a program on a machine that is not here."""
 
 from .run import Simulation, Stall, simulate
 

@@ -1,8 +1,8 @@
-"""What the simulator takes things to cost: rates that are reached rather than promised, latencies, and room on chip.
+"""The simulator's costs: rates that are reached in practice, latencies, and room on the chip.
 
-Fractions and latencies are published measurements of others, named below; a CPU's are measured by
-`megakernel doctor --calibrate`. None was fitted to a step time: predictions are compared with measurements in
-docs/simulator.md.
+Fractions and latencies are published measurements by others, named below. `megakernel doctor --calibrate` measures
+those
+of a CPU. None was fitted to a step time; docs/simulator.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates are of one rank's device unless they are a worker's. Seconds, bytes, FLOPs.
+    """Rates are those of one rank's device unless stated as a worker's. Units are seconds, bytes and FLOPs.
 
-    Rates by rows are those of a worker for tiles of that many rows, in between on a line over log(rows).
+    Rates by rows are a worker's, for tiles of that many rows. Between two sizes they are interpolated linearly in
+    log(rows).
     """
 
     matmul_flops: Rates  # of a worker
     attention_flops: Rates  # of a worker; rows are (query row, head) pairs that share K and V
-    row_quantum: int  # a matrix unit computes whole multiples of so many rows
+    row_quantum: int  # matrix units compute whole multiples of this number of rows
     vector_flops: float  # of a worker
     memory_bytes_per_s: float
-    cache_bytes_per_s: float  # last shared cache to workers
+    cache_bytes_per_s: float  # from the last-level cache to all workers
     cache_bytes: float
-    worker_bytes_per_s: float  # most that one worker loads, or stores
-    egress_bytes_per_s: float  # of a rank, and as much into it
+    worker_bytes_per_s: float  # the most that one worker loads or stores
+    egress_bytes_per_s: float  # out of a rank; the same applies into it
     switch_bytes_per_s: float  # of all ranks
     latency_s: float  # of a load
-    store_s: float  # of a store, beside its bytes
-    dispatch_s: float  # fetch, decode and set-up of an instruction
-    claim_s: float  # more for one that comes from a queue
-    signal_s: float  # from the end of a store to a waiting worker's knowing
+    store_s: float  # latency of a store, added to the time of its bytes
+    dispatch_s: float  # fetch, decode and set up an instruction
+    claim_s: float  # additional time to claim an instruction from a queue
+    signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # the same between ranks
     launch_s: float
-    ring_bytes: float  # loads that a worker holds ahead of its arithmetic
-    stage_bytes: float  # loads that are computed on together
-    in_flight: int  # instructions of a worker between set-up and end of store; 1: one after the other
-    claim_in_flight: int  # the same where the next one comes from a queue
-    roles: bool  # whether a worker has loaders and a storer of its own
-    issue: Issue | None = None  # in seconds; None: rates have it in them
+    ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
+    stage_bytes: float  # loaded bytes that are used together
+    in_flight: int  # instructions of a worker between set-up and the end of their store; 1: no overlap
+    claim_in_flight: int  # the same if the next instruction comes from a queue
+    roles: bool  # whether a worker has separate loaders and a storer
+    issue: Issue | None = None  # in seconds; None if the rates include it
 
     def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of matrix work on one worker."""
         return self._padded(flops, rows) / _at(self.matmul_flops, rows)
 
     def attention_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same for attention items; `rows` counts (query row, head) pairs of one KV head."""
+        """Seconds of attention items on one worker; `rows` counts (query row, head) pairs of one KV head."""
         return self._padded(flops, rows) / _at(self.attention_flops, rows)
 
     def _padded(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -65,8 +66,9 @@ class Costs:
         return padded
 
     def paired(self) -> Costs:
-        """Of a worker that is two SMs. Each has all weights of a tile go through its port, and half of the rows: of the
-        three parts that the two ports carry where a tile has as many rows as columns, two are counted as loads.
+        """Costs of a worker that is two SMs. All weights of a tile and half of its rows pass through the port of each
+        SM. For a tile
+        with as many rows as columns, the two ports carry three parts, of which two count as loads.
         """
         return replace(
             self,
@@ -74,11 +76,11 @@ class Costs:
             attention_flops=tuple((rows, 2 * rate) for rows, rate in self.attention_flops),
             vector_flops=2 * self.vector_flops,
             worker_bytes_per_s=2 * self.worker_bytes_per_s * 2 / 3,
-            stage_bytes=self.stage_bytes * 4 / 3,  # rows twice, and a weight tile once
+            stage_bytes=self.stage_bytes * 4 / 3,  # twice the rows, and one weight tile
         )
 
     def unpipelined(self) -> Costs:
-        """Without work of two instructions at once on a worker."""
+        """The costs of workers that finish each instruction before they start the next."""
         return replace(self, in_flight=1, claim_in_flight=1)
 
 
@@ -89,16 +91,17 @@ def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 # -- GPUs
-# Matrix unit: a large matmul takes 1 / 0.75 of what the datasheet's rate says (*How to Scale Your Model*, 2025, "How to
-# Think About GPUs": about 20 us for a bound of 15.3). A query tile of attention has one of its four quarters.
+# A large matmul takes 1 / 0.75 of the time at the datasheet's rate (*How to Scale Your Model*, 2025, "How to Think
+# About
+# GPUs": about 20 us for a bound of 15.3). A query tile of attention uses one of the matrix unit's four quarters.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
-# 3,089 GB/s copied on an H100 of 3,350 (AutoMegaKernel, arXiv 2606.09682).
+# An H100 copied 3,089 of 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
-# All-reduce bus bandwidth on eight H100s: 370 of 450 GB/s at most (the same chapter).
+# All-reduce bus bandwidth on eight H100s reaches at most 370 of 450 GB/s (the same chapter).
 _LINK_FRACTION = 370 / 450
-# An asynchronous global load or store: about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
+# An asynchronous global load or store takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
 _LATENCY_S = _STORE_S = 0.5e-6
-# An atomic on the far die: 432 ns (MPK's microbenchmarks, B200).
+# An atomic operation on the far die takes 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
 
 
@@ -138,9 +141,9 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 
 # -- CPUs
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured as `megakernel doctor --calibrate` does:
-# benchmarks/results/simulate-host.json, attention of simulate-host-attention.json; the rate of its multiply-adds is of
-# cpu-latency-smollm2-135m.json. A CPU that was not calibrated reaches the same part of its own multiply-adds.
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured like `megakernel doctor --calibrate` does:
+# benchmarks/results/simulate-host.json, attention in simulate-host-attention.json, multiply-adds in
+# cpu-latency-smollm2-135m.json. A CPU that was not calibrated is assumed to reach the same fractions of its own rates.
 _XEON = Core(
     memory_bytes_per_s=11.6e9,
     matmul_rows=(1, 2, 4, 8, 96),
@@ -186,5 +189,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> Costs:
-    """The table's costs for a machine. Those of `host` are of the rates that `machine` has, measured or nominal."""
+    """The costs for a machine. For `host`, they follow from the rates in `machine`, measured or nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

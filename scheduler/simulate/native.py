@@ -1,4 +1,4 @@
-"""The native part of the simulator: ctypes declarations of csrc/simulate."""
+"""Python declarations (ctypes) of the native simulator in csrc/simulate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Work:
-    """mk::simulate::Program. Records of streams and queues in one list, each with its tasks."""
+    """mk::simulate::Program: the records of streams and queues in one list, each with its tasks."""
 
     ranks: int
     workers: int
@@ -114,7 +114,7 @@ def _library() -> ctypes.CDLL:
 
 
 def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
-    """Simulate; with room for `most` trace records, which are the intervals in the order in which they ended."""
+    """Simulate, with room for `most` trace records. They are the intervals in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)

@@ -1,8 +1,9 @@
-"""A program in virtual time: what a step would take on a machine, and why.
+"""Runs a program in virtual time, to predict how long a step takes on a machine and why.
 
-Each worker has a controller, a loader, consumers and a storer that take its instructions in order; what workers share
-(memory, the last shared cache, links and their switch) is divided evenly among whoever uses it at a moment. A wait
-holds until the signals that the program names have come. docs/simulator.md has the rules and what they leave out.
+Each worker has a controller, a loader, consumers and a storer, which process its instructions in order. Workers share
+memory, the last-level cache, links and their switch; each is divided equally among its users at any moment. A wait
+lasts
+until the signals that the program names have arrived. docs/simulator.md has the rules and the omissions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_IN_FLIGHT = 7
 
 @dataclass(frozen=True)
 class Stall:
-    """One instruction that takes `seconds` longer: its segment (an index of SEGMENTS), number as in a trace, layer."""
+    """Delays one instruction by `seconds`: its segment (an index of SEGMENTS), its number as in a trace, and its layer."""
 
     segment: int
     number: int
@@ -37,11 +38,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated step came to.
+    """The result of a simulated step.
 
-    `step_s`: from the launch to the last event. Bytes that were moved, written back and loaded again ones included, and
-    FLOPs are of all ranks. `events`: of the simulation. What workers do, and shares of peaks, megakernel.timeline says
-    of the trace, as of any other.
+    `step_s` is the time from the launch to the last event. Bytes (including those written back and loaded again) and
+    FLOPs are
+    sums over all ranks. `events` counts the events of the simulation. For the activity of workers and shares of peaks,
+    use
+    megakernel.timeline on the trace, as for any other trace.
     """
 
     step_s: float
@@ -63,11 +66,11 @@ def simulate(
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
-    """Run one step, `table`, of `program` on `machine`.
+    """Run one step of `program`, described by `table`, on `machine`.
 
-    `costs`: the table's for the machine by default.
-    `trace`: keep every interval, about 200 bytes an instruction. Raises MegakernelError where the program never ends,
-    or more signals arrive than a counter counts.
+    `costs` defaults to those of the machine. With `trace`, every interval is kept, about 200 bytes per instruction.
+    Raises
+    MegakernelError if the program never ends or if a counter gets more signals than its total.
     """
     program.check()
     if program.processors != machine.workers:
@@ -104,7 +107,7 @@ def simulate(
 
 
 def _launched(program: Program, work: Work) -> int:
-    """Tasks of one launch."""
+    """The number of tasks in one launch."""
     per_record = work.records["end_task"] - work.records["first_task"]
     counts = [
         int(per_record[offsets[0] : offsets[-1]].sum())
@@ -131,7 +134,7 @@ def _check(program: Program, work: Work, result: Result) -> None:
 
 
 def _matrix_flops(program: Program, table: StepTable) -> float:
-    """FLOPs of all ranks' matmuls and attention, padding rows included."""
+    """FLOPs of the matmuls and attention of all ranks, including padding rows."""
     total = 0.0
     for segment, runs in enumerate((1, program.dims.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):

@@ -1,9 +1,11 @@
-"""What the simulator runs: of each task of a program its waits and signals, what it loads, computes and stores.
+"""Prepares the simulator's input: for each task of a program its waits, signals, loads, arithmetic and stores.
 
-A task is an instruction, or an attention work item of a step; single rows that follow each other in a slot are one.
-All of it follows from the program's phases: loads and stores from the declared accesses, arithmetic from the declared
-costs, attention's from the step table. What a rank's last shared cache may hold is named in pieces: a weight tile or a
-sequence's KV head of one layer, and a row block of an activation buffer.
+A task is an instruction or an attention work item; consecutive single rows of a slot form one task. Everything follows
+from the program's phases: loads and stores from the declared accesses, arithmetic from the declared costs, attention
+from
+the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a sequence in one
+layer,
+or a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ _LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
-    """All tasks, filled group by group. `waits` and `signals` collect rows that begin with the task."""
+    """All tasks, filled group by group. Rows of `waits` and `signals` begin with the task."""
 
     def __init__(self, count: int, ranks: int) -> None:
         self.waits: list[Ints] = []  # [n, 3]: task, counter, slot
@@ -68,7 +70,7 @@ class _Tasks:
             self.table[name][tasks] = values
 
     def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-        """The rows in the order of their tasks, which then know theirs."""
+        """The rows sorted by task, and each task's range in them."""
         names = dtype.names or ()
         table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
         table = table[np.argsort(table[:, 0], kind="stable")]
@@ -81,11 +83,13 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
-    """One step of `program` as the simulator runs it. `table` is of its sizes, seen by any rank."""
+    """Prepare one step of `program` for the simulator. `table` is a step table with the program's sizes, the same for
+    all ranks.
+    """
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
-    # Records of each phase and rank.
+    # Process the records of each phase and rank together.
     groups = [
         (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.rank)))
         for view in views
@@ -145,7 +149,7 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Records of all lists, the rank and the trace's number of each, and the lists' offsets into them."""
+    """The records of all streams and queues, the rank and the trace number of each, and each list's offset."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -160,11 +164,11 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 
 
 class _Keys:
-    """Numbers of cache pieces, the same on every rank, and their sizes, [ranks, keys]."""
+    """The numbers of cache entries, equal on all ranks, and their sizes, [ranks, keys]."""
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
-        self._weights: dict[int, tuple[int, Int32s]] = {}  # of a phase: its first key, the columns of its tiles
+        self._weights: dict[int, tuple[int, Int32s]] = {}  # for each phase: its first key, and the columns of its tiles
         count = 0
         for phase in (p for p in program.forward if p.is_matmul):
             cols = np.unique(phase.columns(records[numbers == phase.number])["col"])
@@ -192,7 +196,7 @@ class _Keys:
 
 
 def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: Costs) -> None:
-    """Everything but attention and control."""
+    """Add all tasks except attention and control."""
     columns = phase.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
     work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
@@ -228,31 +232,31 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.ring_pages:
-        weights, read = np.zeros(len(task)), read + weights  # the consumers load, when they get there
+        weights, read = np.zeros(len(task)), read + weights  # the consumers load these themselves when they get there
         if costs.issue and phase.operation is Operation.SAMPLE:
-            # As many logits are added as are under way meanwhile.
+            # While a group of logits is added, a group of the same size is being loaded.
             steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
-    compute_s = matrix_s + vector_s  # both where a matmul normalises its inputs first
-    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes  # dots: both pages of a piece
+    compute_s = matrix_s + vector_s  # one after the other if a matmul normalises its inputs first
+    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes  # dots use both pages of a pair together
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
-    """Matmuls through the ring: what they take of it. Seconds of arithmetic."""
+    """Compute what matmuls take of the ring of pages, and return their seconds of arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
-        # The rows come in every lap, and stay to its end.
+        # The rows are loaded in every lap and stay until its end.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims) * phase.matrices(dims) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # The next instruction comes after the results of the last columns.
+    # The next instruction's pages follow the results of the last columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -260,7 +264,7 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """(rank, bytes of each task stored there) of an access."""
+    """(rank, bytes that each task stores there) for an access."""
     for to in range(dims.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -271,8 +275,10 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: Costs
 ) -> None:
-    """One rank's attention. K and V of earlier steps come from memory, once for a sequence
-    whose rows several items share."""
+    """Add the attention of one rank. K and V of earlier steps come from memory once per sequence, even if several items
+    share
+    them.
+    """
     dims = view.dims
     task, item, _ = _items(phase, records, first, view)
     if not len(item):
@@ -283,7 +289,7 @@ def _attention(
     live = sequence >= 0
     flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
-    # Of q, and of the output.
+    # The size of q, which is also that of the output.
     size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
@@ -323,8 +329,10 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Of each item, whether it is a task, or joins the one before it in its slot: single rows, whole, of one row block,
-    that wait for the same."""
+    """For each item, whether it starts a task. Otherwise it joins the previous item of its slot: single whole rows of
+    one row
+    block that wait for the same counters.
+    """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
     own = view.item_row // view.dims.row_block
@@ -336,7 +344,7 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Plain waits and signals. Those of attention: every item waits, the last one signals."""
+    """Add ordinary waits and signals. For attention, every item waits and the last one signals."""
     waits = rec.waits(records)
     record, slot = np.nonzero(waits)
     word = waits[record, slot]
@@ -365,7 +373,7 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """The grids that attention's first wait and signal word name."""
+    """The grids that the first wait and the first signal of attention name."""
     dims = view.dims
     task, item, record = _items(phase, records, first, view)
     if not len(item):
@@ -400,7 +408,7 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """A norm of logit rows waits for the row block of each that this rank normalises."""
+    """Add the waits of a norm of logit rows: one for the row block of each row that this rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
     slots = rec.WAIT_WORD + np.arange(rec.WAITS)

@@ -1,4 +1,4 @@
-"""Which way to compile is the fastest on a machine?"""
+"""Chooses the fastest way to compile a step for a machine."""
 
 from .fastest import Fastest
 from .search import Found, search

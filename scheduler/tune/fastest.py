@@ -1,7 +1,7 @@
-"""The default of the compiler: of what the options leave open, what the simulator finds fastest.
+"""Chooses the compiler's default options: of everything that the given options leave open, what simulates fastest.
 
-The cost model adds up phases one after the other, so it cannot say what a queue gains, or which exchange between ranks
-hides behind other work. The simulator can, and a step of a few layers takes it less than a second.
+The cost model adds up phases one after another, so it cannot predict what a queue gains or which exchange between ranks
+hides behind other work. The simulator can, and takes less than a second for a step of a few layers.
 """
 
 from __future__ import annotations
@@ -22,23 +22,30 @@ from ..describe import lowering
 from ..options import CHOICES, Options, Shape
 from .predict import predicted_seconds
 
-# The program is simulated with the logits of as many rows as an engine asks for: those of more are the same for all.
+# The simulated program has at most this many logit rows, as an engine's has. More logit rows would affect all options
+# alike.
 _LOGIT_ROWS = 64
-# Rows for which dots are tried against matrix units, in tiles of dots: for more they are many times slower.
+# Dots are tried against matrix units up to this many tiles of dots. With more rows they are many times slower.
 _DOT_TILES = 4
-# Rows for which a residual on every rank is tried: for more, each rank would normalise and add what all others do.
+# A residual on every rank is tried up to this many rows. With more, each rank would repeat too much of the others'
+# work.
 _REPLICATED_ROWS = 1024
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
-# Row blocks that are tried as one panel: each rank owns some of a panel then, so its exchange uses all links.
+# Up to this many row blocks are tried as one panel. Each rank owns a part of that panel, so its exchange uses all
+# links.
 _ONE_PANEL = 16
 
 
 class Fastest:
-    """`compile_program` with everything fixed but the bucket.
+    """`compile_program` with everything fixed except the bucket.
 
-    Where `options.queue` is auto, what else is auto, and interleaving, is chosen by the simulator, once for each number
-    of tokens. `one_class`: all buckets share the lowering of O, as an engine's must; its matmul it fixes itself. A CPU
-    gains nothing from a queue, because a thread runs whichever stream is ready: its programs are the cost model's.
+    If `options.queue` is auto, the simulator chooses it, all other auto options and interleaving, once for each number
+    of
+    tokens. With `one_class`, all buckets share the form of the O projection, as an engine requires; the engine fixes
+    the
+    matmul units itself. A CPU gains nothing from a queue, because a thread runs whichever stream is ready, so its
+    programs
+    use the cost model's choice.
     """
 
     def __init__(
@@ -60,7 +67,9 @@ class Fastest:
         return self.compile(self.options(tokens), tokens, logit_rows)
 
     def _settled(self, options: Options) -> Options:
-        """`options` with the lowering of O where auto has a choice: the cost model's, which no bucket changes."""
+        """`options` with the form of O decided by the cost model if it is auto. The choice does not depend on the
+        bucket.
+        """
         if self._tp == 1 or options.o != "auto":
             return options
         return replace(options, o=_o(self.compile(options, 1, 1)))
@@ -77,13 +86,14 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Predicted seconds of a step, or infinity where these options do not go together. `known` has those that were
-        predicted before, by their options and by their program's hash.
+        """Predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
+        predictions, by options
+        and by the hash of the program.
         """
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
-            except MegakernelError:  # norms inside, where they do not fit
+            except MegakernelError:  # norms inside matmuls do not fit here
                 known[options] = math.inf
                 return math.inf
             if program.hash not in known:
@@ -92,7 +102,7 @@ class Fastest:
         return known[options]
 
     def options(self, tokens: int) -> Options:
-        """The options of a bucket."""
+        """The options for a bucket."""
         if self._options.queue != "auto" or not TARGETS[self.machine.target].pages:
             return self._options
         if tokens not in self._chosen:
@@ -101,7 +111,7 @@ class Fastest:
         return self._chosen[tokens]
 
     def _choose(self, best: Options, tokens: int) -> Options:
-        """One choice after the other, until each has been tried since the last that was better."""
+        """Improve one choice after another, until each has been tried since the last improvement."""
         known: dict[Options | str, float] = {}
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
@@ -119,7 +129,7 @@ class Fastest:
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
-        """The choices that the options leave open, each with its changes. Some depend on each other."""
+        """The choices that the options leave open, each with its possible changes. Some depend on others."""
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:
@@ -143,6 +153,6 @@ def _o(program: Program) -> str:
 
 
 def _products(names: list[str]) -> list[dict[str, Any]]:
-    """All ways to set some options."""
+    """All combinations of values for some options."""
     values = [[value for value in _VALUES[name] if value != "auto"] for name in names]
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]

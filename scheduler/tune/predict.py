@@ -1,4 +1,4 @@
-"""What the simulator expects of a step of a program: of a few layers, as layers are alike."""
+"""Predicts the time of a program's step by simulating a few layers, because layers are alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTEXT = 128  # KV tokens of a sequence after the step
 
 
 def predicted_seconds(program: Program, machine: Machine) -> float:
-    """Seconds of a usual step, from those of one layer and of three."""
+    """Seconds of a typical step, extrapolated from one layer and three layers."""
     layers, table = program.dims.layers, usual_step(program.dims)
 
     def step_s(layers: int) -> float:
@@ -28,7 +28,9 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
 
 
 def usual_step(dims: Dims) -> StepTable:
-    """All rows of a program, dealt evenly to as many sequences as it has room for, each of which gets logits."""
+    """A step table that deals all rows of a program evenly to as many sequences as it has room for; each sequence gets
+    logits.
+    """
     count = min(dims.tokens, dims.max_seqs)
     pages = range(dims.pages_per_seq)
     chunks = []

@@ -1,7 +1,9 @@
-"""`compile --search`: sizes of tiles, panels and lags beside what `Fastest` chooses among, until the time is up.
+"""Searches for faster sizes of tiles, panels and lags (`compile --search`), in addition to the choices of `Fastest`.
 
-One size after another is changed to a neighbouring value, and what is faster in the simulator stays. What was found is
-kept in the cache folder, under the program that the search began with and all that its times depend on.
+One size after another is changed to a neighbouring value, and changes that simulate faster are kept, until the time is
+up.
+The cache folder keeps results under the program that the search began with and everything else that its times depend
+on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _LAGS, _CLAIMS = (1, 2, 3, 4, 6), (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Gain:
-    """One change that made a step shorter."""
+    """One change that made a step faster."""
 
     change: str
     step_s: float
@@ -37,7 +39,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to. `tried` counts programs; `cached`: an earlier search said so."""
+    """The result of a search. `tried` counts programs; `cached` means that an earlier search found it."""
 
     options: Options
     begin_s: float
@@ -48,9 +50,10 @@ class Found:
 
 
 def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
-    """The best options for a bucket of `tokens` rows that were found within `seconds`, but no worse than the default.
+    """The best options found within `seconds` for a bucket of `tokens` rows, never slower than the default.
 
-    The default is found first, however long that takes. A search that was as long or longer is not repeated.
+    The default is determined first, however long that takes. A search is not repeated if an earlier one took at least
+    as long.
     """
     stop = time.monotonic() + seconds
     best, known = fastest.options(tokens), dict[Options | str, float]()
@@ -76,7 +79,7 @@ def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
 
 
 def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> Iterator[tuple[str, Options]]:
-    """All options that differ from `best` in one thing, and what it is."""
+    """All options that differ from `best` in one value, with the name of that value."""
     dims, shape, machine = program.dims, best.shape, fastest.machine
     row_unit = target_of(dims).row_unit[Units(dims.units)]
     rows, cols = machine.tile_rows, machine.tile_cols
@@ -101,7 +104,7 @@ def _text(change: dict[str, Any]) -> str:
 
 
 def _key(program: Program, machine: Machine) -> str:
-    """Of all that a search depends on: the program, the machine, and the scheduler and simulator that made it."""
+    """The cache key: the program, the machine, and the sources of the scheduler and the simulator."""
     digest = hashlib.sha256(f"{program.hash} {machine}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -119,7 +122,7 @@ def _load(file: Path, seconds: float) -> Found | None:
         gains = tuple(Gain(**gain) for gain in kept.pop("gains"))
         return Found(options, gains=gains, **kept | {"cached": True})
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or half of one
+        return None  # no such file, or an incomplete one
 
 
 def _save(file: Path, found: Found, seconds: float) -> None:

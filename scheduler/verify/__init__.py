@@ -1,4 +1,4 @@
-"""Is a program right for every step that it may run? Imports nothing of what made the program."""
+"""Proves that a program is right for every step it may run. Shares no code with the scheduler."""
 
 from .proof import Report, verify
 

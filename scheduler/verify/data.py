@@ -1,10 +1,13 @@
-"""Fourth stage of the verifier: does each access come after those that it must come after?
+"""Fourth stage of the verifier: does each access come after the accesses that it must follow?
 
-What must come first follows from the program's phases alone. Their order (those of the prologue, for each layer those
-of the body, those of the epilogue) is the sequential meaning of a step; here a phase is all its instructions in one
-run, on all ranks. Copies of a buffer on two ranks are two places. Box by box: no phase writes an element twice; what a
-phase reads, the last phase before it that writes the buffer has written there; a read comes after that write, and
-a write after the earlier write and after all reads since. To come after is to begin after the end.
+The required order follows from the program's phases alone. Their sequence (prologue, the body once per layer, epilogue)
+is
+the sequential meaning of a step. Here, a phase is all of its instructions in one run, on all ranks. Copies of a buffer
+on
+two ranks are two places. For each box: no phase writes an element twice. What a phase reads was written by the last
+earlier phase that writes the buffer. A read comes after that write, and a write comes after the previous write and
+after
+all reads since. "After" means that the later access begins when the earlier one has ended.
 """
 
 from __future__ import annotations
@@ -87,7 +90,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                 else:
                     col, col_end = access.col, access.col_end
                     if access.buffer in dealt:
-                        # Every rank writes its share of the rows, whichever these are: a column for each rank.
+                        # Every rank writes its share of the rows, which only the step table knows, so each rank gets a
+                        # column.
                         mine = access.index is Index.LOGIT_OWNER
                         col = np.full_like(col, use.dims.rank if mine else 0)
                         col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
@@ -114,9 +118,12 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Boxes of the attention items. An item also reads K and V of other row blocks, which it waits for in the
-    same way: their (row block, group) event stands for that read. K and V have a copy per layer, so nothing
-    overwrites them and no write has to wait for such a read."""
+    """The boxes of attention items. An item also reads K and V of other row blocks and waits for them in the same way:
+    their
+    (row block, group) event represents that read. K and V have a copy per layer, so nothing overwrites them, and no
+    write
+    has to wait for such a read.
+    """
     grid = events.items[dims.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
@@ -129,7 +136,9 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """A logit row is read after its row block's counter; without an indexed wait, after the instruction's waits."""
+    """A logit row is read after the counter of its row block, or, without an indexed wait, after the waits of the
+    instruction.
+    """
     d = use.dims
     blocks = row_blocks(d, d.rank)
     row, row_end = _block_rows(d, blocks)
@@ -144,8 +153,10 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 
 @lru_cache(maxsize=64)
 def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
-    """[phase number, buffer]: which phases write a buffer, on whichever rank. And the outputs that are gathered on one
-    rank, with that rank: what the host reads after a launch."""
+    """[phase number, buffer]: which phases write a buffer, on any rank. Also the outputs gathered on one rank, which
+    the host
+    reads after a launch, with that rank.
+    """
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []
     for phase in forward:
@@ -158,7 +169,7 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
-    """Up to `most` violations: of what is written, or else of what must be ordered."""
+    """Up to `most` violations: of coverage if there are any, otherwise of order."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

@@ -1,4 +1,4 @@
-"""The native part of the verifier: ctypes declarations of csrc/verify."""
+"""Python declarations (ctypes) of the native verifier in csrc/verify."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Graph:
-    """Rows and edges of an unrolled program; `first` is the first row of each run, and of the counters."""
+    """The rows and edges of an unrolled program; `first` has the first row of each run, and of the counters."""
 
     rows: int
     first: Int32s
@@ -103,15 +103,17 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """The rows that have an order, in it, and how many edges each row still misses. A row may be taken once
-    `missing` of the edges that lead to it have been."""
+    """The rows that can be ordered, in order, and how many edges each remaining row lacks. A row can be taken when all
+    but
+    `missing` of its incoming edges come from rows already taken.
+    """
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
     return order[: _checked(count)], left
 
 
 def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
-    """Up to `most` violations, as records of FOUND. Each of the rows `lasts` must come after each of `ends`."""
+    """Up to `most` violations, as records of FOUND. Each row of `lasts` must come after each row of `ends`."""
     found = np.zeros(most, dtype=FOUND)
     count = _library().mk_verify_data(
         ctypes.byref(graph.native()),

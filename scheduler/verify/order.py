@@ -1,15 +1,17 @@
-"""Third stage of the verifier: events, what each waits for, and what is therefore known to have happened.
+"""Third stage of the verifier: the events, what each waits for, and what has therefore certainly happened.
 
-An event is one run of an instruction, or a virtual event. It begins when the counters that it waits for have their
-totals, and signals when it ends. A stream's events begin in order and end in order, no more: the next one may begin
-before the last one ends. Two kinds stand for what the step table decides:
+An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
+reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but one may
+begin
+before the previous one ends. Two kinds of virtual events represent decisions of the step table:
 
-item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, whichever slot
-        has it. It is known to come after the counters that its indexed wait names and after nothing else; its
-        arrival at the row block's counter proves only itself. A split's last arriver stands for the whole split.
+item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, in whichever slot.
+It
+        certainly comes after the counters that its indexed wait names, and after nothing else. Its arrival at the row
+        block's counter proves only itself. The last item of a split to arrive represents the whole split.
 read    (grid of a norm of logit rows, rank, row block): the read of one logit row, after that row block's counter.
 
-A third says how a queue is claimed, and counts only against freedom from deadlock:
+A third kind describes how a queue is claimed, and matters only for the proof that there is no deadlock:
 
 begin   a worker arrives at a drain. The drain's own event is that it moves on, after all records before its end.
 """
@@ -32,13 +34,13 @@ Edges = tuple[Ints, Ints]  # earlier, later
 
 
 def row_blocks(dims: Dims, rank: int) -> Ints:
-    """The row blocks whose residual `rank` has."""
+    """The row blocks whose residual `rank` keeps."""
     step = 1 if dims.replicated_residual else dims.tp
     return np.arange(rank % step, dims.row_blocks, step)
 
 
 def _ended_before(key: Ints, end: Ints) -> Ints:
-    """The largest `end` among the earlier elements with the same key; 0 where there is none."""
+    """The largest `end` among earlier elements with the same key; 0 if there is none."""
     order = np.argsort(key, kind="stable")
     key, end = key[order], end[order]
     step = int(end.max()) + 1
@@ -50,7 +52,7 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Grid:
-    """Attention items of one rank: `event` of [row block, head group], `group_heads` KV heads in a group."""
+    """The attention items of one rank: `event` of [row block, head group], with `group_heads` KV heads per group."""
 
     event: Ints
     group_heads: int
@@ -58,7 +60,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Reads:
-    """The `records` of one rank that wait for one grid, and the event of each of the rank's row blocks."""
+    """The `records` of one rank that wait for one grid, and the event for each of the rank's row blocks."""
 
     records: Ints
     rank: int
@@ -66,12 +68,13 @@ class Reads:
 
 
 class Events:
-    """Events of one segment: its records, then virtual ones. Counters are flat: rank * counters + counter.
+    """The events of one segment: its records, followed by virtual events. Counters are flat: rank * counters + counter.
 
-    `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). `may_wait` and `after`,
-    (event, event) pairs, hold for some step tables and for some ways to claim a queue only: they count against
-    freedom from deadlock and prove nothing about data. `chain` is every stream's events in program order, stream
-    by stream, and `stream` says whose they are.
+    `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). The (event, event) pairs
+    of
+    `may_wait` and `after` exist for some step tables or claims only: they count against freedom from deadlock and prove
+    nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream` has their
+    streams.
     """
 
     def __init__(self, part: Part) -> None:
@@ -125,7 +128,7 @@ class Events:
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
-            # Any slot may wait for any member before it is through, and be the last to arrive at any member.
+            # Before any slot is finished it may wait for any member, and it may be the last to arrive at any member.
             begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
             self.after.append((np.full(len(slots), begin), slots))
@@ -157,12 +160,13 @@ class Events:
         self.may_wait.append((self._wait[words], begin[np.searchsorted(drains, part.waits.row[words])]))
         self.after.append((begin, drains))
 
-        first = part.static + program.queues.offsets[:-1].astype(np.int64)  # record of each queue
+        first = part.static + program.queues.offsets[:-1].astype(np.int64)  # the first record of each queue
         records = np.arange(part.static, len(part.records))
         same = part.queue[records[1:]] == part.queue[records[:-1]]
         self.after.append((records[:-1][same], records[1:][same]))
-        # A worker may have claimed a record before what it has begun has ended, so a record follows the begins of
-        # all drains that may claim it. A stream's next drain of a queue claims from where the one before ended.
+        # A worker may claim a record before earlier instructions of its stream have ended, so a record follows only the
+        # begins of
+        # all drains that may claim it. A stream's next drain of a queue continues where the previous one ended.
         done = _ended_before(part.stream[drains] * program.rank_queues + queue, end)
         busy = done < end
         self.after.append((begin[busy], (first[queue] + done)[busy]))
@@ -180,7 +184,7 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """Arrivals per counter that one run brings to its own or to the next block."""
+        """The arrivals per counter that one run makes in its own block or the next one."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
@@ -206,9 +210,9 @@ class Events:
 
 
 class Unrolled:
-    """The runs of a program, its events and counters as rows of one graph.
+    """The runs of a program, with their events and counters as rows of one graph.
 
-    Run 0 is the prologue, runs 1..layers the body, the last one the epilogue.
+    Run 0 is the prologue, runs 1..layers are the body, and the last one is the epilogue.
     """
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
@@ -242,14 +246,14 @@ class Unrolled:
         return Graph(self.rows, self.first, source, target)
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
-        """A topological order of all rows under every edge that may hold, and the rows of a cycle if there is one."""
+        """A topological order of all rows under every edge that may exist, and the rows of a cycle if there is one."""
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
         order, left = topological_order(graph, missing)
         return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
     def _cycle(self, stuck: Mask) -> list[int]:
-        """Every stuck row has a stuck predecessor: walk back until a row repeats."""
+        """Every stuck row has a stuck predecessor, so walking back must repeat a row and find the cycle."""
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)
@@ -264,10 +268,11 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """Of every stream, its last row that does work or is waited for, and its last row.
+        """For every stream, the last row that does work or is waited for, and the last row of all.
 
-        They differ where a stream ends in a join that signals nothing: it only waits, so it may be as late as it
-        will, and what it waits for stays true.
+        They differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
+        time, and what
+        it waited for remains true.
         """
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
@@ -279,17 +284,17 @@ class Unrolled:
             idle = (part.number[event] == JOIN.number) & ~np.isin(event, part.signals.row)
             work[here] -= idle
         alone = work >= 0
-        alone[1:] &= work[1:] > last[:-1]  # a stream of one join does no work
+        alone[1:] &= work[1:] > last[:-1]  # a stream that consists of one join does no work
         return self._chain[work[alone]], lasts
 
     def stream(self, row: int) -> int | None:
-        """Whose record a row is; None for virtual events and what a queue holds."""
+        """The stream of a row; None for virtual events and records of a queue."""
         run = int(np.searchsorted(self.first, row, side="right")) - 1
         event, part = row - int(self.first[run]), self.runs[run].part
         return int(part.stream[event]) if event < part.static else None
 
     def label(self, row: int) -> str:
-        """What a violation calls a row of the graph."""
+        """The name of a row of the graph in a violation."""
         if row >= self.first[-1]:
             block, rest = divmod(row - int(self.first[-1]), self.block)
             rank, counter = divmod(rest, self.program.counters)

@@ -1,53 +1,79 @@
-"""Proof that a program is right for every valid step table, or what is wrong with it.
+"""Proves that a program is right for every valid step table, or lists what is wrong with it.
 
-Reads the finished program, and shares no code with what made it: the program's phases say what its records do and
-what a step means. Proved, over all ranks:
+The verifier reads the finished program and shares no code with the scheduler. The program's phases define what its
+records
+do and what a step means. It proves the following, over all ranks:
 
-phases    every phase names buffers that its operation can work on, in an order that makes sense
-form      every record decodes, stays in bounds and names counters of its block; attention slots appear once each;
-          drains claim their queues whole; what an instruction holds at once fits the pages of shared memory
-totals    every counter gets exactly its stored total of arrivals, in the first, the middle and the last block; one
-          that gets none there is no obstacle and orders nothing
-order     program order, counters and the ways to claim a queue have no cycle, with every edge that some step table
-          may bring
-coverage  what an instruction reads was written exactly once, on the copy that it reads, by the phase whose value it
-          needs; every output is written
-data      each read begins after the end of that write; each overwrite after the end of the earlier write and of its
-          readers, with only the edges that every step table and every way to claim a queue bring: a record of a queue
-          comes after what its own waits say, and what follows a drain knows of its records by counters only
-epochs    with more than one rank, every stream ends after all work of all ranks
+phases    Every phase names buffers that its operation can use, in a meaningful order.
+form      Every record decodes, stays in bounds and names counters of its block. Each attention slot appears once.
+Drains
+          claim their queues completely. What an instruction holds at once fits the pages of shared memory.
+totals    Every counter gets exactly its stored total of arrivals, in the first, the middle and the last block. A
+counter
+          without arrivals in a block neither blocks nor orders anything there.
+order     Program order, counters and claims of queues have no cycle, with every edge that any step table may add.
+coverage  Every element that an instruction reads was written exactly once, on the copy that it reads, by the phase
+whose
+          value it needs. Every output is written.
+data      Each read begins after the end of that write. Each overwrite begins after the end of the previous write and of
+its
+          readers. Only edges that exist for every step table and every way to claim a queue count: a record of a queue
+          comes
+          after its own waits, and what follows a drain knows about the queue's records only through counters.
+epochs    With several ranks, every stream ends after all work of all ranks.
 
 Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
-first ends. So between two accesses of the same data there is a counter, also on one worker: from the end of an
-instruction one gets to the ends of those behind it in its stream and to the counters that they signal, from a counter
-to the begins of those that wait for it, from a begin to the begins behind it. Overlap brings no deadlock: of all events
-in an order that program order and counters allow, the first that has not ended has all that it waits for.
+first
+one ends. So two accesses of the same data need a counter between them even on one worker. From the end of an
+instruction,
+order leads to the ends of later instructions of its stream and to the counters they signal; from a counter to the
+begins of
+those that wait for it; from a begin to later begins. Overlap cannot cause a deadlock: take all events in an order that
+program order and counters allow. The first event that has not ended has everything that it waits for.
 
-Queues. A queue's records are claimed in order, by whichever worker is at a drain that claims so far, or will be there
-when it has ended what it has begun. No claim can block for ever: take the events in an order in which a record follows
-the one before it in its queue and the begins of all drains that may claim it, and a drain's end follows all records
-before its end. The first event of that order that has not happened can: if it is a record, all before it in the queue
-are finished, and all before those drains in their streams, so the worker that has claimed it runs it, and if nobody
-has, each worker at those drains is free to.
+Queues. The records of a queue are claimed in order, by any worker whose drain covers them, once it has started
+everything
+before the drain. No claim can block forever. Take the events in an order in which a record follows the previous record
+of
+its queue and the begins of all drains that may claim it, and in which the end of a drain follows all records before its
+end.
+The first event of that order that has not happened can happen: if it is a record, then all earlier records of the queue
+are
+finished, and so is everything before those drains in their streams. The worker that has claimed the record runs it, or,
+if
+nobody has, each worker at one of those drains is free to claim it.
 
-Three layers prove any number of layers. A run of the body waits on its own block only and signals its own block
-and the next, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the
-last block). A cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the
-epilogue; all layers after the first have the same edges. A path between events of layers l and l + 1 stays in those
-two layers, so for l >= 1 it exists for every l or for none. Every layer writes the same elements, so two accesses of
-an element with no write between them are at most one layer apart; with neighbours ordered, all accesses of an element
-are. The only exception is what the prologue writes and every layer reads: its reader in layer 0 must follow the
-write, and each later one itself, one layer earlier. The partials of split attention are private to a
-(row, KV head), so the order of items of successive layers, proved for ATTN, orders them too.
+Three layers prove any number of layers. A run of the body waits only on its own block and signals only its own block
+and the
+next one, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the last
+block). A
+cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the epilogue, and all layers
+after
+the first have the same edges. A path between events of layers l and l + 1 stays in these two layers, so for l >= 1 it
+exists
+for every l or for none. Every layer writes the same elements, so two accesses of an element without a write between
+them are
+at most one layer apart. If neighbouring layers are ordered, all accesses of an element are. The only exception is data
+that
+the prologue writes and every layer reads: its reader in layer 0 must follow the write, and each later reader must
+follow its
+own counterpart one layer earlier. The partial results of split attention belong to one (row, KV head), so the order of
+items
+in successive layers, proved for ATTN, orders them too.
 
-One launch proves any number of launches. Between two launches there is the host (one rank) or the exit barrier:
-whatever a stream does in launch k + 1 comes after all that any rank does in launch k, but for joins that end a
-stream, which only wait for what stays true. So when an instruction of launch k + 1 begins, every counter has got
-exactly k times its total, every queue has been claimed exactly k times its length, the last piece of every split has
-set its SPLITS word back to 0, and all that launch k read it has read: launch k + 1 finds what launch 1 found, and its
-waits, which are for k + 1 times the total, are met by nothing less than all its own arrivals. A launch that is
-aborted stops anywhere: the backend then ends all workers of all ranks and sets counters, claims and SPLITS back to
-0, which is the state before launch 1; activations need no reset, because nothing reads what its launch did not write.
+One launch proves any number of launches. Between two launches comes the host (one rank) or the final barrier.
+Everything
+that a stream does in launch k + 1 comes after everything that any rank does in launch k, except joins at the end of a
+stream, which only wait for conditions that stay true. So when an instruction of launch k + 1 begins, every counter has
+exactly k times its total, every queue has been claimed exactly k times its length, the last item of every split has
+reset
+its SPLITS word to 0, and all reads of launch k are done. Launch k + 1 finds the same state as launch 1, and its waits,
+for
+k + 1 times the total, need all of its own arrivals. An aborted launch may stop anywhere. The backend then ends all
+workers of
+all ranks and resets counters, claims and SPLITS to 0, the state before launch 1. Activations need no reset, because
+nothing
+reads what its launch did not write.
 """
 
 from __future__ import annotations
@@ -66,12 +92,15 @@ from .data import check_data
 from .order import Events, Unrolled
 
 _LAYERS = 3
-_MOST = 50  # violations that are spelled out
+_MOST = 50  # the most violations that are printed in full
 
 
 @dataclass(frozen=True)
 class Report:
-    """`checked` counts the instructions of a launch, all ranks and layers. No violations: proved."""
+    """The result of a proof. `checked` counts the instructions of a launch over all ranks and layers. Without
+    violations, the
+    program is proved.
+    """
 
     checked: int
     seconds: float
@@ -83,7 +112,7 @@ class Report:
 
 
 def verify(program: Program) -> Report:
-    """Prove `program` right for every valid step table, or list violations of the first stage that has any."""
+    """Prove `program` right for every valid step table, or list the violations of the first stage that finds any."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:
@@ -92,7 +121,7 @@ def verify(program: Program) -> Report:
 
 
 def _stages(program: Program) -> Iterator[Iterable[str]]:
-    """The violations that each stage finds; each relies on what the ones before have proved."""
+    """The violations that each stage finds. Each stage relies on what the earlier ones have proved."""
     yield check_layout(program)
     yield check_phases(program.forward, program.dims)
     parts = [Part(program, name) for name in SEGMENTS]
