@@ -1,4 +1,4 @@
-"""Which weights, which shapes, which tokenizer."""
+"""Models: their configurations, weights and tokenizers, read from local files or downloaded."""
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind

@@ -1,4 +1,4 @@
-"""Where downloaded models lie."""
+"""The folder that holds downloaded models."""
 
 from __future__ import annotations
 

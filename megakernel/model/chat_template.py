@@ -13,7 +13,7 @@ from .limited import Ended, LimitedProcess
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
-# Names of a template that have a value from elsewhere.
+# Template variables that the server or other request fields set.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 

@@ -31,7 +31,7 @@ def is_hub_spec(spec: str) -> bool:
 def fetch(spec: str, *, weights: bool) -> Path:
     """The local folder of ORG/NAME[@REV]: configuration and tokenizer, and safetensors if `weights`.
 
-    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, what the cache holds is used.
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used.
     Each failure is a MegakernelError with its remedy.
     """
     match = _SPEC.fullmatch(spec)
@@ -66,7 +66,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Safetensors exist and fit on the disk of the cache, less what may already lie there."""
+    """Raise a MegakernelError unless the repo has safetensors and the disk can hold what the cache lacks of them."""
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(

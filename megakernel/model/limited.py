@@ -1,4 +1,4 @@
-"""A process with limits of time and memory, for programs that nobody knows who wrote: it is asked line by line."""
+"""A process with limits on time and memory, which runs untrusted programs and answers requests line by line."""
 
 from __future__ import annotations
 

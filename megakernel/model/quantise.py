@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ..isa import Dtype
 from ..isa.dtypes import BLOCKS
 
-_ROWS = 1 << 22  # weights quantised at a time: a bound on what is needed beside the result
+_ROWS = 1 << 22  # weights quantised at a time: this bounds the temporary memory
 F32 = NDArray[np.float32]
 
 
@@ -46,7 +46,7 @@ def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:
 
 
 def _steps(a: F32, scale: F32) -> F32:
-    """a / scale, rounded; zero where the scale is."""
+    """a / scale, rounded to integers; zero where the scale is zero."""
     return np.rint(np.divide(a, scale, out=np.zeros_like(a), where=scale != 0))
 
 

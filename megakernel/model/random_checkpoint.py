@@ -1,4 +1,4 @@
-"""Checkpoints with a public model's shape and seeded random weights: for speed, where any numbers do."""
+"""Checkpoints with a public model's shape and seeded random weights, for measurements of speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RandomCheckpoint:
 
     Weights of norms are float32, uniform in [0.5, 1.5): were all of them 1, a norm with another's weights would pass
     every check. Activations stay finite at any depth. Each buffer of each layer has its own stream, a pure function
-    of (seed, buffer, layer), so any one can be made alone, at the rate of the generator.
+    of (seed, buffer, layer), so each can be generated alone, as fast as the generator runs.
     """
 
     dtype = Dtype.BF16

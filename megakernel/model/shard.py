@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint."""
+"""Cut the part of each weight buffer that one rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .checkpoint import Rows
 
 
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
-    """The part of a weight buffer (of one layer) that rank `dims.rank` holds, a view where its parts adjoin.
+    """The part of a weight buffer (of one layer) that rank `dims.rank` holds, a view if that part is contiguous.
 
     `whole` is what one rank alone would hold; the result has the shape that BUFFERS declares for `dims`.
     """
@@ -30,7 +30,7 @@ def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.
 
 
 def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
-    """`shard` of rows that have types of their own. Raises MegakernelError where it would cut a quantised block."""
+    """Like `shard`, for rows stored in their own types. Raises MegakernelError if a cut splits a quantised block."""
     ranges, columns = _share(buffer, dims) if dims.tp > 1 else (None, None)
     if ranges is not None:
         whole = [part for chosen in ranges for part in _cut(whole, *chosen)]
@@ -38,9 +38,9 @@ def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
 
 
 def _share(buffer: Buffer, dims: Dims) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-    """(first, count) of the rows that a rank holds, those of several matrices counted on, and of their columns.
+    """The (first, count) ranges of the rows that a rank holds, and the (first, count) range of its columns.
 
-    None stands for all of them.
+    Rows of matrices that share a buffer are numbered consecutively. None stands for all rows or all columns.
     """
     d = dims
     match buffer:

@@ -21,7 +21,10 @@ __all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
 def forward(
     config: ModelConfig, dims: Dims, norm: Norm = Norm.OWN, weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
-    """The forward pass of a model as `dims` shares it. `weight_bits`: of weights not stored in the compute type."""
+    """The phases of a model's step, sharded as `dims` says.
+
+    `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type.
+    """
     made = FAMILIES[config.family].forward(config, dims, norm)
 
     def stored(phase: Phase) -> Phase:
@@ -32,6 +35,6 @@ def forward(
 
 
 def weights(config: ModelConfig, dims: Dims) -> list[Buffer]:
-    """The weight buffers that a model has, in the order of their numbers; the LM head also where it is tied."""
+    """The weight buffers that a model has, in the order of their numbers. A tied LM head is included."""
     named = {value for phase in forward(config, dims) for value in vars(phase).values() if isinstance(value, Buffer)}
     return [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT and buffer in named]

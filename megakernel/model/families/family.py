@@ -1,4 +1,4 @@
-"""What a model family declares."""
+"""The fields that each model family declares: its phases, its weight names and its config.json keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..config import ModelConfig
 
 
 class Norm(Enum):
-    """Where the norms of a layer are computed; the bits are the same.
+    """Where the norms of a layer are computed. All three give bit-identical results.
 
     OWN     a layer begins with its own attention norm
     NEXT    a layer ends with the attention norm of the next one
@@ -26,9 +26,9 @@ class Norm(Enum):
 
 @dataclass(frozen=True)
 class Weight:
-    """What safetensors and GGUF files call the tensors of a buffer, in the order of its rows; `{}` is the layer.
+    """The tensor names of a buffer in safetensors and GGUF files, in the order of its rows. `{}` is the layer's number.
 
-    The rows of the first `rotated` tensors are those that RoPE turns in pairs.
+    RoPE rotates the rows of the first `rotated` tensors in pairs.
     """
 
     safetensors: tuple[str, ...]
@@ -37,7 +37,7 @@ class Weight:
 
 
 class Reader(Protocol):
-    """What a family reads its own keys of config.json with; each method raises MegakernelError that names the key."""
+    """Reads the config.json keys that only one family has. Each method raises a MegakernelError that names the key."""
 
     def flag(self, key: str, default: bool = False) -> bool: ...
 
@@ -53,8 +53,8 @@ class Family:
     """`name` is the model_type of config.json and `architecture` the class there; `gguf` are the architectures in GGUF
     files.
 
-    `weights` names what the files hold. `interleaved`: in GGUF files the rows of a RoPE pair are adjacent.
-    `read` gives the fields of a ModelConfig that follow from the family or its own keys, `keys` are those keys.
+    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
+    files. `read` returns the ModelConfig fields that follow from the family or from its own keys, listed in `keys`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Llama: a step from token ids to sampled tokens, top to bottom, and what files call its weights."""
+"""Llama: a step from token ids to sampled tokens, top to bottom, and the names of its weights in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B = Buffer
 
 
 def forward(c: ModelConfig, d: Dims, norm: Norm) -> Forward:
-    """The phases of a step that `d.tp` ranks share as `d` says. `norm` says where the norms of a layer are computed."""
+    """The phases of a step, sharded over `d.tp` ranks as `d` says. `norm` says where a layer computes its norms."""
     tokens = Phase("embed", Operation.GATHER, Rows.OWN, B.EMBED, output=B.X)
     angles = Phase("rope", Operation.ROPE, Rows.EVERY, B.INV_FREQ, output=B.ROPE)
     into_heads = _normed_matmul(
@@ -50,7 +50,7 @@ def _norm(name: str, scale: Buffer, ahead: int = 0) -> Phase:
 def _normed_matmul(
     norm: Norm, name: str, weights: Buffer, scale: Buffer, output: Buffer, result: Result, bias: Buffer | None
 ) -> Phase:
-    """A product with normalised rows of the residual: those of a phase before, or normalised on the way in."""
+    """A matmul of normalised residual rows. An earlier phase normalises them, or the matmul itself as it loads them."""
     inside = norm is Norm.INSIDE
     inputs = B.X if inside else B.H
     return Phase(
@@ -61,7 +61,7 @@ def _normed_matmul(
 def _project(
     whole: bool | int, names: tuple[str, str, str], weights: Buffer, inputs: Buffer, bias: Buffer | None
 ) -> list[Phase]:
-    """A product into the residual: added at once where a rank has all of the weights, else summed over the ranks."""
+    """A matmul that adds to the residual: directly if each rank has all the weights, else after a sum over ranks."""
     at_once, partial, total = names
     if whole:
         return [Phase(at_once, Operation.MATMUL, Rows.OWN, weights, inputs, B.X, Result.RESIDUAL, bias)]
@@ -98,7 +98,7 @@ WEIGHTS: dict[Buffer, Weight] = {
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """Biases are on all projections of attention, or of the MLP."""
+    """`attention_bias` puts a bias on all attention projections, and `mlp_bias` on all MLP projections."""
     attention = config.flag("attention_bias")
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
 

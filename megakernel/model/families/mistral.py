@@ -1,4 +1,4 @@
-"""Mistral without a window of attention: Llama's forward pass."""
+"""Mistral without sliding-window attention: Llama's forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .llama import WEIGHTS, forward
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """A config.json that does not name a window means one of 4,096 tokens."""
+    """Refuse a sliding window. A config.json without the key `sliding_window` means a window of 4,096 tokens."""
     config.only("sliding_window", default=4096)
     return {}
 

@@ -9,7 +9,7 @@ from .llama import WEIGHTS, forward
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """A window of attention is accepted only where no layer uses it."""
+    """Accept the sliding-window keys only if no layer uses a sliding window."""
     config.only("use_sliding_window", False)
     config.only("layer_types", ["full_attention"] * config.count("num_hidden_layers"))
     return {"qkv_bias": True}

@@ -31,7 +31,7 @@ WEIGHTS = llama.WEIGHTS | {
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """Biases are on all projections of attention; a window is accepted as Qwen2's is."""
+    """`attention_bias` puts a bias on all attention projections. Sliding-window keys are treated as in Qwen2."""
     attention = config.flag("attention_bias")
     return qwen2.read(config) | {"qkv_bias": attention, "o_bias": attention}
 
