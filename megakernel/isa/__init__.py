@@ -1,4 +1,4 @@
-"""What a phase, an instruction and a step are. Everything else reads these tables; nothing repeats them."""
+"""Declares phases, instructions and steps. All other code reads these tables; nothing repeats them."""
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space

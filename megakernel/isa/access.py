@@ -1,4 +1,4 @@
-"""What an instruction touches: boxes of rows and columns of a buffer, for a whole column of instructions at once."""
+"""What instructions touch: boxes of rows and columns of a buffer, as arrays with one box per instruction."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ class Kind(Enum):
 
 
 class Index(Enum):
-    """Who picks the box.
+    """Who selects the box.
 
-    NONE         the operands: the instruction touches exactly its box.
-    ITEM         attention work items: across all attention instructions of a rank and layer, the items' (rows x KV
-                 heads) partition the box; an item also reads K and V rows of its row blocks
-                 [item_wait_block, +blocks). `item_columns` gives the columns of some KV heads.
-    LOGIT_ROW    row `logit_rows[i]` for each logit row i of the instruction; the box is every row it may be. Where
-                 rows have owners, only those that the instruction's rank owns.
-    LOGIT_OWNER  a write of rows of the box by the rank that owns token row `logit_rows[i]`: every rank has an
-                 instruction with this box, and each row is written by exactly one of them (padding rows by rank 0).
+    NONE         The operands do: the instruction touches exactly its box.
+    ITEM         Attention work items do. The items of all attention instructions of a rank and layer partition the box
+    (rows x
+                 KV heads). An item also reads the K and V rows of its row blocks [item_wait_block, +blocks).
+                 `item_columns`
+                 gives the columns of some KV heads.
+    LOGIT_ROW    `logit_rows[i]` is the row for each logit row i of the instruction; the box has every row it may be.
+    Where rows
+                 have owners, only the rows that the instruction's rank owns.
+    LOGIT_OWNER  A write of rows of the box by the rank that owns token row `logit_rows[i]`. Every rank has an
+    instruction with
+                 this box, and exactly one of them writes each row (rank 0 writes padding rows).
     """
 
     NONE = "none"
@@ -44,13 +48,15 @@ class Index(Enum):
 class Access:
     """Half-open boxes, one per instruction: rows [row, row_end) x columns [col, col_end) of `buffer`.
 
-    Rows are token rows (for K_CACHE and V_CACHE too: the row whose K or V it is; the step table maps distinct
-    rows to distinct cache slots), logit rows for buffers shaped by them, and rows of the buffer for REDUCE. Columns
-    are elements of a row. Only buffers written inside a step are listed: weights and earlier KV are constant during
-    a launch.
+    Rows are token rows, also for K_CACHE and V_CACHE: the row whose K or V it is, which the step table maps to a
+    distinct
+    cache slot. They are logit rows for buffers shaped by these, and rows of the buffer itself for REDUCE. Columns are
+    elements
+    of a row. Only buffers that a step writes are listed, because weights and earlier KV do not change during a launch.
 
-    `rank` says whose copy is touched: OWN, EVERY, a rank, or a column of ranks, one per instruction. Other ranks'
-    copies are only ever written. An ITEM access has None where each row block's owner is meant.
+    `rank` says whose copy is touched: OWN, EVERY, a rank, or an array with one rank per instruction. Copies of other
+    ranks are
+    only written, never read. In an ITEM access, None means the owner of each row block.
     """
 
     buffer: Buffer
@@ -64,7 +70,7 @@ class Access:
 
 
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:
-    """Columns of `buffer` that attention items of the rank's KV heads [first, end) touch."""
+    """The columns of `buffer` that attention items touch for the rank's KV heads [first, end)."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return first * dims.head_dim, end * dims.head_dim
     base = dims.o_first if buffer is Buffer.ATTN else 0

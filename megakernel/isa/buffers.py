@@ -1,4 +1,4 @@
-"""Every buffer that a phase can name."""
+"""Declares every buffer that a phase can name."""
 
 from __future__ import annotations
 
@@ -55,25 +55,29 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Shape of one rank's copy in elements, row-major. dtype None is the program's compute dtype (f32 or bf16).
+    """The shape of one rank's copy in elements, row-major. A dtype of None means the program's compute dtype (f32 or
+    bf16).
 
-    `layered` buffers have one copy per layer in front of `shape`. `pages` (the KV pool) is known only when a
+    `layered` buffers have one copy per layer, in front of `shape`. The number of `pages` of the KV pool is known only
+    when a
     program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. A head's page has a block for every KV_UNIT elements, the
-    last one for those that are left: the scales of all tokens, then their values, by element in K, by token in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. A page of a head has one block per KV_UNIT elements; the
+    last block
+    has the remaining elements. First come the scales of all tokens, then their values, ordered by element in K and by
+    token in V.
     """
 
     buffer: Buffer
     space: Space
-    dtype: Dtype | None  # None: the compute dtype
+    dtype: Dtype | None  # None means the compute dtype
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
 
     @property
     def matrix(self) -> bool:
-        """Whether it is a weight matrix, or several side by side: what a backend may repack or store in fewer bits."""
+        """Whether the buffer is one or several weight matrices, which a backend may repack or store in fewer bits."""
         return self.space is Space.WEIGHT and self.dtype is None
 
     def resolve_dtype(self, dims: Dims) -> Dtype:
@@ -86,8 +90,9 @@ _W, _A, _S, _O = Space.WEIGHT, Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
-# q and k rows of W_QKV and B_QKV are stored so that a RoPE pair is adjacent: row 2i of a head is Hugging Face's
-# row i, row 2i+1 its row i + head_dim/2 (the order GGUF files use). Scores do not depend on the order.
+# The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent: row 2i of a head is Hugging Face's row
+# i, and
+# row 2i+1 is its row i + head_dim/2 (the order of GGUF files). Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     BufferSpec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),

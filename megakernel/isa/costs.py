@@ -1,4 +1,4 @@
-"""The work of the instructions of a phase, for a whole column of instructions at once."""
+"""The arithmetic and memory traffic of a phase's instructions, as arrays with one element per instruction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .phases import Phase
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of each instruction, as float64 columns. FLOPs count a multiply-add as two.
+    """The work of each instruction, as float64 columns. A multiply-add counts as two FLOPs.
 
-    `memory_bytes` are the bytes that must come from or go to main memory once per step even with perfect
-    caches: weights and KV. Activations stay in caches. Attention's cost depends on the step table and is zero
-    here; `attention_cost` gives it for a context length. What goes to other ranks follows from the accesses:
-    `link_bytes`.
+    `memory_bytes` are the weight and KV bytes that must pass through main memory once per step even with perfect
+    caches;
+    activations stay in caches. Attention's cost depends on the step table and is zero here; `attention_cost` gives it
+    for a
+    context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
     """
 
     matrix_flops: NDArray[np.float64]
@@ -33,12 +34,12 @@ class Cost:
 
 
 def cost(phase: Phase, columns: Columns, dims: Dims) -> Cost:
-    """The work of instructions of `phase` on rank `dims.rank` whose operand columns are `columns`."""
+    """The work of the instructions of `phase` on rank `dims.rank` with these operand columns."""
     return _COSTS[phase.operation](phase, columns, dims)
 
 
 def itemsize(dims: Dims) -> int:
-    """Bytes of an element in the compute dtype."""
+    """The bytes of an element in the compute dtype."""
     return Dtype(dims.dtype).itemsize
 
 
@@ -60,15 +61,16 @@ def _cost(
 
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
-    """Bytes of the weights of so many output columns of a matmul, as they lie in memory."""
+    """The bytes in memory of the weights for this many output columns of a matmul."""
     return cols.astype(np.float64) * (phase.matrices(dims) * phase.inner(dims) * phase.stored_bits(dims) / 8)
 
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
-    """A tile of rows x cols outputs. The tiles of the rank's first row bring the weights, the others find them in a
-    cache. A norm on the way in is computed once for each tile.
+    """The cost of tiles of rows x cols outputs. The tiles of the rank's first row read the weights from memory, the
+    others find
+    them in a cache. A norm applied to the inputs is computed once per tile.
     """
-    place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # among the rank's rows
+    place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # the position among the rank's rows
     products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)
     return _cost(
         c["row"],
@@ -81,14 +83,14 @@ def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
 def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
     """(FLOPs, KV bytes) of one item: `row_kv_heads` = query rows x KV heads, each over `kv_tokens` tokens.
 
-    FLOPs = 4 x query heads x head_dim x tokens (roofline: 2nP + 4nSLHh). KV bytes count each row's read once.
+    FLOPs = 4 x query heads x head_dim x tokens (roofline: 2nP + 4nSLHh). KV bytes count one read per row.
     """
     flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
     return flops, row_kv_heads * kv_tokens * kv_bytes(dims)
 
 
 def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Nothing, or what only the step table knows."""
+    """The cost of phases without work, or whose work only the step table knows."""
     return _cost(next(iter(c.values()), np.zeros(0)))
 
 

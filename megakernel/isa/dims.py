@@ -11,23 +11,24 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# What shards of the FFN and of the vocabulary are multiples of, but for the last: a quantisation group, and two
-# panels of packed columns.
+# All shards of the FFN and of the vocabulary but the last are multiples of this: a quantisation group, and two panels
+# of
+# packed columns.
 SHARD_UNIT = 32
 
-# Elements of a row of K or V that share a scale where the cache is quantised (Q8_0), and bytes of that scale.
+# The elements of a row of K or V that share a scale in a quantised cache (Q8_0), and the bytes of that scale.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
-# A row or a count, or a column of them.
+# One row or count, or an array of them.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
 
 class Units(IntEnum):
-    """What computes a matmul.
+    """The units that compute a matmul.
 
     CORE    a CPU core's vector unit: any number of rows, one order of additions
-    DOTS    a GPU's vector units: a dot product per output, for few rows
+    DOTS    a GPU's vector units: one dot product per output, for few rows
     TENSOR  a GPU's matrix units
     """
 
@@ -38,17 +39,21 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of a step as one rank sees them. All are counts unless a unit is given.
+    """The sizes of a step as one rank sees them. All are counts unless a unit is given.
 
-    The first block comes from the model, the second from the numerics class and the machine, the third from
-    the bucket and the engine's limits, the next says how the model is shared by `tp` ranks and whose view this is,
-    the last what a worker computes with. `rms_eps` is the only float. Properties named after the rank are sizes of
-    its shard.
+    The first block comes from the model, the second from the numerics class and the machine, the third from the bucket
+    and the
+    engine's limits. The fourth says how `tp` ranks share the model and which rank's view this is, and the last what a
+    worker
+    computes with. `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
 
-    Query heads, FFN columns and vocabulary rows are dealt to the ranks in contiguous shards that differ by at most
-    one unit (a head, SHARD_UNIT columns), larger ones first; a shard may be empty. A rank holds the KV heads that
-    its query heads use, so neighbours may hold the same one. Token rows belong to owner ranks: row block b to rank
-    b % tp, or to every rank where the residual is replicated (`replicated_residual`).
+    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards, larger ones first,
+    whose sizes
+    differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV heads that its
+    query heads
+    use, so neighbours may have the same one. Row block b of the token rows belongs to rank b % tp, or to every rank if
+    the
+    residual is replicated (`replicated_residual`).
     """
 
     vocab: int
@@ -80,10 +85,11 @@ class Dims:
     replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
     replicated_residual: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
 
-    units: int = 0  # Units: what computes a matmul; part of the numerics class
-    ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 where the target has none
-    quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; of the numerics class
-    sms: int = 1  # of a worker: 2 load each weight tile once for both, and share the rows of an instruction
+    units: int = 0  # which Units compute a matmul; part of the numerics class
+    ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 if the target has none
+    # 1: K and V are stored in Q8_0, one token's row of a head at a time; part of the numerics class
+    quantised_kv: int = 0
+    sms: int = 1  # SMs of a worker: 2 load each weight tile once for both and share an instruction's rows
 
     @property
     def row_blocks(self) -> int:
@@ -95,7 +101,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """Most token rows that a rank owns; the rows of a slot of REDUCE."""
+        """The most token rows that a rank owns, which is the number of rows of a slot of REDUCE."""
         return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
 
     @property
@@ -105,7 +111,7 @@ class Dims:
 
     @property
     def mask_words(self) -> int:
-        """Words of a mask, which has a bit for each token."""
+        """32-bit words of a mask, which has one bit per token."""
         return ceil_div(self.vocab, 32)
 
     @property
@@ -161,44 +167,44 @@ class Dims:
 
     @property
     def o_cols(self) -> int:
-        """Columns of ATTN, and inner length of the O projection."""
+        """The columns of ATTN, which are the inner length of the O projection."""
         return self.heads * self.head_dim if self.replicated_o else self.q_cols
 
     @property
     def o_first(self) -> int:
-        """Column of ATTN where the rank's first query head lies."""
+        """The column of ATTN where the rank's first query head begins."""
         return self.first_head * self.head_dim if self.replicated_o else 0
 
     @property
     def kv_row(self) -> int:
-        """Elements of a token's row of K or V of one head, as the cache stores it; of a quantised one bytes."""
+        """Elements of a token's row of K or V of one head as the cache stores it; bytes if the cache is quantised."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     def query_head(self, kv_head: int) -> int:
-        """First of the rank's query heads that use its KV head `kv_head`; both counted from the rank's first."""
+        """The first of the rank's query heads that use its KV head `kv_head`, both counted from the rank's first."""
         return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """One past the last of them."""
+        """One past the last of these query heads."""
         return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
 
     def owner(self, row: Int) -> Int:
-        """The rank that keeps the residual of a token row, where not every rank does."""
+        """The rank that keeps the residual of a token row, unless every rank does."""
         return row // self.row_block % self.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Row of a rank's slot of REDUCE where the partial of token row `row` lies."""
+        """The row, within a rank's slot of REDUCE, of the partial sum for token row `row`."""
         if self.replicated_residual:
             return row
         return row // self.row_block // self.tp * self.row_block + row % self.row_block
 
     def reduce_row(self, from_rank: int, row: Int) -> Int:
-        """Row of REDUCE where `from_rank` stores its partial of token row `row`."""
+        """The row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
         return from_rank * self.own_rows + self.reduce_place(row)
 
     # -- the rest is Python's alone
@@ -214,7 +220,7 @@ class Dims:
 
 
 def ceil_div(a: Int, b: int) -> Int:
-    """a / b, rounded up; of NumPy arrays too."""
+    """a / b, rounded up; also for NumPy arrays."""
     return -(-a // b)
 
 
@@ -232,5 +238,5 @@ def start(units: int, ranks: int, rank: int) -> int:
 
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple((f.name, float if f.name == "rms_eps" else int) for f in fields(Dims))
 
-# KV tokens per softmax partial, in every program: attention's bits depend on it, so it is no option.
+# KV tokens per softmax partial result. It is the same in every program because attention's bits depend on it.
 KV_BLOCK = 128

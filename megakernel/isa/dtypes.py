@@ -1,4 +1,4 @@
-"""Storage types and their conversions. bfloat16 lives in uint16 arrays, rows of quantised blocks in uint8 arrays."""
+"""Storage types and their conversions. NumPy arrays hold bfloat16 as uint16, and rows of quantised blocks as uint8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Dtype(IntEnum):
-    """Types of elements. Those after I32 are of weight matrices only; the last ones are GGML's, block by block."""
+    """Element types. Those after I32 are for weight matrices only; the last ones are GGML's block types."""
 
     F32 = 0
     BF16 = 1
@@ -27,7 +27,7 @@ class Dtype(IntEnum):
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """Of an array that holds such elements, or such blocks."""
+        """The NumPy dtype of an array with such elements or blocks."""
         plain = {Dtype.F32: np.float32, Dtype.BF16: np.uint16, Dtype.I32: np.int32, Dtype.F16: np.float16}
         return np.dtype(plain.get(self, np.uint8))
 
@@ -37,25 +37,25 @@ class Dtype(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of a type that is not quantised."""
+        """The bytes of an element of a type that is not quantised."""
         return self.numpy.itemsize
 
     @property
     def bits(self) -> float:
-        """Bits of an element, its share of a block's scales included."""
+        """The bits per element, including its share of the block's scales."""
         block = BLOCKS.get(self)
         return 8.0 * (block.bytes / block.weights if block else self.itemsize)
 
     def row_bytes(self, elements: int) -> int:
-        """Bytes of a row of a matrix; a part of a block at its end is stored whole."""
+        """The bytes of a row of a matrix; a partial block at its end is stored whole."""
         block = BLOCKS.get(self)
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
 
 class Block(NamedTuple):
-    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h says what the bytes mean.
+    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h explains the bytes.
 
-    `scales`: where the float16s of scale and minimum begin. All other bytes are whole numbers.
+    `scales` is the offset of the float16 scale and minimum. All other bytes are integers.
     """
 
     weights: int
@@ -77,9 +77,9 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Whether elements or rows of blocks of `dtype` hold neither a NaN nor an infinity.
+    """Whether elements or rows of blocks of `dtype` contain neither NaN nor infinity.
 
-    As whole numbers those are the largest floats of either sign. Two maxima take a tenth of the time of `isfinite`.
+    Read as integers, these are the largest floats of either sign. Two maxima take a tenth of the time of `isfinite`.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
@@ -91,12 +91,12 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:
-    """float32 values of an array of `dtype`; by default of floats, or of bfloat16 bits in a uint16 array.
+    """The float32 values of an array of `dtype`; by default of floats, or of bfloat16 bits in a uint16 array.
 
     Rows of quantised blocks, `[..., bytes]`, become rows of weights, each rounded once from scale * value + offset.
     """
     if dtype is not None and dtype.quantised:
-        from gguf import GGMLQuantizationType, dequantize  # here: a machine with a GPU need not have it
+        from gguf import GGMLQuantizationType, dequantize  # imported here because a machine with a GPU need not have it
 
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values
@@ -106,7 +106,7 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype`, which is not quantised (nearest, ties to even; NaN stays NaN)."""
+    """Round float32 values to `dtype`, which must not be quantised (to nearest, ties to even; NaN stays NaN)."""
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
     if dtype is Dtype.F16:

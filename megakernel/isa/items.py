@@ -1,4 +1,4 @@
-"""What attention's work items come to, which only the step table knows."""
+"""The work of attention's items, which only the step table determines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Floats = NDArray[np.float64]
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """[items] FLOPs, and bytes of K and V, of each item that a slot of the view's rank has; of padding none.
+    """[items] FLOPs, and bytes of K and V, of each item of the view's rank; zero for padding.
 
-    A row sees what came before it, and itself. The bytes are of one read for all rows of the item.
+    A row attends to earlier tokens and itself. The bytes count one read per item, whatever its number of rows.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
@@ -28,7 +28,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
     per_pair, per_token = attention_cost(dims, 1, 1.0)
     first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
-    # Ranks that share a KV head have a part of its query heads each.
+    # Ranks that share a KV head each have some of its query heads.
     query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
     before = np.cumsum([0, *query_heads])
     asked = (before[first + heads] - before[first]) / dims.group_size

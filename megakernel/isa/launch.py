@@ -1,5 +1,5 @@
-"""What one launch of the CUDA interpreter is given, and what a block of it is. Declared once: `csrc/cuda/params.h` is
-generated from these tables, and the ctypes structures that a launcher fills are made from them.
+"""The arguments of a launch of the CUDA interpreter, and the layout of a block. `csrc/cuda/params.h` and the ctypes
+structures of the launcher are generated from these tables.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-THREADS = 384  # of a block; one block per SM
+THREADS = 384  # threads of a block; one block per SM
 WARPS = THREADS // 32
-PAGES = 13  # of shared memory, in the ring that everything passes through
+PAGES = 13  # pages of shared memory in the ring that all operands pass through
 PAGE_BYTES = 16384
 SLOTS = 4  # instructions of a block between set-up and the end of their store
-CLAIM_SLOTS = 2  # where the next one is claimed from a queue, when the loads of the one before have been asked for
-SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper gives one
-MAP_BYTES = 128  # of an encoded tensor map, which must lie on 64 bytes
-CLOCK_STAMPS = 4  # of a block in a traced launch: (clock64, %globaltimer) at its begin, then at its end
+# the same if the next one is claimed from a queue, once the loads of the previous one have been requested
+CLAIM_SLOTS = 2
+SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper offers
+MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
+CLOCK_STAMPS = 4  # stamps of a block in a traced launch: (clock64, %globaltimer) at its begin and at its end
 
 PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
 
-# Warps of a block, in order; all others are consumers.
+# The warps of a block in order; all further warps are consumers.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp waits for: a counter, or a barrier of shared memory (csrc/cuda/block.h), of a page or of an instruction.
-# {} is its slot, and of a counter its index.
+# What a warp waits for: a counter, or a shared-memory barrier of a page or of an instruction (csrc/cuda/block.h). {} is
+# its
+# slot, or the index of the counter.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -42,10 +44,10 @@ AWAITED = {
 
 
 class Ablation(IntEnum):
-    """What a build of the interpreter leaves out, so that a benchmark sees how fast the rest is."""
+    """What a build of the interpreter leaves out, so that a benchmark can time the rest."""
 
     NONE = 0
-    COPIES = 1  # loaders fill no page
+    COPIES = 1  # loaders do not fill pages
     COMPUTE = 2  # consumers compute nothing
 
 
@@ -58,7 +60,7 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1: an array."""
+    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1 declares an array."""
 
     name: str
     kind: str
@@ -67,12 +69,13 @@ class Field:
 
     @property
     def c(self) -> str:
-        """Its declaration in C."""
+        """The field's declaration in C."""
         kind = _SCALARS[self.kind][0] if self.kind in _SCALARS else self.kind
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# `what` gives the shape of what a pointer points to. Ranks are all tp ranks of the model, blocks those of this grid.
+# `what` gives the shape of the data behind a pointer. Ranks are all tp ranks of the model; blocks are those of this
+# grid.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "A stall of one instruction, for tests of the trace; only traced launches have it.",
@@ -162,5 +165,5 @@ def _structures() -> dict[str, type[ctypes.Structure]]:
     return made
 
 
-# The structs as ctypes knows them.
+# The structs as ctypes classes.
 STRUCTURES = _structures()

@@ -1,4 +1,4 @@
-"""Bytes that instructions store at other ranks, from the regions that they declare."""
+"""The bytes that instructions store on other ranks, derived from their declared regions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Bytes = NDArray[np.int64]
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """[tp] bytes that instructions of rank `dims.rank` store at each rank; 0 at their own.
+    """[tp] bytes that instructions of rank `dims.rank` store on each rank; 0 for the rank itself.
 
-    `columns` must hold all attention instructions of the rank's layer, whose items partition a box. Rows of the final
-    norm that their owners send are counted as rank 0's: who sends depends on the step table, how much does not.
+    `columns` must contain all attention instructions of the rank's layer, whose items partition a box. Rows of the
+    final norm
+    that their owners send are attributed to rank 0: the sender depends on the step table, the number of bytes does not.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
 def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """`link_bytes` of each instruction, [n, tp]. Attention instructions share their box's bytes evenly."""
+    """`link_bytes` per instruction, [n, tp]. Attention instructions divide their box's bytes equally."""
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.tp), dtype=np.int64)
     for access in accesses(phase, columns, dims):
@@ -36,7 +37,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """[n, tp] bytes of one access of n instructions at each rank's copy."""
+    """[n, tp] bytes that one access of n instructions stores on each rank's copy."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize
@@ -47,7 +48,7 @@ def _stored(access: Access, d: Dims) -> Bytes:
         blocks = np.arange(d.row_blocks)
         owned = np.zeros(d.tp, dtype=np.int64)
         np.add.at(owned, d.owner(blocks * d.row_block), np.minimum(d.row_block, d.tokens - blocks * d.row_block))
-        out[:] = owned * int(size[0] // d.tokens)  # the box is all token rows
+        out[:] = owned * int(size[0] // d.tokens)  # the box covers all token rows
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size
     elif access.rank == EVERY:

@@ -1,4 +1,4 @@
-"""What the instructions of a phase load, whether it comes from memory or from the last shared cache."""
+"""The bytes that a phase's instructions load, from memory or from the last-level cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes of each instruction: of its weights, which may come before its waits, and of what it reads after them."""
+    """Bytes per instruction: its weights, which may be loaded before its waits, and its inputs, which are loaded after
+    them.
+    """
 
     weights: Floats
     read: Floats
@@ -32,7 +34,7 @@ class Loads:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """Of instructions on rank `dims.rank`. Attention's follow from the step table, and are zero here."""
+    """The loads of instructions on rank `dims.rank`. Attention's depend on the step table and are zero here."""
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none)
@@ -45,7 +47,7 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
 
 
 def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """Bytes of the regions that the instructions read, each once."""
+    """The bytes of the regions that the instructions read, each counted once."""
     read = np.zeros(len(next(iter(columns.values()))))
     for access in accesses(phase, columns, dims):
         if access.kind is Kind.WRITE:
@@ -57,7 +59,9 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """The rows of a matmul come again for each lap of dots, or each chunk of a tile's columns."""
+    """Matmul inputs that pass through the ring are loaded again for each lap of dots, or for each chunk of a tile's
+    columns.
+    """
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
         pages = matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs

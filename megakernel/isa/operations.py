@@ -1,7 +1,8 @@
-"""The operations that interpreters know. A phase of a model is one of them with its parameters (`phases.py`).
+"""The operations that interpreters know. Each phase of a model is one of them with parameters (`phases.py`).
 
-Generated from these tables: `csrc/common/isa.h` and `docs/instructions.md`. A new operation, result or set of rows
-needs a case in every backend; one that lacks it does not build.
+`csrc/common/isa.h` and `docs/instructions.md` are generated from these tables. A new operation, result or set of rows
+needs
+a case in every backend; a backend that lacks it does not compile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Operation(IntEnum):
 
 
 class OperationFamily(Enum):
-    """Operations of one kind, with the colour they have in every view (Okabe-Ito, readable by the colour-blind)."""
+    """Operations of one kind, with their colour in every view (Okabe-Ito, readable for colour-blind people)."""
 
     GATHER = "#999999"
     NORM = "#F0E442"
@@ -38,7 +39,7 @@ class Rows(IntEnum):
     """The rows that a rank computes in a phase.
 
     EVERY    all token rows
-    OWN      the token rows of the row blocks that the rank owns; all where every rank keeps the residual
+    OWN      the token rows of the row blocks that the rank owns; all rows if every rank keeps the residual
     LOGIT    all rows that get logits
     SAMPLED  the logit rows that the rank samples
     """
@@ -50,10 +51,10 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What a matmul does with its results, after it has added the bias.
+    """What a matmul does with its results after adding the bias.
 
-    NONE      no matmul
-    HEADS     q and k are rotated by ROPE; q goes to Q, k and v to their place in the KV cache
+    NONE      not a matmul
+    HEADS     q and k are rotated by ROPE; q goes to Q, k and v go to their place in the KV cache
     RESIDUAL  added to the residual stream
     PARTIAL   stored as this rank's part of a sum over ranks, where the residual of the row is kept
     GATED     silu(first matrix) * second matrix
@@ -70,7 +71,7 @@ class Result(IntEnum):
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """`operands` are those of a record, in order. `layout` names the C++ struct that is laid over them."""
+    """`operands` are the operands of a record, in order. `layout` names the C++ struct that overlays them."""
 
     family: OperationFamily
     layout: str
@@ -112,8 +113,9 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         "t = inputs[r] weights^T + bias, the inputs normalised first where the phase has a norm; then what its result "
         "says",
     ),
-    # Groups: the q, k, v of `group_heads` consecutive KV heads share a counter per row block; the wait word names the
-    # grid [row block][group], the signal word the grid [row block].
+    # The q, k and v of `group_heads` consecutive KV heads form a group, which shares one counter per row block. The
+    # wait word names
+    # the grid [row block][group], the signal word the grid [row block].
     Operation.ATTENTION: OperationSpec(
         OperationFamily.ATTENTION,
         "Attention",

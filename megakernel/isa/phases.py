@@ -1,8 +1,9 @@
-"""A model's forward pass as data: phases in the order in which a step runs them.
+"""A model's forward pass as data: the phases, in the order in which a step runs them.
 
-A model file (`megakernel/model/families`) writes the phases. Regions, costs, pages and dependencies follow from a
-phase's parameters; nothing knows a phase by its name, which is for people. A record's first byte is the number of its
-phase.
+A model file (`megakernel/model/families`) lists the phases. Regions, costs, pages and dependencies follow from a
+phase's
+parameters. No code depends on a phase's name, which is only for people. The first byte of a record is its phase's
+number.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from .operations import OPERATIONS, Operation, OperationFamily, OperationSpec, R
 from .record import OPERAND_WORD, Column, Records
 
 NO_BUFFER = -1
-MAX_PHASES = 31  # of a program, those of the control operations included
+MAX_PHASES = 31  # phases of a program, including the control operations
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One operation with its parameters; all instructions of a phase are alike but for their operands.
+    """One operation with its parameters; the instructions of a phase differ only in their operands.
 
-    `weights`  the matrix or matrices of a matmul, the scale of a norm, the table of a gather; of a reduction the matrix
-               whose partial products it adds
-    `bias`     added to the results; None where the model has none
-    `norm`     the scale of an RMS norm that a matmul applies to its inputs on the way in
-    `head_norm`  the scales of the RMS norms of each head of q and of k, before they are rotated
-    `ahead`    the weights are those of the layer so many further on, or of the last layer
-    `weight_bits`  bits of a weight in memory, the mean where there are several types; None is those of the compute type
+    `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a reduction, the
+    matrix
+                   whose partial products it adds
+    `bias`         added to the results; None if the model has none
+    `norm`         the scale of an RMS norm that a matmul applies to its inputs first
+    `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
+    `ahead`        the weights are those of a later layer, by this many, or of the last layer
+    `weight_bits`  bits per weight in memory, the mean if there are several types; None means those of the compute type
 
     `number` is the phase's place in its `Forward`.
     """
@@ -74,7 +76,7 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether it reads a matrix. A reduction names one too, whose products it adds."""
+        """Whether the phase reads a matrix. A reduction names a matrix too, but only adds that matrix's products."""
         return self.operation in (Operation.MATMUL, Operation.GATHER)
 
     @property
@@ -82,34 +84,34 @@ class Phase:
         return self.spec.operands
 
     def columns(self, records: Records) -> dict[str, Column]:
-        """Operand columns of records of this phase."""
+        """The operand columns of this phase's records."""
         return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
 
     # -- sizes on rank `dims.rank`
 
     def inner(self, dims: Dims) -> int:
-        """Length of a matmul's dot products, or of a norm's rows."""
+        """The length of a matmul's dot products, or of a norm's rows."""
         return self._shape(dims)[-1]
 
     def width(self, dims: Dims) -> int:
-        """Output columns of a matmul; none where there is nothing to multiply."""
+        """The output columns of a matmul; 0 if the rank has nothing to multiply."""
         return self._shape(dims)[-2] if self.is_matmul and self.inner(dims) else 0
 
     def matrices(self, dims: Dims) -> int:
-        """Matrices of a matmul that lie side by side: each output column has one column of each."""
+        """The number of matrices of a matmul that lie side by side; each output column has one column of each."""
         shape = self._shape(dims)
         return shape[0] if len(shape) == 3 else 1
 
     def whole_heads(self, dims: Dims) -> bool:
-        """Whether tiles must not cut a head: it is normalised, or quantised for the KV cache."""
+        """Whether a tile must contain whole heads, because a head is normalised or quantised for the KV cache."""
         return self.result is Result.HEADS and (self.head_norm is not None or dims.quantised_kv > 0)
 
     def stored_bits(self, dims: Dims) -> float:
-        """Bits of a weight in memory."""
+        """The bits per weight in memory."""
         return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, dims: Dims) -> int:
-        """Ranks 0 .. n - 1 have a part of the weights' inner length; shards are dealt in order."""
+        """Ranks 0 .. n - 1 have a part of the weights' inner length, because shards are dealt in order."""
         return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
 
     def _shape(self, dims: Dims) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`: a phase as one rank sees it. `kind` is an enum of isa.h or int32_t."""
+    """A field of the C++ struct `Phase`, which is a phase as one rank sees it. `kind` is an enum of isa.h or int32_t."""
 
     name: str
     kind: str
@@ -156,7 +158,7 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     ),
 )
 
-# Present in every program, with these numbers.
+# Every program contains these, with these numbers.
 JOIN = Phase("join", Operation.JOIN, number=1)
 DRAIN = Phase("drain", Operation.DRAIN, number=2)
 CONTROL = (JOIN, DRAIN)
@@ -164,7 +166,7 @@ CONTROL = (JOIN, DRAIN)
 
 @dataclass(frozen=True)
 class Forward:
-    """The phases of a step, numbered in the order in which it runs them: once, for each layer, once."""
+    """The phases of a step, numbered in execution order: the prologue once, the body once per layer, the epilogue once."""
 
     prologue: tuple[Phase, ...]
     body: tuple[Phase, ...]
@@ -172,7 +174,7 @@ class Forward:
 
     @staticmethod
     def of(*segments: Sequence[Phase]) -> Forward:
-        """Number the phases of three segments."""
+        """Number the phases of the three segments."""
         if sum(map(len, segments)) > MAX_PHASES - len(CONTROL):
             raise MegakernelError(f"a forward pass has at most {MAX_PHASES - len(CONTROL)} phases")
         numbers = itertools.count(1 + len(CONTROL))
@@ -184,12 +186,12 @@ class Forward:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """All but the control phases, in order."""
+        """All phases except the control phases, in order."""
         return (*self.prologue, *self.body, *self.epilogue)
 
     @cached_property
     def by_number(self) -> dict[int, Phase]:
-        """All phases; a record's first byte is the key."""
+        """All phases by number, which is the first byte of a record."""
         return {phase.number: phase for phase in (*CONTROL, *self.phases)}
 
     @cached_property
@@ -197,14 +199,14 @@ class Forward:
         return {phase.name: phase for phase in self.by_number.values()}
 
     def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """Numbers of the phases of an operation; of matmuls with one result, where it is given."""
+        """The numbers of the phases of an operation; for matmuls, optionally only those with one result."""
         return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)
 
     def words(self, dims: Dims) -> NDArray[np.int32]:
-        """[MAX_PHASES + 1, fields]: the C++ `Phase`s as rank `dims.rank` sees them; zeros where there is none."""
+        """[MAX_PHASES + 1, fields]: the C++ `Phase`s as rank `dims.rank` sees them; zeros for unused numbers."""
         out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
         for number, phase in self.by_number.items():
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]
@@ -220,7 +222,7 @@ class Forward:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Forward:
-        """What `to_json` gave. Raises MegakernelError for anything else."""
+        """Inverse of `to_json`. Raises MegakernelError for anything else."""
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:

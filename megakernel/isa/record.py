@@ -1,14 +1,17 @@
 """The instruction record: 32 int32 words.
 
-word 0        number of the phase (bits 0-7); 0 in the rest
+word 0        number of the phase (bits 0-7); all other bits are 0
 words 1-15    operands, in the order that the operation declares
 words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
-A wait or signal word names a counter: bits 0-23 counter + 1, bits 24-27 rank (signals only; ALL_RANKS for
-every rank, OWNER in an indexed signal for the rank that owns the row block), bit 28 NEXT (the counter lives in
-the next layer's block), bit 29 INDEXED (the word names the first counter of a grid and the step table picks the
-member; the operation's declaration says how).
+A wait or signal word names a counter. Bits 0-23 are counter + 1. Bits 24-27 are the rank (in signals only): ALL_RANKS
+means
+every rank, and OWNER, in an indexed signal, the rank that owns the row block. Bit 28, NEXT, means the counter in the
+next
+layer's block. Bit 29, INDEXED, means that the word names the first counter of a grid and that the step table selects
+the
+member; the operation's declaration says how.
 """
 
 from __future__ import annotations
@@ -36,22 +39,22 @@ INDEXED = 1 << 29
 
 
 def phase_number(records: Records) -> NDArray[np.int32]:
-    """[n]: numbers of the phases that records belong to."""
+    """[n]: the numbers of the records' phases."""
     return records[..., 0] & 0xFF
 
 
 def waits(records: Records) -> Records:
-    """The wait words, a view: [..., WAITS]."""
+    """The wait words as a view: [..., WAITS]."""
     return records[..., WAIT_WORD : WAIT_WORD + WAITS]
 
 
 def signals(records: Records) -> Records:
-    """The signal words, a view: [..., SIGNALS]."""
+    """The signal words as a view: [..., SIGNALS]."""
     return records[..., SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
 
 
 def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """[WORDS]: one record of the phase with that number; `waits` and `signals` are words."""
+    """[WORDS]: one record of the phase with this number; `waits` and `signals` are encoded words."""
     words = np.zeros(WORDS, dtype=np.int32)
     words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):
@@ -67,7 +70,7 @@ def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, index
 
 
 def word_counter(words: Records) -> NDArray[np.int32]:
-    """Counter of each wait or signal word; -1 where there is none."""
+    """The counter of each wait or signal word; -1 for an empty word."""
     return (words & COUNTER_MASK) - 1
 
 

@@ -1,4 +1,4 @@
-"""The regions of the instructions of a phase: boxes of rows and columns, for a whole column of instructions at once."""
+"""The regions that a phase's instructions read and write, as arrays with one box per instruction."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .record import Column
 
 
 def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
-    """What instructions of `phase` on rank `dims.rank` touch whose operand columns are `columns`."""
+    """The accesses of the instructions of `phase` on rank `dims.rank` with these operand columns."""
     return _REGIONS[phase.operation](phase, columns, dims)
 
 
 def _box(
     buffer: Buffer, kind: Kind, c: Columns, cols: tuple[Column | int, Column | int], rank: int | Column = OWN
 ) -> Access:
-    """Rows from the `row` and `rows` operands."""
+    """Boxes with the rows that the `row` and `rows` operands give."""
     row = c["row"]
     return Access(buffer, kind, row, row + c["rows"], _full(cols[0], row), _full(cols[1], row), rank=rank)
 
@@ -32,7 +32,7 @@ def _full(value: Column | int, like: Column) -> Column:
 
 
 def _peers(d: Dims) -> int:
-    """Where a row goes that every rank needs: to all copies, or only to the own where all ranks compute it."""
+    """The destination of a row that every rank needs: all copies, or only the rank's own if all ranks compute it."""
     return OWN if d.replicated_residual or d.tp == 1 else EVERY
 
 
@@ -46,14 +46,14 @@ def _tile(c: Columns) -> tuple[Column, Column]:
 
 
 def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """The part of each column tile inside [start, start + width), relative to start; empty where disjoint."""
+    """The part of each column tile inside [start, start + width), relative to start; empty if there is none."""
     col, end = _tile(c)
     low = np.clip(col - start, 0, width)
     return low, np.maximum(np.clip(end - start, 0, width), low)
 
 
 def _whole_rows(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Of a gather and of ROPE."""
+    """The accesses of a gather and of ROPE."""
     output = _given(p.output)
     return [_box(output, Kind.WRITE, c, (0, BUFFERS[output].shape(d, 0)[-1]))]
 
@@ -87,13 +87,13 @@ def _heads(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _partial(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """At the rank that keeps the residual of the rows, which lie in one row block."""
+    """Stores at the rank that keeps the residual of the rows, which lie in one row block."""
     row, rank = d.reduce_row(d.rank, c["row"]), EVERY if d.replicated_residual else d.owner(c["row"])
     return [Access(_given(p.output), Kind.WRITE, row, row + c["rows"], *_tile(c), rank=rank)]
 
 
 def _logits(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Each row goes to the rank that samples it."""
+    """Stores of each row at the rank that samples it."""
     col, col_end = (d.first_vocab + edge for edge in _tile(c))
     out = []
     for rank in range(d.tp):

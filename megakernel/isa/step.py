@@ -1,8 +1,9 @@
-"""The step table: all that varies from one launch to the next, as one int32 array in a fixed layout.
+"""The step table: everything that differs between launches, as one int32 array with a fixed layout.
 
-Declared once here: Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold
-float32 bits. A table is valid when it meets the invariants that
-`megakernel.runtime.step_check` lists; MEGAKERNEL_CHECK_STEPS=1 has them checked before every launch.
+Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold float32 bits. A table is valid
+if it
+satisfies the invariants listed in `megakernel.runtime.step_check`; MEGAKERNEL_CHECK_STEPS=1 checks them before every
+launch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """`length` words = product of the Dims named in `of`, plus `plus`; that many for each rank where `per_rank`."""
+    """`length` in words = the product of the Dims named in `of`, plus `plus`; that many for each rank if `per_rank`."""
 
     name: str
     of: tuple[str, ...]
@@ -86,7 +87,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("bias_end", _L, "one past the last bias pair"),
     StepField("bias_ids", _B, "token ids"),
     StepField("bias_values", _B, "added to the logit; -inf forbids", True),
-    # -- last, because a launch takes only the part of `masks` that is in use
+    # -- The masks come last, because a launch copies only the masks in use.
     StepField("mask", _L, "number of the row's mask, from 1 on; 0: every token may be sampled"),
     StepField("mask_count", (), "masks in use"),
     StepField("masks", ("mask_rows", "mask_words"), "bit i of word w: token 32 w + i may be sampled"),
@@ -95,7 +96,9 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """By field: first word and end of what rank `dims.rank` sees, and whether it is float. And words of a table."""
+    """For each field, its first word, its end, and whether it is float, as rank `dims.rank` sees it. Also the words of
+    a table.
+    """
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)
@@ -106,14 +109,15 @@ def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
 
 
 def step_words(dims: Dims) -> int:
-    """Words of a table."""
+    """The number of words of a table."""
     return _layout(dims)[1]
 
 
 class StepTable:
-    """One step's table, seen by rank `dims.rank`: attributes are views into `words` named as in STEP_FIELDS.
+    """One step's table as rank `dims.rank` sees it. Attributes are views into `words`, named as in STEP_FIELDS.
 
-    Fields of each rank are those of that rank; `rank` gives another's view of the same words. block_tables and masks
+    A per-rank field shows this rank's own values; `rank` returns another rank's view of the same words. block_tables
+    and masks
     are 2-D.
     """
 
@@ -127,17 +131,17 @@ class StepTable:
         return self if rank == self.dims.rank else StepTable(replace(self.dims, rank=rank), self.words)
 
     def copy(self) -> StepTable:
-        """The same words, in memory of its own."""
+        """A copy of the words in separate memory."""
         return StepTable(self.dims, self.words.copy())
 
     @property
     def used(self) -> NDArray[np.int32]:
-        """The words that a launch needs: all but the masks that are not in use."""
+        """The words that a launch needs: everything except unused masks."""
         unused = (self.dims.mask_rows - int(self.mask_count[0])) * self.dims.mask_words
         return self.words[: len(self.words) - unused]
 
     def __getattr__(self, name: str) -> NDArray[np.int32]:
-        """Makes the view of a field when it is first asked for."""
+        """Create the view of a field at its first use."""
         if name not in (fields := self.__dict__.get("_fields", {})):
             raise AttributeError(name)
         start, end, is_float = fields[name]

@@ -1,4 +1,6 @@
-"""What a backend's processor asks of a program: one declared object for each, which nothing infers from a size."""
+"""What a backend's processor requires of a program, as one declared object per processor; nothing is inferred from
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ _ANY = 1 << 30  # more rows than a program has
 
 @dataclass(frozen=True)
 class Target:
-    """`units` are what can compute its matmuls, those for few rows first; `by_name` is what a person calls them.
+    """`units` are the units that can compute matmuls, those for few rows first; `by_name` maps the names that users
+    type.
 
-    row_unit   row blocks are multiples of it: rows that are stored at once, or 1
-    col_unit   column tiles start on multiples of it; None where the machine's file says
-    pages      whether workers stream operands through a ring of pages, of which the machine has so many
-    any_split  whether the share of any attention slot may end inside a row's KV range, and so leave partials
+    row_unit   row blocks are multiples of it: the rows that are stored at once, or 1
+    col_unit   column tiles start at multiples of it; None if the machine file decides
+    pages      whether workers stream operands through a ring of pages, whose size the machine gives
+    any_split  whether the share of any attention slot may end inside a row's KV range and so leave partial results
     """
 
     name: str
@@ -30,11 +33,11 @@ class Target:
     any_split: bool
 
     def chosen(self, name: str) -> Units:
-        """The units that `--matmul` names; the only ones where there is no choice."""
+        """The units that `--matmul` names, or the only ones that the target has."""
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
-        """Most rows of a tile whose inputs are at most `inner` elements long."""
+        """The most rows of a tile whose inputs have at most `inner` elements."""
         return pages.dot_rows(inner) if units is Units.DOTS else _ANY
 
 

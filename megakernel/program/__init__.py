@@ -1,4 +1,4 @@
-"""What is a program?"""
+"""Declares programs: arrays, files, checks."""
 
 from .program import VERSION, Program
 from .segments import SEGMENTS, Segment

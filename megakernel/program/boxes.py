@@ -1,4 +1,4 @@
-"""Do a program's instructions stay inside their buffers?"""
+"""Checks that a program's instructions stay inside their buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .phases import Ints, all_dims
 
 
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
-    """Rows and columns of a rank's copy of a buffer as `Access` counts them."""
+    """The rows and columns of a rank's copy of a buffer, as `Access` counts them."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return dims.tokens, dims.kv_cols
     rows, *cols = BUFFERS[buffer].shape(dims, 0)
@@ -22,7 +22,7 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """What all instructions of a phase on one rank touch."""
+    """Everything that the instructions of a phase on one rank touch."""
 
     part: Part
     phase: Phase
@@ -49,7 +49,7 @@ def uses(parts: list[Part]) -> list[Use]:
 
 
 def check_boxes(found: list[Use]) -> Iterator[str]:
-    """Boxes lie inside their buffers, and rows of the residual where they belong."""
+    """Check that boxes lie inside their buffers, and that rows of the residual lie on their ranks."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return
@@ -72,7 +72,7 @@ def check_boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """A rank has the residual of its own row blocks only. Partials are laid out by row block."""
+    """Check that a rank uses the residual of its own row blocks only. Partial sums are laid out by row block."""
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
     if not residual and all(a.buffer not in phases.partial for a in use.accesses):

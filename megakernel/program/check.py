@@ -1,7 +1,7 @@
-"""What is wrong with a program by itself, before anything executes it: the form of its records, not their order.
+"""Checks a program by itself before anything executes it: the form of its records, but not their order.
 
-A program without violations makes no reader leave its arrays. Whether it computes the right thing, and ends, is for
-`scheduler.verify` to say, which begins with the same stages.
+A program without violations makes no reader leave its arrays. Whether the program computes the right thing and ends is
+proved by `scheduler.verify`, which begins with the same stages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def first_violation(program: Program) -> str | None:
-    """What is wrong, and where; None where nothing is."""
+    """The first violation and its place, or None."""
     return next((violation for stage in _stages(program) for violation in stage), None)
 
 
 def _stages(program: Program) -> Iterator[Iterable[str]]:
-    """Each relies on the ones before."""
+    """The checks in order. Each relies on the previous ones."""
     yield check_layout(program)
     yield check_phases(program.forward, program.dims)
     parts = [Part(program, name) for name in SEGMENTS]

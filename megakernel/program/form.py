@@ -1,4 +1,4 @@
-"""Is every record one that an interpreter can decode and execute in bounds?"""
+"""Checks that an interpreter can decode every record and execute it in bounds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("gr
 
 @dataclass(frozen=True)
 class Word:
-    """The wait or signal words in use: `row` and `slot` of the record, and what each word says."""
+    """The wait or signal words in use: the `row` and `slot` of the record, and the decoded word."""
 
     row: Ints
     slot: Ints
@@ -65,10 +65,11 @@ def _words(words: NDArray[np.int32]) -> Word:
 
 
 class Part:
-    """A segment's records with their stream, position in the stream's part of the segment, and decoded words.
+    """A segment's records with their stream, their position in the stream's part of the segment, and decoded words.
 
-    The body's are followed by those of the queues, as in a trace. Those belong to no stream: `queue` is the queue
-    of each, counted over all ranks, and -1 for records of streams; `position` is the position in the queue.
+    The body's records are followed by those of the queues, as in a trace. Queue records belong to no stream: `queue` is
+    their
+    queue, counted over all ranks (-1 for records of streams), and `position` is the position in the queue.
     """
 
     def __init__(self, program: Program, name: str) -> None:
@@ -96,7 +97,7 @@ class Part:
         return np.nonzero(self.number == (phase.number if phase else -1))[0]
 
     def label(self, row: int) -> str:
-        """An instruction as a violation names it."""
+        """The name of an instruction in a violation."""
         phase = self.phases.by_number.get(int(self.number[row]))
         name, operands = f"phase {self.number[row]}", ""
         if phase:
@@ -111,7 +112,7 @@ class Part:
 
 
 def check_arrays(program: Program) -> Iterator[str]:
-    """Shapes of the arrays, and the streams in them: whoever indexes them relies on it."""
+    """Check the shapes of the arrays and the streams in them, on which all indexing relies."""
     if program.ranks < 1 or program.workers < 1 or program.dims.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -127,7 +128,7 @@ def check_arrays(program: Program) -> Iterator[str]:
 
 
 def check_layout(program: Program) -> Iterator[str]:
-    """Arrays and sizes; everything after relies on them."""
+    """Check arrays and sizes, on which all later checks rely."""
     dims = program.dims
     found = list(check_arrays(program))
     yield from found
@@ -149,7 +150,7 @@ def check_layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Relations between the sizes of a step that every lowering and every step table relies on."""
+    """Relations between the sizes of a step on which every lowering and every step table relies."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
     if low:
@@ -172,7 +173,7 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.kv_page:
         yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
-    # Every sequence and the padding may begin a new item, and so does every row block.
+    # Every sequence, the padding and every row block may begin a new item.
     items = min(d.tokens, d.row_blocks + d.max_seqs)
     if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
         yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
@@ -189,8 +190,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Everything that one record can get wrong by itself, but for its boxes, and attention instructions and drains
-    together."""
+    """Check everything about single records except their boxes, and about attention instructions and drains together."""
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -257,7 +257,7 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # Members of a grid: [row block][group] that items wait for, else [row block].
+            # The members of a grid: [row block][group] for waits of items, otherwise [row block].
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
@@ -267,7 +267,7 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """What an instruction holds at once fits the ring of pages, and its tiles are those that pages can hold."""
+    """Check that what an instruction holds at once fits the ring of pages, and that pages can hold its tiles."""
     have = dims[0].ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, of {have}"
@@ -281,7 +281,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """`rows`: one rank's matmuls of one phase."""
+    """The pages of one rank's matmuls of one phase; `rows` selects their records."""
     c = phase.columns(part.records[rows])
     taken = matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.ring_pages)[0]:
@@ -296,7 +296,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return
-    # What is stored by boxes must not reach beyond the tile into a neighbour's rows or columns.
+    # What is stored by boxes must not reach beyond the tile into neighbouring rows or columns.
     width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
@@ -304,7 +304,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
 
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
-    """Any slot may run any item, so all attention instructions of a rank must name the same grids."""
+    """Check attention. Any slot may run any item, so all attention instructions of a rank must name the same grids."""
     phase = body.phases.attention
     if phase is None:
         return
@@ -332,7 +332,9 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _drains(program: Program, body: Part) -> Iterator[str]:
-    """Drains name queues of their rank and do not claim more than there is; together they claim all."""
+    """Check that drains name queues of their own rank, do not claim more records than exist, and together claim all of
+    them.
+    """
     rows = body.rows(DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])

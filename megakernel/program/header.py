@@ -1,11 +1,11 @@
-"""The header of a program file, and where the arrays lie behind it.
+"""The header of a program file, and the position of the arrays behind it.
 
     7 bytes  magic                     1 byte   version
-    32       SHA-256 of all that follows
+    32       SHA-256 of everything that follows
     8        length of the header      then the header: JSON, and spaces up to a multiple of ALIGNMENT
     then the arrays, int32, in the order in which the header lists them with their lengths
 
-All of it was written by somebody else: every field has its type and range checked before it is used.
+The file may come from anyone, so the type and range of every field are checked before use.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from ..isa import DIM_FIELDS, Dims, Forward
 from ..isa.record import WORDS
 from .limits import MOST_HEADER_BYTES, MOST_NAME
 
-HASHED = 40  # where that begins of which the file holds the SHA-256
-START = 48  # of the header in the file
-ALIGNMENT = 64  # of the arrays in the file
+HASHED = 40  # offset of the first byte that the SHA-256 covers
+START = 48  # offset of the header in the file
+ALIGNMENT = 64  # of the arrays in the file, in bytes
 _COUNTS = ("ranks", "workers", "counters")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says before its arrays. `arrays`: the name of each, and its records or words."""
+    """The contents of a file before its arrays. `arrays` lists the name of each array and its number of records or
+    words.
+    """
 
     dims: Dims
     forward: Forward
@@ -42,14 +44,14 @@ class Header:
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """The header's length, the header and the padding behind it."""
+    """The header's length, the header, and the padding behind it."""
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(START + len(text)) % ALIGNMENT)
     return len(text).to_bytes(START - HASHED, "little") + text
 
 
 def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
-    """The header of a file and its arrays, which are views of `data`. Raises ValueError that says what is wrong."""
+    """The header of a file and its arrays, which are views of `data`. Raises ValueError that describes the error."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"its header cannot have {size} bytes")

@@ -1,4 +1,4 @@
-"""How long a worker's roles take to issue an instruction, whatever memory and arithmetic units would allow."""
+"""How long a worker's roles take to issue an instruction, however fast memory and arithmetic units are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """Of each of some instructions, in the units of an Issue. They work at the same time."""
+    """The time of each role for each instruction, in the units of an Issue. The roles work at the same time."""
 
     weight_loader: Floats
     input_loader: Floats
@@ -25,12 +25,12 @@ class Roles:
 
     @property
     def loaders(self) -> Floats:
-        """Of the slower one."""
+        """The time of the slower loader."""
         return np.maximum(self.weight_loader, self.input_loader)
 
 
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
-    """Of matmuls with tiles of `rows` x `cols` outputs."""
+    """The issue times of matmuls with tiles of `rows` x `cols` outputs."""
     pages = matmul_pages(phase, rows, cols, dims)
     columns = phase.matrices(dims) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
@@ -40,7 +40,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
     else:
-        # Of two SMs each asks for half of the weights.
+        # With two SMs, each loads half of the weights.
         weight_page = (issue.tile_page + (dims.sms - 1) * issue.pass_page) / dims.sms
         input_page = issue.tile_page
         consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
@@ -52,12 +52,12 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """In which a sampling row adds its logits, as many as are under way at once."""
+    """The number of steps in which a sampling row adds its logits, one group of loads in flight at a time."""
     return ceil_div(dims.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """Of a program's instructions; None where the machine's description does not say what they take."""
+    """The issue times of a program's instructions; None if the machine file has no issue rates."""
     if not dims.ring_pages:
         return None
     if phase.is_matmul:

@@ -1,16 +1,18 @@
-"""The limits of a program file, and of the sizes in it, each with its reason. `header` and `form` enforce them."""
+"""The limits of a program file and of the sizes in it, each with its reason. `header` and `form` enforce them."""
 
 from __future__ import annotations
 
-# An operand, a size, or a product of sizes that is a row or a column: sums of several of them fit int32.
+# The limit of operands, sizes, and products of sizes that count rows or columns. Sums of several of them still fit
+# int32.
 MOST = (1 << 28) - 1
-# A header holds sizes and up to 29 phases, which take about 10 kB; JSON is not decoded beyond this.
+# A header has sizes and up to 29 phases, about 10 kB. JSON beyond this limit is not decoded.
 MOST_HEADER_BYTES = 1 << 20
-# Names of machines and phases are printed in tables. A file's name, which a machine's may be, has at most 255 bytes.
+# Names of machines and phases are printed in tables. A machine's name may be a file name, which has at most 255 bytes.
 MOST_NAME = 255
 # A trace has 16 bits for the worker.
 MOST_WORKERS = 1 << 16
-# Of one rank and all layers. A CPU keeps each counter in a cache line of its own: 1 GiB.
+# Counters of one rank over all layers. A CPU keeps each counter in its own cache line, which makes 1 GiB.
 MOST_COUNTERS = 1 << 24
-# Of a step table, which every launch copies: 256 MiB. Block tables of 64 sequences of a million tokens have 2^22.
+# Words of a step table, which every launch copies: 256 MiB. Block tables of 64 sequences of a million tokens take 2^22
+# words.
 MOST_STEP_WORDS = 1 << 26

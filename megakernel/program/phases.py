@@ -1,7 +1,9 @@
-"""Do a program's phases make sense, on every rank?
+"""Checks that a program's phases make sense on every rank.
 
-A program brings its phases, and what is proved of its records rests on them. So a phase must name exactly the buffers
-that its operation takes, of the right kind, type and shape: else no box that it declares says what a backend touches.
+A program contains its phases, and all proofs about its records rely on them. So a phase must name exactly the buffers
+that
+its operation uses, with the right space, type and shape. Otherwise the declared boxes would not describe what a backend
+touches.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .segments import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The buffers that phases of an operation name, and those that they may name.
+# The buffers that phases of each operation must name, and those that they may name.
 _BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
     Operation.GATHER: ({"weights", "output"}, set()),
     Operation.ROPE: ({"weights", "output"}, set()),
@@ -46,7 +48,7 @@ _BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
     Operation.SAMPLE: ({"inputs"}, set()),
 }
 _FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")
-_Kind = tuple[Space, Dtype | None, tuple[int, ...]]  # of a buffer; the type None is the compute type
+_Kind = tuple[Space, Dtype | None, tuple[int, ...]]  # space, type (None: the compute type) and shape of a buffer
 
 
 @lru_cache(maxsize=64)
@@ -56,14 +58,14 @@ def all_dims(dims: Dims) -> list[Dims]:
 
 
 class Phases:
-    """What the checks of records ask of a program's phases, by number."""
+    """The facts about a program's phases that checks of records need, by phase number."""
 
     def __init__(self, forward: Forward) -> None:
         self.by_number = forward.by_number
         self.known = np.isin(np.arange(256), list(self.by_number))
         self.segment: Ints = np.full(256, -1)  # an index of SEGMENTS; -1: any
         self.segment[DRAIN.number] = _BODY
-        # What operands may be at least and at most; sums of two never come near the end of int32.
+        # The least and greatest values of operands; sums of two never come near the end of int32.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -73,9 +75,9 @@ class Phases:
             self.segment[[phase.number for phase in phases]] = segment
         self.matmuls = [phase for phase in forward if phase.is_matmul]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
-        # Whose instructions wait for the row blocks of logit rows.
+        # Instructions of these phases wait for the row blocks of logit rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # Of these a rank has the rows of its own row blocks only, where the residual is not replicated.
+        # A rank has the results of these operations only for its own row blocks, unless the residual is replicated.
         writers = (Operation.GATHER, Operation.REDUCE)
         self.residual = {p.output for p in forward if p.operation in writers or p.result is Result.RESIDUAL}
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
@@ -88,7 +90,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """At most one violation of each phase, then those of all together."""
+    """At most one violation per phase, followed by those of all phases together."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -106,7 +108,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     named = {field for field in _FIELDS if getattr(p, field) is not None}
     must, may = _BUFFERS[p.operation]
     if p.result is Result.PARTIAL:
-        may = may - {"bias"}  # its reduction adds it, once
+        may = may - {"bias"}  # the reduction adds the bias, once
     if p.result is not Result.HEADS:
         may = may - {"head_norm"}
     if not must <= named <= must | may:
@@ -134,7 +136,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
-    """Where a phase may be, and which rows it has."""
+    """Check where the phase may be, and which rows it may have."""
     logits = p.result is Result.LOGITS or p.operation is Operation.SAMPLE
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
@@ -164,7 +166,7 @@ def _kind(buffer: Buffer, d: Dims) -> _Kind:
 
 
 def _wanted(p: Phase, d: Dims) -> dict[str, _Kind]:
-    """What the buffers must be that a phase names, as rank `d.rank` has them."""
+    """The required properties of the buffers that a phase names, as rank `d.rank` has them."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     inner, width = (*shape[::-1], 0, 0)[:2]
     rows = d.logit_rows if p.rows in (Rows.LOGIT, Rows.SAMPLED) else d.tokens
@@ -245,7 +247,9 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the phase before `p` that writes its inputs, in its segment, has the parts of the sum."""
+    """Whether the nearest earlier phase of the segment that writes the inputs of `p` stores the partial sums that `p`
+    adds.
+    """
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

@@ -1,22 +1,25 @@
-"""A compiled program: per rank and worker a stream of instruction records, and the counters that order them.
+"""A compiled program: a stream of instruction records per rank and worker, and the counters that order them.
 
-Stored as three segments: prologue, layer body, epilogue. The body is stored once and runs `dims.layers` times:
-run l uses the layer-l copy of layered buffers and counter block l. A word with the NEXT bit means block l + 1;
-the prologue signals into block 0 with plain words, and the epilogue runs on block `dims.layers`, so what
-a body finds at its start is always in its own block. Every rank has its own copy of every block, of `counters`
-counters.
+A program has three segments: prologue, body and epilogue. The body is stored once and runs `dims.layers` times. Run l
+uses the
+layer-l copy of layered buffers and counter block l. A word with the NEXT bit refers to block l + 1. The prologue
+signals
+block 0 with plain words, and the epilogue runs on block `dims.layers`, so a body always finds the counters it starts
+with in
+its own block. Every rank has its own copy of every block, which has `counters` counters.
 
-A counter's total is the number of arrivals it gets per launch. Block 0 gets its cross-layer arrivals from the
-prologue and the last block has no body, so totals are stored for the first, the middle and the last block.
+The total of a counter is the number of arrivals it gets per launch. In block 0, arrivals from the previous layer come
+from
+the prologue, and the last block has no body. Totals are therefore stored for the first, the middle and the last block.
 
-Besides its streams a rank may have queues: records that belong to the body and to no worker. In each run of the
-body, `drain` instructions claim them in order. In a trace and in messages, record i of the queues is instruction
-len(body.records) + i.
+A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
+instructions
+claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
 
-`forward` says what the phases are that records name by number.
+`forward` has the phases that records name by number.
 
-With more than one rank a program ends in a barrier over all of them: every stream's last instruction comes after
-every instruction of every rank. It is the only edge between launches.
+With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction comes after every
+instruction of every rank. The barrier is the only edge between launches.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ VERSION = 7
 
 @dataclass(frozen=True)
 class Program:
-    """Immutable. `machine` is a name, for people; `counters` is the size of one counter block."""
+    """Immutable. `machine` is a name for people; `counters` is the number of counters in a block."""
 
     dims: Dims
     forward: Forward
@@ -62,18 +65,18 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """Instructions of one launch, all ranks, body unrolled."""
+        """The number of instructions of one launch over all ranks, with the body counted once per layer."""
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.layers * body + len(self.epilogue.records)
 
     @property
     def rank_queues(self) -> int:
-        """Queues of each rank; queue q of rank r is `queues.stream(r * rank_queues + q)`."""
+        """The number of queues per rank; queue q of rank r is `queues.stream(r * rank_queues + q)`."""
         return (len(self.queues.offsets) - 1) // self.ranks
 
     @property
     def processors(self) -> int:
-        """SMs or cores of a rank that its workers are."""
+        """The number of SMs or cores that a rank's workers occupy."""
         return self.workers * self.dims.sms
 
     def rank_dims(self, rank: int) -> Dims:
@@ -81,7 +84,7 @@ class Program:
         return replace(self.dims, rank=rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Records of segment `index`, numbered as in traces (the body has the queues at its end), and their ranks."""
+        """The records of segment `index`, numbered as in traces (the queues follow the body), and their ranks."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -91,8 +94,9 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """Of each rank and phase that has records in segment `index`: the phase, the rank's sizes, the records' places
-        in `numbered`, their operands.
+        """For each rank and phase with records in segment `index`: the phase, the rank's sizes, the places of the
+        records in
+        `numbered`, and their operands.
         """
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
@@ -104,9 +108,11 @@ class Program:
     def phases(self, index: int) -> list[Segment]:
         """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
 
-        One phase after the other, each with a barrier behind it over all ranks, the body's again for each layer, is the
-        sequential meaning of the program: no counter is needed. Joins and drains are gone, a queue's instructions are
-        dealt to the workers of its rank.
+        Running the phases one after another, with a barrier over all ranks behind each and the body repeated for each
+        layer, is the
+        sequential meaning of the program; it needs no counters. Joins and drains are removed, and a queue's
+        instructions are dealt to
+        the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])
@@ -130,7 +136,7 @@ class Program:
         return (self.dims.layers + 1) * self.counters
 
     def totals(self) -> NDArray[np.int32]:
-        """Totals of all counters, [layers + 1, ranks, counters]."""
+        """The totals of all counters, [layers + 1, ranks, counters]."""
         middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
@@ -140,16 +146,16 @@ class Program:
 
     @cached_property
     def violation(self) -> str | None:
-        """What is wrong with its sizes, phases or records, and where; None where each is right by itself."""
+        """The first fault in the program's sizes, phases or records, and its place; None if each is right by itself."""
         return first_violation(self)
 
     def check(self, name: str = "the program") -> None:
-        """Raise MegakernelError where it has a violation. The first call takes the time, once for a program."""
+        """Raise MegakernelError if the program has a violation. The result is kept, so only the first call takes time."""
         if self.violation is not None:
             raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
 
     def check_arrays(self) -> None:
-        """Raise MegakernelError where an array has not the length that the sizes say: what native code relies on."""
+        """Raise MegakernelError if an array's length does not match the sizes, on which native code relies."""
         if (found := next(check_arrays(self), None)) is not None:
             raise MegakernelError(f"the program is wrong: {found}: compile it again")
 
@@ -187,7 +193,7 @@ class Program:
 
     @staticmethod
     def from_bytes(data: bytes, name: str) -> Program:
-        """What `to_bytes` gave, checked. `name` says in errors where it came from."""
+        """Inverse of `to_bytes`, with all checks. Errors use `name` for the source."""
         if data[:7] != _MAGIC:
             raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < header.START or data[7] != VERSION:
@@ -208,7 +214,7 @@ _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 def _decode(data: bytes) -> Program:
-    """The program of a file whose checksum matched. Raises ValueError."""
+    """Decode the program in a file whose checksum has matched. Raises ValueError."""
     known, arrays = header.decode(data, (*_ARRAYS, *_TOTALS))
     shape = (known.ranks, known.counters)
     for name in _TOTALS:

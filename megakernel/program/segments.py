@@ -14,7 +14,9 @@ SEGMENTS = ("prologue", "body", "epilogue")
 
 @dataclass(frozen=True)
 class Segment:
-    """Records of all ranks' workers back to back; stream of (rank, worker) s is records[offsets[s]:offsets[s+1]]."""
+    """The records of all ranks' workers, one stream after another. Stream s of (rank, worker) is
+    records[offsets[s]:offsets[s+1]].
+    """
 
     records: Records
     offsets: NDArray[np.int32]
