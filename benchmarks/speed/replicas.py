@@ -1,0 +1,110 @@
+"""One replica on all cores beside several on one each, and two ways to route.
+
+`python benchmarks/speed/replicas.py --load unlike -o FILE`. Both sides are on Ray, and runs alternate between them. The
+prompts of `unlike` have nothing in common; those of `alike` begin with one of a few long texts and have short answers,
+so that a prefix cache saves most of the work.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import options, text, write
+from servers import Child, measured, megakernel, server
+
+from megakernel.machine import cpu_count
+
+
+def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
+    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing, "--port", "{port}"]
+    flags += ["--model", args.model, "--max-num-seqs", str(args.max_concurrency), "--max-model-len", "2048"]
+    return megakernel("serve", *flags)
+
+
+def unlike(peer: Child, args: Any, seed: int) -> dict[str, float]:
+    """Streamed answers to random prompts."""
+    load = ["bench", "serve", "--base-url", peer.url, "--model", args.model, "--seed", str(seed)]
+    load += ["--dataset", "random", "--random-input-len", "32", "--random-output-len", str(args.output_len)]
+    load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", str(args.max_concurrency)]
+    done = measured(*load)
+    return {"tokens_per_s": done["tokens_per_s"], "failed": done["failed"]}
+
+
+def alike(peer: Child, args: Any, seed: int) -> dict[str, float]:
+    """Short answers to prompts of 512 tokens, of which the first 480 are those of a few texts."""
+    chance = random.Random(seed)
+    texts = [[chance.randrange(1000, 40000) for _ in range(480)] for _ in range(args.texts)]
+    prompts = [
+        [*chance.choice(texts), *(chance.randrange(1000, 40000) for _ in range(32))] for _ in range(args.num_prompts)
+    ]
+
+    def ask(prompt: list[int]) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", int(peer.url.rpartition(":")[2]), timeout=300)
+        body = json.dumps({"prompt": prompt, "max_tokens": 4, "ignore_eos": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(args.max_concurrency) as pool:
+        cached = sum(pool.map(ask, prompts))
+    seconds = time.perf_counter() - begin
+    return {"prompts_per_s": len(prompts) / seconds, "cached_share": cached / sum(map(len, prompts))}
+
+
+def alternate(load: Any, sides: dict[str, list[str]], args: Any, folder: Path) -> dict[str, Any]:
+    """Runs of a load on each side in turn, after one that warms up."""
+    (one, first), (other, second) = sides.items()
+    runs: dict[str, list[dict[str, float]]] = {one: [], other: []}
+    with server(first, folder / "one.log") as a, server(second, folder / "other.log") as b:
+        for seed in range(args.runs + 1):
+            for name, peer in ((one, a), (other, b)):
+                found = load(peer, args, seed)
+                if seed:
+                    runs[name].append(found)
+    return {
+        "summary": {name: {k: median(r[k] for r in found) for k in found[0]} for name, found in runs.items()},
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load", choices=("unlike", "alike"), default="unlike", help="which of the two loads")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--max-concurrency", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=8, help="that prompts begin with")
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args()
+    cores = cpu_count()
+    several = max(2, cores)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.environ["RAY_TMPDIR"] = folder  # short: Ray has sockets there
+        if args.load == "unlike":
+            name, load = f"{several} replicas", unlike
+            sides = {"1 replica": fleet(args, 1, cores, "prefix"), name: fleet(args, several, 1, "prefix")}
+        else:
+            load = alike
+            sides = {routing: fleet(args, several, 1, routing) for routing in ("prefix", "least-loaded")}
+        found = alternate(load, sides, args, Path(folder))
+    print(text(found["summary"]))
+    write(args.output, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Several servers behind one address: where a request goes, what fits a cluster, and two replicas on Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_support import Live, until
+from commands import command, fails
+from serve_process import SMALL, begin_stream, rest
+
+from megakernel.cli import parser
+from megakernel.errors import MegakernelError
+from megakernel.serving.replicas.placement import Node, Share, place
+from megakernel.serving.replicas.routing import Seen, choose, prefix_of
+
+# -- routing
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def common(one: bytes, other: bytes) -> int:
+    return sum(a == b for a, b in zip(prefix_of(one), prefix_of(other), strict=False))
+
+
+def test_prompts_share_the_names_of_what_they_begin_with() -> None:
+    text = "".join(f"{number} " for number in range(1000))
+    one, other = body(prompt=text[:1024] + "a" * 512), body(temperature=1, prompt=text[:1024] + "b" * 512)
+    assert len(prefix_of(one)) == 6 and common(one, other) == 4  # the quotation mark takes a byte
+    assert common(body(prompt="x" + text), body(prompt=text)) == 0
+    turns = [{"role": "user", "content": text[:900]}, {"role": "assistant", "content": "b" * 900}]
+    assert common(body(messages=turns[:1]), body(messages=turns)) == 3
+    tools = [{"type": "function", "function": {"name": "f" * 600}}]
+    assert common(body(messages=turns, tools=tools), body(messages=turns)) == 0
+    assert len(prefix_of(body(prompt="a" * 100_000))) == 128
+
+
+@pytest.mark.parametrize("bad", [b"", b"[1]", b"{", b'"\xff"', b'{"prompt": "short"}', b"{}"])
+def test_what_has_no_prefix_has_no_names(bad: bytes) -> None:
+    assert prefix_of(bad) == []
+
+
+def test_the_replica_is_chosen_by_prefix_then_by_load() -> None:
+    a, b, c = b"a", b"ab", b"abc"
+    known = {1: {a}, 2: {a, b}, 3: {c}}
+    assert choose([a, b, c], known, {1: 0, 2: 2, 3: 0}, slack=2) == 2
+    assert choose([a, b, c], known, {1: 0, 2: 3, 3: 0}, slack=2) == 1  # 2 has too much to do; a gap ends a prefix
+    assert choose([a], known, {1: 1, 2: 0, 3: 0}, slack=2) == 2
+    assert choose([], known, {1: 2, 2: 1, 3: 0, 4: 3}, slack=9) == 3
+    assert choose([c], {}, {4: 1, 5: 0}, slack=0) == 5
+    assert choose([c], {9: {c}}, {4: 0}, slack=0) == 4  # what is gone is not chosen
+
+
+def test_only_the_last_beginnings_are_kept() -> None:
+    seen = Seen(most=2)
+    seen.add([b"a", b"b"])
+    seen.add([b"a", b"c"])
+    assert [name in seen for name in (b"a", b"b", b"c")] == [True, False, True]
+
+
+# -- placement
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "tp", "threads", "on_gpus", "share"),
+    [
+        ([(2, 0)], 2, 1, None, False, Share(1, 0)),
+        ([(2, 0)], 1, 1, None, False, Share(2, 0)),
+        ([(8, 0), (4, 0)], 3, 1, None, False, Share(4, 0)),
+        ([(8, 0), (4, 0)], 5, 1, 2, False, Share(2, 0)),
+        ([(64, 8), (64, 8)], 4, 4, None, True, Share(32, 4)),
+        ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
+        ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
+        ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 are more than the 2 CPUs"),
+        ([(64, 4), (64, 4)], 1, 8, None, True, "they cannot be on several nodes"),
+        ([], 1, 1, None, False, "do not fit"),
+    ],
+)
+def test_replicas_are_placed_on_whole_nodes(
+    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: Share | str
+) -> None:
+    cluster = [Node(*node) for node in nodes]
+    if isinstance(share, Share):
+        assert place(cluster, replicas, tp, threads, on_gpus=on_gpus) == share
+    else:
+        with pytest.raises(MegakernelError, match=share):
+            place(cluster, replicas, tp, threads, on_gpus=on_gpus)
+
+
+# -- the command line
+
+
+def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "megakernel.serving.replicas.cluster", raising=False)
+    assert "--replicas needs Ray, and ray is missing: pip install" in fails(capsys, "serve", "--replicas", "2")
+
+
+def test_an_address_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ray-address needs --replicas" in fails(capsys, "serve", "--ray-address", "auto")
+
+
+with_ray = pytest.mark.skipif(
+    not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install 'megakernel[ray]'"
+)
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--ray-address", "127.0.0.1:1"), "no Ray cluster answers at 127.0.0.1:1: Connection refused"),
+        (("--ray-address", "nonsense"), "--ray-address nonsense is neither HOST:PORT nor auto"),
+        (("--ray-address", "127.0.0.1:1", "--port", "0"), "--ray-address needs another --port"),
+    ],
+)
+def test_a_wrong_address_is_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = () if "--port" in flags else ("--port", "8399")
+    assert told in fails(capsys, "serve", "--replicas", "2", *flags, *port)
+
+
+# -- two replicas
+
+MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
+
+
+@dataclass
+class Fleet:
+    process: subprocess.Popen[str]
+    facts: dict[str, Any]
+    live: Live
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short name: it has sockets
+    given = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    os.environ.update(given)  # also for the commands that join
+    arguments = command("serve", "--replicas", "2", "--port", "0", "--json", *MODEL)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        facts = json.loads(line)
+        yield Fleet(process, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2])))  # type: ignore[arg-type]
+    finally:
+        process.kill()
+        process.communicate()
+        for name in given:
+            del os.environ[name]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def servers() -> dict[int, Live]:
+    """The replicas' own servers, by process: each is asked at the port that it listens on."""
+    listening = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A":
+            listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"--port\0000\0--config\0/dev/stdin" in (folder / "cmdline").read_bytes():
+                ports = [listening.get(str(link.readlink())) for link in (folder / "fd").iterdir()]
+                [port] = {port for port in ports if port}
+                found[int(folder.name)] = Live(None, None, None, "", port)  # type: ignore[arg-type]
+        except (OSError, ValueError):
+            continue  # it has ended, or does not listen yet
+    return found
+
+
+def running(server: Live) -> int:
+    _, _, text = server.request("GET", "/metrics")
+    [value] = re.findall(r"^vllm:num_requests_running\S* (\S+)", text.decode(), re.MULTILINE)
+    return int(float(value))
+
+
+def some(**fields: Any) -> dict[str, Any]:
+    return {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True, **fields}
+
+
+@with_ray
+def test_it_is_the_same_server(fleet: Fleet) -> None:
+    assert (fleet.facts["replicas"], fleet.facts["threads"], fleet.facts["routing"]) == (2, 1, "prefix")
+    answers = [fleet.live.post("/v1/completions", some(seed=1)) for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert len(fleet.live.events("/v1/completions", some())) == 4
+    assert "prompt must be" in fleet.live.post("/v1/completions", some(prompt=3), 400)["error"]["message"]
+    assert "this server has" in fleet.live.post("/v1/nothing", {}, 404)["error"]["message"]
+    status, headers, _ = fleet.live.request("GET", "/v1/models?x=1", headers={"X-Request-Id": "mine"})
+    assert (status, headers["x-request-id"]) == (200, "mine")
+    assert fleet.live.request("GET", "/v1/models", headers={"Host": "elsewhere.example"})[0] == 403
+    assert "larger than" in fleet.live.post("/v1/completions", some(user="x" * (17 << 20)), 413)["error"]["message"]
+
+
+@with_ray
+def test_requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
+    streams = [fleet.live.send("/v1/completions", some(max_tokens=1900, stream=True)) for _ in range(4)]
+    for stream in streams:
+        assert stream.recv(100_000).startswith(b"HTTP/1.1 200 OK")
+    assert [running(server) for server in servers().values()] == [2, 2]
+    for stream in streams:
+        stream.close()
+    until(lambda: all(running(server) == 0 for server in servers().values()))
+
+
+@with_ray
+def test_a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
+    for number in range(3):
+        prompt = [100 + number] * 200
+        for turn in range(3):
+            details = fleet.live.post("/v1/completions", some(prompt=[*prompt, 7 + turn]))["usage"]
+            assert (details["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--replicas", "99"), "99 replicas of 1 CPU each do not fit the cluster, which has room for"),
+        (("--replicas", "1", "--backend", "cuda", "--tp", "8"), "they cannot be on several nodes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet, flags: tuple[str, ...], told: str) -> None:
+    before = servers().keys()
+    arguments = command("serve", *flags, "--ray-address", fleet.facts["ray_address"], *MODEL)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert told in done.stderr
+    assert servers().keys() == before
+
+
+@with_ray
+def test_a_lost_replica_is_told_and_replaced(fleet: Fleet) -> None:
+    streams = [begin_stream(fleet.live, 600) for _ in range(2)]
+    lost, _ = before = list(servers())
+
+    os.kill(lost, signal.SIGKILL)
+    ends = sorted((rest(stream) for stream in streams), key=len)
+    assert all(end.rstrip(b"\r\n0").endswith(b"data: [DONE]") for end in ends)
+    errors = [end.count(b"the replica that computed this answer was lost") for end in ends]
+    assert sorted(errors) == [0, 1]
+    for _ in range(6):
+        fleet.live.post("/v1/completions", some())
+    until(lambda: len(servers()) == 2 and servers().keys() != set(before), 60)
+
+
+@with_ray
+def test_replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
+    before, over, statuses = servers().keys(), threading.Event(), []
+
+    def ask() -> None:
+        while not over.is_set():
+            statuses.append(fleet.live.request("POST", "/v1/completions", some(max_tokens=8))[0])
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    arguments = command("serve", "--replicas", "2", "--ray-address", fleet.facts["ray_address"], *MODEL)
+    port = fleet.facts["url"].rpartition(":")[2]
+    done = subprocess.run([*arguments, "--port", port], capture_output=True, text=True, timeout=100)
+    over.set()
+    for asker in askers:
+        asker.join()
+    assert done.returncode == 0, done.stderr
+    assert len(servers()) == 2 and not servers().keys() & before
+    assert set(statuses) == {200} and len(statuses) > 4
+
+
+@with_ray
+def test_the_end_leaves_nothing_behind(fleet: Fleet) -> None:
+    stream = begin_stream(fleet.live, 60)
+    fleet.process.terminate()
+    assert rest(stream).count(b"data: [DONE]") == 1
+    assert fleet.process.wait(60) == 0
+    until(lambda: not servers())
+
+
+# -- configurations for other engines
+
+CONFIGURATIONS = Path(__file__).parents[2] / "docs" / "replicas"
+
+
+def test_what_kubernetes_starts_can_be_typed() -> None:
+    parts = {part["kind"]: part for part in yaml.safe_load_all((CONFIGURATIONS / "kubernetes.yaml").read_text())}
+    pod = parts["Deployment"]["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    given = vars(parser().parse_args(container["args"]))
+    [port] = container["ports"]
+    assert given["host"] == "0.0.0.0" and given["port"] == port["containerPort"]
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pause + given["shutdown timeout"] < pod["spec"]["terminationGracePeriodSeconds"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert probes == [{"path": "/health", "port": port["name"]}] * 3
+    for kind in ("Service", "PodDisruptionBudget"):
+        selector = parts[kind]["spec"]["selector"]
+        assert selector.get("matchLabels", selector) == pod["metadata"]["labels"]
+
+
+@pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
+def test_nginx_understands_its_configuration(tmp_path: Path) -> None:
+    for_all = f"pid {tmp_path}/pid; error_log stderr;"
+    nginx = ["nginx", "-t", "-p", str(tmp_path), "-c", str(CONFIGURATIONS / "nginx.conf"), "-g", for_all]
+    done = subprocess.run(nginx, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
