@@ -11,10 +11,13 @@ import http.client
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,27 +25,40 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from record import options, text, write
-from servers import Child, measured, megakernel, server
+from servers import measured, megakernel
 
 from megakernel.machine import cpu_count
 
 
+@contextmanager
+def server(command: list[str]) -> Iterator[str]:
+    """The address of a server that ends with the block. It stays in this process's session."""
+    print("$", *command, file=sys.stderr)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
-    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing, "--port", "{port}"]
+    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing, "--port", "0", "--json"]
     flags += ["--model", args.model, "--max-num-seqs", str(args.max_concurrency), "--max-model-len", "2048"]
     return megakernel("serve", *flags)
 
 
-def unlike(peer: Child, args: Any, seed: int) -> dict[str, float]:
+def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
     """Streamed answers to random prompts."""
-    load = ["bench", "serve", "--base-url", peer.url, "--model", args.model, "--seed", str(seed)]
+    load = ["bench", "serve", "--base-url", url, "--model", args.model, "--seed", str(seed)]
     load += ["--dataset", "random", "--random-input-len", "32", "--random-output-len", str(args.output_len)]
     load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", str(args.max_concurrency)]
     done = measured(*load)
     return {"tokens_per_s": done["tokens_per_s"], "failed": done["failed"]}
 
 
-def alike(peer: Child, args: Any, seed: int) -> dict[str, float]:
+def alike(url: str, args: Any, seed: int) -> dict[str, float]:
     """Short answers to prompts of 512 tokens, of which the first 480 are those of a few texts."""
     chance = random.Random(seed)
     texts = [[chance.randrange(1000, 40000) for _ in range(480)] for _ in range(args.texts)]
@@ -51,7 +67,7 @@ def alike(peer: Child, args: Any, seed: int) -> dict[str, float]:
     ]
 
     def ask(prompt: list[int]) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", int(peer.url.rpartition(":")[2]), timeout=300)
+        connection = http.client.HTTPConnection("127.0.0.1", int(url.rpartition(":")[2]), timeout=300)
         body = json.dumps({"prompt": prompt, "max_tokens": 4, "ignore_eos": True})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         answer = json.loads(connection.getresponse().read())
@@ -65,14 +81,14 @@ def alike(peer: Child, args: Any, seed: int) -> dict[str, float]:
     return {"prompts_per_s": len(prompts) / seconds, "cached_share": cached / sum(map(len, prompts))}
 
 
-def alternate(load: Any, sides: dict[str, list[str]], args: Any, folder: Path) -> dict[str, Any]:
+def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, Any]:
     """Runs of a load on each side in turn, after one that warms up."""
     (one, first), (other, second) = sides.items()
     runs: dict[str, list[dict[str, float]]] = {one: [], other: []}
-    with server(first, folder / "one.log") as a, server(second, folder / "other.log") as b:
+    with server(first) as a, server(second) as b:
         for seed in range(args.runs + 1):
-            for name, peer in ((one, a), (other, b)):
-                found = load(peer, args, seed)
+            for name, url in ((one, a), (other, b)):
+                found = load(url, args, seed)
                 if seed:
                     runs[name].append(found)
     return {
@@ -101,7 +117,7 @@ def main() -> None:
         else:
             load = alike
             sides = {routing: fleet(args, several, 1, routing) for routing in ("prefix", "least-loaded")}
-        found = alternate(load, sides, args, Path(folder))
+        found = alternate(load, sides, args)
     print(text(found["summary"]))
     write(args.output, found)
 
