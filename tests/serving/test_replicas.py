@@ -266,15 +266,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet, flags: t
 
 
 @with_ray
-def test_a_lost_replica_is_told_and_replaced(fleet: Fleet) -> None:
+@pytest.mark.parametrize("lost", ["actor", "server"])
+def test_a_lost_replica_is_told_and_replaced(fleet: Fleet, lost: str) -> None:
     streams = [begun(fleet, 600) for _ in range(2)]
-    lost, _ = before = list(servers())
-    os.kill(lost, signal.SIGKILL)
-    told = [to_end(stream).count(b"the replica that computed this answer was lost") for stream in streams]
-    assert sorted(told) == [0, 1]
+    server, _ = servers()
+    parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent if lost == "actor" else server, signal.SIGKILL)
+    ends = [to_end(stream) for stream in streams]
+    assert sorted(end.count(b'data: {"error":') for end in ends) == [0, 1], ends
     for _ in range(6):
         fleet.live.post("/v1/completions", some())
-    until(lambda: len(servers()) == 2 and servers().keys() != set(before), 60)
+    until(lambda: len(servers()) == 2 and server not in servers(), 60)
 
 
 @with_ray
