@@ -207,11 +207,9 @@ def begun(fleet: Fleet, tokens: int) -> socket.socket:
 
 
 def to_end(stream: socket.socket) -> bytes:
-    """What is left of a stream."""
+    """What is left of a stream, which may break off."""
     data = b""
-    while b"data: [DONE]" not in data:
-        piece = stream.recv(100_000)
-        assert piece, data
+    while b"data: [DONE]" not in data and (piece := stream.recv(100_000)):
         data += piece
     return data
 
@@ -273,7 +271,7 @@ def test_a_lost_replica_is_told_and_replaced(fleet: Fleet, lost: str) -> None:
     parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent if lost == "actor" else server, signal.SIGKILL)
     ends = [to_end(stream) for stream in streams]
-    assert sorted(end.count(b'data: {"error":') for end in ends) == [0, 1], ends
+    assert sorted(b'"finish_reason":"length"' in end for end in ends) == [False, True]
     for _ in range(6):
         fleet.live.post("/v1/completions", some())
     until(lambda: len(servers()) == 2 and server not in servers(), 60)
