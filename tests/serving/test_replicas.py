@@ -267,11 +267,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet, flags: t
 @pytest.mark.parametrize("lost", ["actor", "server"])
 def test_a_lost_replica_is_told_and_replaced(fleet: Fleet, lost: str) -> None:
     streams = [begun(fleet, 600) for _ in range(2)]
-    server, _ = servers()
+    busy = {process: running(live) for process, live in servers().items()}
+    server = max(busy, key=lambda process: busy[process])
     parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent if lost == "actor" else server, signal.SIGKILL)
     ends = [to_end(stream) for stream in streams]
-    assert sorted(b'"finish_reason":"length"' in end for end in ends) == [False, True]
+    assert sum(b'"finish_reason":"length"' not in end for end in ends) == busy[server] > 0
     for _ in range(6):
         fleet.live.post("/v1/completions", some())
     until(lambda: len(servers()) == 2 and server not in servers(), 60)
