@@ -110,7 +110,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "api key",
-            "key that everything but /health asks for, as Authorization: Bearer KEY",
+            "key that everything but /health and the page /chat asks for, as Authorization: Bearer KEY",
             "none",
             "--api-key",
             "MEGAKERNEL_API_KEY",

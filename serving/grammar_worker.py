@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import resource
 import signal
 import sys
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has one colon
 
 
 class _Vocabulary:
@@ -35,13 +39,23 @@ class _Vocabulary:
 
 def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]:
     try:
-        grammar = grammar_from("grammar", text) if notation == "grammar" else text
+        grammar = _from_either(text) if notation == "grammar" else text
     except (ValueError, RecursionError) as e:
         return {"failed": str(e)}
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return {"failed": matcher.get_error()} if matcher.is_error() else {"text": grammar}
+
+
+def _from_either(text: str) -> str:
+    """A grammar in GBNF or in Lark's notation, as the library takes it."""
+    if _GBNF_RULE.search(text):
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as e:  # the library has no narrower class
+            raise ValueError(f"the grammar is no GBNF: {e}") from e
+    return str(LLMatcher.grammar_from_lark(text))
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:

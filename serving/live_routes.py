@@ -1,4 +1,4 @@
-"""The record of steps over HTTP: `/roofline` as JSON, a page at `/`, and a step's timeline."""
+"""Pages for people: the record of steps at `/` (as JSON at `/roofline`), a chat, and a step's timeline."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from .engine_client import EngineClient
 from .seam import ROOFLINE, TIMELINE
 
+CHAT_PAGE = "/chat"  # the same for everybody, and asks for the key itself
+
 
 def live_router(engine: EngineClient) -> APIRouter:
     """Routes that ask the engine's process for its record."""
     router = APIRouter()
-    live_page = (files(__package__) / "live.html").read_text(encoding="utf-8")
+    live_page, chat_page = _page("live.html"), _page("chat.html")
 
     @router.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(live_page)
+
+    @router.get(CHAT_PAGE, include_in_schema=False)
+    async def chat() -> HTMLResponse:
+        return HTMLResponse(chat_page)
 
     @router.get("/roofline", summary="Time of the steps against what the hardware allows")
     async def roofline() -> Response:
@@ -32,3 +38,10 @@ def live_router(engine: EngineClient) -> APIRouter:
         return HTMLResponse(page)
 
     return router
+
+
+def _page(name: str) -> str:
+    """A page with the style that all have."""
+    folder = files(__package__)
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    return (folder / name).read_text(encoding="utf-8").replace("/* page.css */", style)

@@ -37,6 +37,13 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     return "random:tiny"
 
 
+def pytest_configure() -> None:
+    """Before there are processes of pytest-xdist, which share what tests compile."""
+    from built_once import folder
+
+    folder()
+
+
 def pytest_sessionstart() -> None:
     """Step tables are checked. Ceilings count, however busy the machine that runs tests is.
 

@@ -1,7 +1,8 @@
 """README.md and docs/: every command that they show is one that can be typed, and runs unless NOT_RUN says why not.
 
 A document is run from top to bottom, in an empty folder, as a reader would, and in seconds: SMALLER adds flags behind
-those of the document. The places that it names exist.
+those of the document. The places that it names exist. Documents that change the sources are run by
+test_worked_examples.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -17,17 +19,22 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from commands import command, run
+from worked_example import CHANGE
 
 import megakernel
 from megakernel.cli import parser
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -35,9 +42,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_RUN = {
     r"gpu\.py|-m gpu": "needs a GPU",
     r"^pip": "needs the package index; it is how CI begins",
-    r"^pytest$": "is what runs this",
+    r"^pytest": "is what runs this",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
-    r"benchmarks/pictures": "writes docs/*.png anew",
+    r"benchmarks/pictures": "writes the pictures of docs/ anew",
     r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
@@ -52,16 +59,20 @@ NOT_RUN = {
 # The first that fits: flags that make the command short, or let it find the server that this document has started.
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
+    r"^megakernel chat": "--max-tokens 4",
+    r"bench latency .*llama-3.2-1b": "--model random:smollm2-135m --prompt-tokens 16 --tokens 2 --runs 1",
     r"bench latency": "--prompt-tokens 16 --tokens 2 --runs 1",
     r"bench throughput": _LOAD,
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
     r"^megakernel serve": "--port 0 --json",
-    r"simulate .*--tokens 8192": "--tokens 256",
+    r"(compile|simulate|verify) .*--tokens 8192": "--tokens 256 --tp 2",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
+    r"speed/structured\.py": "--tokens 4 --rounds 1",
+    r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
@@ -75,14 +86,15 @@ _RUNS_ANOTHER = re.compile(r"^(?:\w+=\S* |compute-sanitizer (?:--tool \w+ )?)+")
 
 @dataclass(frozen=True)
 class Step:
-    """A command, or a block of Python, of a document."""
+    """A command, a block of Python, or what the one before it prints."""
 
     place: str
     words: tuple[str, ...] = ()
     code: str = ""
+    output: str = ""
 
     def __str__(self) -> str:
-        return shlex.join(self.words) or "python block"
+        return shlex.join(self.words) or ("python block" if self.code else "output")
 
 
 def steps(document: Path) -> Iterator[Step]:
@@ -98,6 +110,8 @@ def steps(document: Path) -> Iterator[Step]:
                 yield from _commands(place, code)
         elif language == "python":
             yield Step(place, code=block)
+        elif language == "output":
+            yield Step(place, output=block)
         elif not language:  # blocks of another language are no commands
             for line in block.splitlines():
                 yield from _commands(place, line)
@@ -118,11 +132,21 @@ def _commands(place: str, line: str) -> Iterator[Step]:
             words = []
 
 
-ALL = {document: list(steps(document)) for document in DOCUMENTS}
+ALL = {document: list(steps(document)) for document in DOCUMENTS if not CHANGE.search(document.read_text())}
 
 
 def fitting(table: dict[str, str], step: Step) -> str | None:
     return next((value for pattern, value in table.items() if re.search(pattern, " ".join(step.words))), None)
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """Lines of a document's output that a command did not print. Numbers and units of time may differ."""
+
+    def plain(line: str) -> str:
+        return " ".join(re.sub(r"\d[\d.,]*( [nµm]?s\b)?", "0", re.sub("[▁-█]", "", line)).split())
+
+    lines = {plain(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if line != "..." and plain(line) not in lines]
 
 
 def place_of(path: str, *folders: Path) -> Path:
@@ -135,7 +159,7 @@ def place_of(path: str, *folders: Path) -> Path:
 
 def went_wrong(*arguments: str) -> str:
     """What Python says if it fails, or nothing."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
     return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 
@@ -151,12 +175,19 @@ def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> Non
             except SystemExit as e:
                 assert e.code == 0, f"{step.place}: {capsys.readouterr().err}"  # 0: --help
         case "pip", "install", *rest:
-            extras = {e for word in rest for e in re.findall(r"^\.\[(.*)\]$", word)}
+            extras = {e for word in rest for e in re.findall(r"^\.\[.*\]$", word) for e in e[2:-1].split(",")}
             assert extras <= set(PROJECT["project"]["optional-dependencies"]), step.place
         case ["pytest", *rest] | ["python", "-m", "pytest", *rest]:
             markers = [line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
             for flag, word in zip(["", *rest], rest, strict=False):
-                assert word in markers if flag == "-m" else word[0] == "-" or (ROOT / word).exists(), (step.place, word)
+                file, _, name = word.partition("::")
+                there = (ROOT / file).exists() and (not name or f"def {name}(" in (ROOT / file).read_text())
+                known = {
+                    "-m": word.removeprefix("not ") in markers,
+                    "-n": word.isdigit(),
+                    "--dist": word == "worksteal",
+                }
+                assert known.get(flag, word[0] == "-" or there), (step.place, word)
         case "python", "-m", module:
             assert importlib.util.find_spec(module), step.place
         case "python", script, *rest:
@@ -204,9 +235,14 @@ def test_flags_exist(document: Path) -> None:
 @EACH_DOCUMENT
 def test_places_exist(document: Path) -> None:
     """Links, and paths of sources in backticks, which may leave out the package's folder and have *."""
-    text = _FENCE.sub("", document.read_text())
+    text = _FENCE.sub("", CHANGE.sub("", document.read_text()))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", text):
+        target = (document.parent / link if link else document).read_text()
+        headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", target), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{link}#{anchor}"
     for path in re.findall(r"`(?:python )?((?:[\w.*-]+/)+[\w.*-]+\.(?:py|toml|h|cuh|cu|cpp|json|csv))[` ]", text):
         place_of(path, ROOT / "megakernel", document.parent)
 
@@ -223,6 +259,7 @@ class Reader:
         self._capsys = capsys
         self._servers: list[subprocess.Popen[str]] = []
         self._url = "http://127.0.0.1:8000"
+        self._printed = ""
 
     def knows(self, step: Step) -> bool:
         words = tuple(word for word in step.words if word != "--json")
@@ -232,18 +269,23 @@ class Reader:
 
     def follow(self, step: Step) -> str:
         """What went wrong, or nothing."""
+        if step.output:
+            lines = missing(step.output, self._printed)
+            return f"the command does not print {lines}, but {self._printed}" if lines else ""
         if step.code:
+            self._capsys.readouterr()
             try:
                 exec(compile(step.code.replace("http://127.0.0.1:8000", self._url), step.place, "exec"), {})
             except Exception as e:
                 return f"{type(e).__name__}: {e}"
+            self._printed = self._capsys.readouterr().out
             return ""
         more = (fitting(SMALLER, step) or "").replace("URL", self._url)
         match [*step.words, *more.split()]:
             case "megakernel", "serve", *rest if "--help" not in rest:
                 return self._serve(rest)
             case "megakernel", *rest:
-                status, _, err = run(self._capsys, *rest)
+                status, self._printed, err = run(self._capsys, *rest)
                 return f"status {status}: {err}" if status else ""
             case "python", "-m", *rest:
                 return went_wrong("-m", *rest)
@@ -270,17 +312,19 @@ class Reader:
             server.communicate(timeout=30)
 
 
-@EACH_DOCUMENT
+@pytest.mark.parametrize("document", ALL, ids=lambda d: d.name)
 @pytest.mark.usefixtures("smollm2")
 def test_a_document_can_be_followed(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))  # what a reader says to `megakernel chat`
     reader, wrong = Reader(capsys), []
     try:
-        for step in ALL[document]:
-            if fitting(NOT_RUN, step) is None and not reader.knows(step) and (problem := reader.follow(step)):
+        for step, following in pairwise([*ALL[document], Step("the end")]):
+            known = reader.knows(step) and not following.output
+            if fitting(NOT_RUN, step) is None and not known and (problem := reader.follow(step)):
                 wrong.append(f"{step.place}: {step}: {problem}")
     finally:
         reader.leave()
@@ -291,3 +335,9 @@ def test_each_reason_has_its_command() -> None:
     texts = "\n".join(" ".join(step.words) for found in ALL.values() for step in found)
     for pattern in (*NOT_RUN, *SMALLER):
         assert re.search(pattern, texts, re.MULTILINE), f"no document has a command like {pattern}"
+
+
+def test_numbers_and_bars_may_differ_in_shown_output_and_words_may_not() -> None:
+    printed = "the step   27.3 ms  100.0%\nwaits for x   1,071 ns  ███\n"
+    assert missing("the step  9 ms 100.0%\n...\nwaits for x  3 ns █\n", printed) == []
+    assert missing("the stop  9 ms 100.0%\n", printed) == ["the stop  9 ms 100.0%"]

@@ -2,20 +2,25 @@
 
 The script needs no megakernel, only clients, so it runs in an environment of its own (`pip install openai instructor
 langchain-openai "pydantic-ai-slim[openai]"`), against a server that runs somewhere (`megakernel serve --model
-smollm2-135m`). A client that is not installed is told and not counted. Exit status 1 says that a case failed.
+smollm2-135m`). Each case is tried once. A client that is not installed is told and not counted. Exit status 1 says that
+a case failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel, ConfigDict, Field
+
+CLIENTS = ("openai", "instructor", "langchain-openai", "pydantic-ai-slim")
 
 
 class Person(BaseModel):
@@ -33,9 +38,15 @@ WEATHER = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+SQL = """
+    ?start: "SELECT " name ("," name)? " FROM " name
+
+    ?name: /[a-z_]{1,12}/
+"""
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "nothing", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "nothing", "parameters": NOTHING}},
 ]
 MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and lives in Paris. How is the weather there?"}]
 
@@ -68,6 +79,7 @@ class Cases:
         assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
     def _calls(self, **given: Any) -> list[tuple[str, str]]:
+        """The calls of a stream, put together by hand, of which the package's own way finds as many."""
         calls: list[list[str]] = []
         reason = None
         for event in self._ask(tools=TOOLS, stream=True, **given):
@@ -78,6 +90,11 @@ class Cases:
                     calls.append([call.function.name, ""])
                 calls[call.index][1] += call.function.arguments or ""
         assert reason == "tool_calls", reason
+        told = {"model": self.model, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, **given}
+        with self.client.chat.completions.stream(**told) as stream:
+            [choice] = stream.get_final_completion().choices
+        for call in choice.message.tool_calls:
+            json.loads(call.function.arguments)
         return [(name, arguments) for name, arguments in calls]
 
     def required_tool_streamed(self) -> None:
@@ -103,6 +120,24 @@ class Cases:
                 assert why in str(e), e
             else:
                 raise AssertionError(f"{given} was not refused")
+
+    def vllm_example(self) -> None:
+        """The forms of vLLM's example of structured outputs, in its names of today and of before."""
+        schema = Person.model_json_schema()
+        mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
+        forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}
+        for name, form in forms.items():
+            for extra in ({"structured_outputs": {name: form}}, {f"guided_{name}": form}):
+                answer = self._ask(extra_body=extra, stop=["\n"] if name == "regex" else None).choices[0]
+                text = answer.message.content
+                assert answer.finish_reason == "stop", (extra, text)
+                if name == "choice":
+                    assert text in forms["choice"], text
+                elif name == "json":
+                    Person.model_validate_json(text)
+                else:
+                    wanted = mail[:-2] if name == "regex" else "SELECT [a-z_]+(,[a-z_]+)? FROM [a-z_]+"
+                    assert re.fullmatch(wanted, text), text
 
     def instructor(self) -> None:
         import instructor
@@ -152,8 +187,18 @@ def main() -> int:
     for name, what in found.items():
         print(f"{name}: {what}")
     if args.output:
-        args.output.write_text(json.dumps({"model": model, "cases": found}, indent=1) + "\n")
+        told = {"command": "python benchmarks/correctness/clients.py --url URL -o FILE", "model": model}
+        told |= {"clients": {name: installed(name) for name in CLIENTS}}
+        lines = [f" {json.dumps(name)}: {json.dumps(what)}" for name, what in (told | {"cases": found}).items()]
+        args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return any(what.startswith("failed") for what in found.values())
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def outcome(case: Callable[[], None]) -> str:

@@ -5,8 +5,10 @@
 Mutants are drawn with a seed from all operators, comparisons, constants and statements (source_mutants.py in
 tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
 keeps which test reaches which line (lines_reached.py in tests/support), and `--tests` narrows which tests there are. A
-mutant stands in a copy of the package. It costs a fork and its tests, cheapest first, up to SECONDS of processor time.
-It is killed when a test fails, or when the tests do not end. Exit status 1: fewer were killed than `--least` percent.
+mutant stands in a copy of the package. First it meets the tests of its own room, then the others, the cheapest first,
+as many as fit into SECONDS of processor time. It is killed when a test fails, or when the tests do not end.
+`--again FILE...` tries the survivors of earlier runs once more, which new tests may kill, and keeps the other outcomes.
+Exit status 1: fewer were killed than `--least` percent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +38,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from built_once import folder as built_folder
+from patched import patch
 from record import options, write
 from source_mutants import SourceMutant, of_cpp, of_python
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 ROOMS = ("megakernel", "scheduler", "serving")
-SECONDS = 60.0  # of the tests of one mutant; a mutant may take three times as long
+SECONDS = 10.0  # of the tests of one mutant; a mutant may take three times as long
 # Which tests run C++; one width of vectors at -O1 builds fast, and computes what the others compute.
 NATIVE_TESTS = {
     "cpu": ("tests/runtime/",),
@@ -50,6 +56,9 @@ NATIVE_TESTS = {
 }
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
+IDLE_TURNS = 1500  # half a minute
+ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # where a change cannot be patched into functions
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
 # What tests import and nobody mutates is imported before the forks.
 HEAVY = (
     "pytest",
@@ -65,6 +74,9 @@ HEAVY = (
 )
 
 
+Key = tuple[str, int, str, str]  # file, offset, before, after
+
+
 @dataclass(frozen=True)
 class Test:
     name: str
@@ -76,7 +88,7 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
     """Those that pass and what they reach, as noted in `file`, which is written where it does not exist."""
     if not file.exists():
         environment = os.environ | {"MEGAKERNEL_LINES_REACHED": str(file), "PYTHONPATH": str(SUPPORT)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "lines_reached", *which]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "lines_reached", *which]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
     noted = [json.loads(line) for line in file.read_text().splitlines()]
     return [Test(t["test"], t["seconds"], t["lines"]) for t in noted if not which or t["test"].startswith(tuple(which))]
@@ -87,6 +99,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._collected: Collected | None = None
         self._package = folder / "megakernel"
         keep = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "megakernel", self._package, ignore=keep)
@@ -95,21 +108,26 @@ class Copy:
         (self._package / "csrc").symlink_to(ROOT / "csrc")
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
 
-    def outcome_of_python(self, file: str, source: str, tests: list[Test]) -> str:
+    def outcome_of_python(self, file: str, source: str, rounds: list[list[Test]]) -> str:
         place = self._package / file.removeprefix("megakernel/")
         good = place.read_text()
-        cached = Path(importlib.util.cache_from_source(str(place)))
-        cached.unlink(missing_ok=True)
+        Path(importlib.util.cache_from_source(str(place))).unlink(missing_ok=True)
         place.write_text(source)
         try:
-            return self.outcome(tests)
+            names = [test.name for tests in rounds for test in tests]
+            outcome = self._collected.outcome(names, str(place), good, source) if self._collected else ANOTHER_WAY
+            return self.outcome(rounds) if outcome == ANOTHER_WAY else outcome
         finally:
             place.write_text(good)
 
-    def outcome_of_native(self, library: Path, tests: list[Test]) -> str:
+    def collect(self, files: list[str]) -> None:
+        """Import tests once; then a mutant of functions costs a fork and the run of its tests."""
+        self._collected = Collected(self, files)
+
+    def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
         (self._package / "_native.so").unlink(missing_ok=True)
         shutil.copy(library, self._package / "_native.so")
-        return self.outcome(tests)
+        return self.outcome(rounds)
 
     def failing(self, names: list[str]) -> list[str]:
         """Tests that fail where nothing is mutated, for example because they cannot run in a copy or in a fork."""
@@ -118,42 +136,26 @@ class Copy:
         lines = (self._folder / "log").read_text(errors="replace").splitlines()
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
-    def outcome(self, tests: list[Test]) -> str:
+    def outcome(self, rounds: list[list[Test]]) -> str:
         """ "survived", "no end", or the first test that fails."""
-        return self._run(["-x", *(test.name for test in tests)])
+        outcomes = (self._run(["-x", *(test.name for test in tests)]) for tests in rounds if tests)
+        return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
 
     def _run(self, arguments: list[str]) -> str:
         log = self._folder / "log"
-        child = os.fork()
-        if child == 0:
-            self._child(log, arguments)
-        status, turns = 0, 0
-        while not (done := os.waitpid(child, os.WNOHANG))[0]:
-            time.sleep(0.05)
-            turns += 1  # not time, which goes on while the system holds this process up
-            if turns > 20 * 5 * SECONDS:
-                break
-        else:
-            status = done[1]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # with servers that a test has left behind
-        if not done[0]:
-            os.waitpid(child, 0)
-            return "no end"
-        if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name
-            return "no end" if name in ("SIGXCPU", "SIGKILL") else name
-        if os.WEXITSTATUS(status) == 0:
-            return "survived"
-        failed = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0].split(" - ")[0] if failed else f"exit status {os.WEXITSTATUS(status)}"
 
-    def _child(self, log: Path, arguments: list[str]) -> None:
-        """Never returns."""
-        os.setsid()
-        seconds = int(3 * SECONDS)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        def child() -> int:
+            limit()
+            return self.pytest(log, arguments)
+
+        outcome = ended(child)
+        if outcome != "failed":
+            return outcome
+        failed = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0].split(" - ")[0] if failed else outcome
+
+    def pytest(self, log: Path, arguments: list[str], plugins: tuple[object, ...] = ()) -> int:
+        """Its exit status, in this process, with the package of this copy."""
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -163,49 +165,169 @@ class Copy:
         sys.dont_write_bytecode = True
         for module in [name for name in sys.modules if name.partition(".")[0] == "megakernel"]:
             del sys.modules[module]  # of the checkout
+        import pytest
+
+        import megakernel
+
+        assert Path(megakernel.__file__).is_relative_to(self._folder), megakernel.__file__
+        return int(pytest.main(["-q", "--tb=line", *PLUGINS, *arguments], plugins=plugins))
+
+    def log_of(self, name: str) -> Path:
+        return self._folder / name
+
+
+def limit() -> None:
+    seconds = int(3 * SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def seconds_of(session: int) -> float:
+    """Processor time of all processes of a session."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def ended(run: Callable[[], int]) -> str:
+    """How a fork of this process ends that exits with what `run` returns."""
+    child = os.fork()
+    if child == 0:
         status = 70
         try:
-            import pytest
-
-            import megakernel
-
-            assert Path(megakernel.__file__).is_relative_to(self._folder), megakernel.__file__
-
-            status = int(pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+            os.setsid()
+            status = run()
         finally:
             sys.stdout.flush()
             os._exit(status)
+    status, turns, spent = 0, 0, 0.0
+    while not (done := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(0.02)
+        turns += 1  # not time, which goes on while the system holds this process up
+        if turns % IDLE_TURNS == 0:
+            before, spent = spent, seconds_of(child)
+            if spent - before < 0.2:  # it waits for what does not come
+                break
+    else:
+        status = done[1]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # with servers that a test has left behind
+    if not done[0]:
+        os.waitpid(child, 0)
+        return "no end"
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return "no end" if name in ("SIGXCPU", "SIGKILL") else name
+    return {0: "survived", OTHER_STATUS: ANOTHER_WAY}.get(os.WEXITSTATUS(status), "failed")
 
 
-def within(tests: list[Test]) -> list[Test]:
-    """The cheapest first, as many as may run for one mutant."""
+class Collected:
+    """A process in which pytest has collected tests, and which forks one for each mutant."""
+
+    def __init__(self, copy: Copy, files: list[str]) -> None:
+        to, self._requests = os.pipe()
+        self._answers, back = os.pipe()
+        if os.fork() == 0:
+            os.close(self._requests)
+            os.close(self._answers)
+            try:
+                copy.pytest(copy.log_of("collected"), files, (self._plugin(to, back),))
+            finally:
+                os._exit(0)
+        os.close(to)
+        os.close(back)
+        self._to = os.fdopen(self._requests, "w", buffering=1)
+        self._from = os.fdopen(self._answers)
+
+    def outcome(self, names: list[str], file: str, good: str, source: str) -> str:
+        """Of tests in this order, the first that fails."""
+        self._to.write(json.dumps([names, file, good, source]) + "\n")
+        answer: str = json.loads(self._from.readline())
+        return answer
+
+    @staticmethod
+    def _plugin(to: int, back: int) -> object:
+        import pytest
+
+        class Plugin:
+            failed = ""
+
+            @pytest.hookimpl(tryfirst=True)
+            def pytest_runtestloop(self, session: pytest.Session) -> bool:
+                items = {item.nodeid: item for item in session.items}
+                with os.fdopen(to) as requests, os.fdopen(back, "w", buffering=1) as answers:
+                    for request in requests:
+                        names, *change = json.loads(request)
+                        chosen = [items[name] for name in names if name in items]
+                        answers.write(json.dumps(self._outcome(chosen, change)) + "\n")
+                return True
+
+            def _outcome(self, items: list[pytest.Item], change: list[str]) -> str:
+                first, last = os.pipe()
+
+                def run() -> int:
+                    limit()
+                    if not patch(*change):
+                        return OTHER_STATUS
+                    for item, following in zip(items, [*items[1:], None], strict=True):
+                        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                        if self.failed:
+                            os.write(last, self.failed.encode())
+                            return 1
+                    return 0
+
+                outcome = ended(run)
+                os.close(last)
+                with os.fdopen(first) as said:
+                    return said.read() or outcome
+
+            def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+                if report.failed:
+                    self.failed = f"{'FAILED' if report.when == 'call' else 'ERROR'} {report.nodeid}"
+
+        return Plugin()
+
+
+def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
+    """As many tests as may run for a mutant of `file`, the cheapest first: those of its room, and the others."""
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)
-    return [test for test, so_far in zip(ordered, sums, strict=True) if so_far <= SECONDS] or ordered[:1]
+    some = [test for test, so_far in zip(ordered, sums, strict=True) if so_far <= SECONDS] or ordered[:1]
+    rooms = {f"tests/{part}/" for part in Path(file).parts[:-1]}
+    own = [test for test in some if test.name.startswith(tuple(rooms))]
+    # By files, because what a file's tests share is made again when another file's test was in between.
+    files = {test.name.split("::")[0]: None for test in some}
+    return [
+        [test for name in files for test in part if test.name.startswith(f"{name}::")]
+        for part in (own, [test for test in some if test not in own])
+    ]
 
 
-def python_mutants(
-    tests: list[Test], sources: list[str], count: int, rng: random.Random, copy: Copy
-) -> list[dict[str, Any]]:
+def python_mutants(tests: list[Test], args: Namespace, rng: random.Random, copy: Copy) -> Iterator[dict[str, Any]]:
     reached: dict[str, dict[int, list[Test]]] = defaultdict(lambda: defaultdict(list))
     for test in tests:
         for file, numbers in test.lines.items():
             for line in numbers:
                 reached[file][line].append(test)
-    drawn: list[tuple[str, str, SourceMutant, list[Test]]] = []
-    for file in sorted(name for name in reached if name.startswith(tuple(sources))):
-        source = (ROOT / file).read_text()
-        for mutant in of_python(source):
+    drawn: list[tuple[str, SourceMutant, list[Test]]] = []
+    for file in sorted(name for name in reached if name.startswith(tuple(args.sources))):
+        for mutant in of_python((ROOT / file).read_text()):
             found = {test.name: test for line in mutant.lines for test in reached[file].get(line, ())}
             if found:
-                drawn.append((file, source, mutant, list(found.values())))
+                drawn.append((file, mutant, list(found.values())))
     print(f"{len(drawn)} mutants of Python lines that tests reach", flush=True)
-    rows = []
-    for file, source, mutant, found in rng.sample(drawn, min(count, len(drawn))):
-        some = within(found)
-        outcome = copy.outcome_of_python(file, mutant.applied(source), some)
-        rows.append(_row(file, mutant, outcome, len(some), len(found)))
-    return rows
+    if args.again:
+        chosen = [each for each in drawn if _key(*each[:2]) in args.again]
+    else:
+        chosen = rng.sample(drawn, min(args.python, len(drawn)))
+    for file, mutant, found in chosen:
+        rounds = rounds_of(file, found)
+        outcome = copy.outcome_of_python(file, mutant.applied((ROOT / file).read_text()), rounds)
+        yield _row(file, mutant, outcome, rounds, len(found))
 
 
 class Native:
@@ -249,17 +371,19 @@ class Native:
 
 
 def native_mutants(
-    tests: list[Test], sources: list[str], count: int, rng: random.Random, copy: Copy, folder: Path
-) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The mutants, and why others that were drawn are none."""
-    native, rows, none = Native(folder), list[dict[str, Any]](), Counter[str]()
+    tests: list[Test], args: Namespace, rng: random.Random, copy: Copy, folder: Path, none: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """The mutants; `none` counts why others that were drawn are none."""
+    native, made = Native(folder), 0
     files = [p for room in NATIVE_TESTS for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp")]
     names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # that one is generated
-    names = [name for name in names if name.startswith(tuple(sources))]
+    names = [name for name in names if name.startswith(tuple(args.sources))]
     drawn = [(name, mutant) for name in names for mutant in of_cpp((ROOT / name).read_text())]
     rng.shuffle(drawn)
+    if args.again:
+        drawn = [each for each in drawn if _key(*each) in args.again]
     for number, (file, mutant) in enumerate(drawn):
-        if len(rows) == count:
+        if made == args.native and not args.again:
             break
         target = folder / f"mutant-{number}"
         target.mkdir()
@@ -267,18 +391,27 @@ def native_mutants(
         if isinstance(built, str):
             none[built] += 1
         else:
+            made += 1
             found = [test for test in tests if test.name.startswith(NATIVE_TESTS[file.split("/")[1]])]
-            some = within(found)
-            rows.append(_row(file, mutant, copy.outcome_of_native(built, some), len(some), len(found)))
+            rounds = rounds_of(file, found)
+            yield _row(file, mutant, copy.outcome_of_native(built, rounds), rounds, len(found))
         shutil.rmtree(target)
-    return rows, none
 
 
-def _row(file: str, mutant: SourceMutant, outcome: str, run: int, reaching: int) -> dict[str, Any]:
-    place = {"place": f"{file}:{mutant.line}", "kind": mutant.kind, "before": mutant.before, "after": mutant.after}
-    row = place | {"outcome": outcome, "tests_run_at_most": run, "tests_that_reach_it": reaching}
+def _row(file: str, mutant: SourceMutant, outcome: str, rounds: list[list[Test]], reaching: int) -> dict[str, Any]:
+    row = {"place": f"{file}:{mutant.line}", "offset": mutant.offset, "kind": mutant.kind}
+    row |= {"before": mutant.before, "after": mutant.after, "outcome": outcome}
+    row |= {"tests_run_at_most": sum(map(len, rounds)), "tests_that_reach_it": reaching}
     print(json.dumps(row), flush=True)
     return row
+
+
+def _key(file: str, mutant: SourceMutant) -> Key:
+    return file, mutant.offset, mutant.before, mutant.after
+
+
+def _key_of(row: dict[str, Any]) -> Key:
+    return row["place"].split(":")[0], row["offset"], row["before"], row["after"]
 
 
 def main() -> int:
@@ -291,28 +424,41 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests that are left out")
     parser.add_argument("--sources", nargs="*", default=[""], help="files or folders to mutate (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (default: all)")
+    parser.add_argument("--again", type=Path, nargs="*", default=[], metavar="FILE", help="of earlier runs")
     args = parser.parse_args()
+    earlier: list[dict[str, Any]] = [row for file in args.again for row in json.loads(file.read_text())["mutants"]]
+    args.again = {_key_of(row) for row in earlier if row["outcome"] == "survived"}
+    built_folder()  # this process removes it, and its forks do not
     for module in HEAVY:
         importlib.import_module(module)
+    rows, none = {_key_of(row): row for row in earlier}, Counter[str]()
+
+    def note() -> None:
+        write(args.output, {"percent_killed": percent(), "no_mutants": dict(none), "mutants": list(rows.values())})
+
+    def percent() -> float:
+        return round(100 * sum(row["outcome"] != "survived" for row in rows.values()) / max(1, len(rows)), 1)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = [t for t in tests_of(args.lines or folder / "lines", args.tests) if t.name not in args.without]
         copy, rng = Copy(folder / "copy"), random.Random(args.seed)
-        rows = python_mutants(tests, args.sources, args.python, rng, copy)
-        none: Counter[str] = Counter()
-        if args.native:
-            native, none = native_mutants(tests, args.sources, args.native, rng, copy, folder / "native")
-            rows += native
-            copy = Copy(folder / "clean")
-        killers = {row["outcome"].split(" ", 1)[1] for row in rows if row["outcome"].startswith(("FAILED", "ERROR"))}
-        if failing := copy.failing(sorted(killers)):
-            print("these tests fail without any mutant, so leave them out with --without:", *failing, sep="\n  ")
-            return 1
-    killed = sum(row["outcome"] != "survived" for row in rows)
-    percent = round(100 * killed / max(1, len(rows)), 1)
-    print(f"{killed} of {len(rows)} mutants were killed: {percent} %")
-    write(args.output, {"killed": killed, "percent": percent, "no_mutants": dict(none), "mutants": rows})
-    return 1 if percent < args.least else 0
+        copy.collect(sorted({test.name.split("::")[0] for test in tests}))
+        found = python_mutants(tests, args, rng, copy)
+        if args.native or any(file.startswith("csrc/") for file, *_ in args.again):
+            found = itertools.chain(found, native_mutants(tests, args, rng, copy, folder / "native", none))
+        for row in found:
+            rows[_key_of(row)] = row
+            note()
+        # A test that fails without any mutant kills none.
+        killers = {row["outcome"].split(" ", 1)[1] for row in rows.values() if " " in row["outcome"]}
+        for test in Copy(folder / "clean").failing(sorted(killers - {"end"})):
+            print(f"{test} fails without any mutant, so leave it out with --without")
+            for row in rows.values():
+                row["outcome"] = "survived" if row["outcome"].endswith(f" {test}") else row["outcome"]
+        note()
+    print(f"{percent()} % of {len(rows)} mutants were killed")
+    return 1 if percent() < args.least else 0
 
 
 if __name__ == "__main__":

@@ -124,11 +124,13 @@ std::string Program::wrong_operands(int rank, const int32_t* r) const {
   }
   const Tile& op = operands<Tile>(r);  // a Run is its first half
   const bool logits = p.rows == Rows::kLogit || p.rows == Rows::kSampled;
+  if (op.rows < 1) return " has no rows";
   if (!inside(op.row, op.rows, logits ? d.logit_rows : d.tokens)) return " has rows outside its step";
   const bool reduces = p.operation == Operation::kReduce;
-  if ((reduces || p.operation == Operation::kMatmul) &&
-      !inside(op.col, op.cols, reduces ? d.hidden : p.width))
-    return " has columns outside its output";
+  if (reduces || p.operation == Operation::kMatmul) {
+    if (op.cols < 1) return " has no columns";
+    if (!inside(op.col, op.cols, reduces ? d.hidden : p.width)) return " has columns outside its output";
+  }
   const int32_t unit = p.head_norm != Buffer::kNone || d.quantised_kv ? d.head_dim : 2;
   if (p.result == Result::kHeads && (op.col % unit || op.cols % unit)) return " cuts a head or a RoPE pair";
   return "";

@@ -18,8 +18,8 @@ FAILED, INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Modules with a verb each, or several; a verb with a space in its name is one of a group's.
 _VERBS = (
-    "demo", "pull", "generate", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve", "timeline",
-    "roofline", "doctor", "completion",
+    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
+    "timeline", "roofline", "doctor", "completion",
 )  # fmt: skip
 _GROUP = "measure speed"
 

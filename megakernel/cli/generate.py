@@ -93,12 +93,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             for choice in result.choices:
                 print(choice.text if choice.text is not None else ",".join(map(str, choice.token_ids)))
-        timing = [f"{len(result.token_ids)} tokens", f"finish: {result.finish_reason}"]
-        if result.ttft_s is not None:
-            timing.append(f"first token {result.ttft_s * 1e3:.0f} ms")
-        if result.tpot_s:
-            timing.append(f"{1 / result.tpot_s:.1f} tokens/s")
-        output.stderr.print(" · ".join(timing), style="dim")
+        timing = output.speed(len(result.token_ids), result.finish_reason, result.ttft_s, result.tpot_s)
+        output.stderr.print(timing, style="dim")
     return 0
 
 

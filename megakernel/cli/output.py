@@ -38,6 +38,17 @@ def bold(figure: str, rest: str) -> Text:
     return Text.assemble((figure, "bold"), rest)
 
 
+def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
+    """How fast an answer came, in one line; what nobody knows is left out."""
+    said = [] if tokens is None else [f"{tokens} tokens"]
+    said.append(f"finish: {finish_reason}")
+    if ttft_s is not None:
+        said.append(f"first token {ttft_s * 1e3:.0f} ms")
+    if tpot_s:
+        said.append(f"{1 / tpot_s:.1f} tokens/s")
+    return " · ".join(said)
+
+
 def rates(figures: dict[str, Any]) -> str:
     """The rates that were reached, of the ceilings: GB/s and GFLOP/s."""
     ceilings = figures["ceilings"]

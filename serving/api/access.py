@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address
 
+from ..live_routes import CHAT_PAGE
 from .errors import APIError, quoted
 
 _HEALTH, _METRICS = "/health", "/metrics"
@@ -18,7 +19,7 @@ _HEALTH, _METRICS = "/health", "/metrics"
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must show before its body is read. `/health` answers everybody.
+    """What a request must show before its body is read. `/health` and the page at `/chat` need no key.
 
     keys          one of them must come with the request; without any, none is asked for
     open_metrics  `/metrics` asks for no key
@@ -41,7 +42,7 @@ class Access:
 
     def guards(self, path: str) -> bool:
         """Whether a path asks for a key."""
-        return bool(self.keys) and path != _HEALTH and not (self.open_metrics and path == _METRICS)
+        return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, header: bytes) -> None:
         given = _digest(_key(header))

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
-from ..tool_calls import ToolReader
+from ..tool_calls import CallDelta, ToolReader
 from .answers import Answers, Delta
 from .errors import APIError
 from .http import event
@@ -21,6 +21,7 @@ from .responses import (
     ChatMessage,
     ChatResponse,
     FunctionCall,
+    FunctionDelta,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -121,21 +122,17 @@ class _Chat(Answer):
             self._readers[delta.index] = reader
         assert reader is not None
         text, found = reader.add(delta.text, delta.finish_reason is not None)
-        calls = [
-            ToolCallDelta(index=call.index, function=FunctionCall(arguments=call.arguments))
-            if call.name is None
-            else ToolCallDelta(
-                index=call.index, id=call_id(), type="function", function=FunctionCall(name=call.name, arguments="")
-            )
-            for call in found
-        ]
+        # Many clients read one call of an event, so each piece of a call has an event of its own.
+        pieces = [ChatDelta(content=text)] if text else []
+        pieces += [ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
         new = self._choice(delta)
-        if delta.finish_reason is None and not (text or calls or new.logprobs or new.token_ids):
-            return b""
-        new.delta = ChatDelta(content=text or None, tool_calls=calls or None)
+        new.delta = pieces.pop() if pieces else ChatDelta()
         if delta.finish_reason is not None and reader.calls:
             new.finish_reason = "tool_calls"
-        return event(self._chunk([new]))
+        events = [event(self._chunk([ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
+        if new.delta.content or new.delta.tool_calls or new.finish_reason or new.logprobs or new.token_ids:
+            events.append(event(self._chunk([new])))
+        return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
         if self._tools.used:
@@ -163,3 +160,10 @@ class _Chat(Answer):
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._tokenizer, scores(delta.tokens), self._body.top_logprobs or 0)
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    function = FunctionDelta(name=call.name, arguments=call.arguments)
+    if call.name is None:
+        return ToolCallDelta(index=call.index, function=function)
+    return ToolCallDelta(index=call.index, id=call_id(), type="function", function=function)

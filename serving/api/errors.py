@@ -116,7 +116,7 @@ _MUST = {
     "too_short": "must have at least {min_length} entries",
     "string_too_long": "may have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
-    "string_pattern_mismatch": "must be a token id in digits",  # a key of logit_bias
+    "string_pattern_mismatch": "must match {pattern}",
 }
 
 

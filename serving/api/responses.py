@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -78,7 +78,7 @@ class ChatLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    name: str | None = None
+    name: str
     arguments: str
 
 
@@ -88,13 +88,26 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class ToolCallDelta(BaseModel):
+class _Part(BaseModel):
+    """Clients put parts together, and to some of them null is a value that replaces an earlier one: it is left out."""
+
+    @model_serializer(mode="wrap")
+    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class FunctionDelta(_Part):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Part):
     """A part of a call: at first its id and the name, then pieces of the arguments."""
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: FunctionCall
+    function: FunctionDelta
 
 
 class ChatMessage(BaseModel):
@@ -122,7 +135,7 @@ class ChatResponse(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatDelta(BaseModel):
+class ChatDelta(_Part):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None

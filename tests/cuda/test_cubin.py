@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import cubins
 import pytest
 import sass
 
@@ -117,12 +118,13 @@ def build(
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    cubin = compiler.compile(trace=traced, units=Units[numerics.upper()], ablation=ablation)
+    cubin = cubins.compiled(compiler, trace=traced, units=Units[numerics.upper()], ablation=ablation)
     file = Path(factory.mktemp("cubin")) / "megakernel.cubin"
     file.write_bytes(cubin.code)
     return Built(numerics, traced, cubin.log, sass.disassemble(tool, file))
 
 
+@pytest.mark.slow
 def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
     assert lacking(built.code, TENSOR if built.numerics == "tensor" else DOTS) == []
 
@@ -148,6 +150,7 @@ def budgets() -> dict[str, int]:
     return {name: int(n) for name, n in re.findall(r"#define MK_(\w+)_REGISTERS (\d+)", text)}
 
 
+@pytest.mark.slow
 def test_registers_by_role(built: Built) -> None:
     """What either role's warps may run names no register that they do not have."""
     code = built.code
@@ -162,6 +165,7 @@ def test_registers_by_role(built: Built) -> None:
     assert not runs["SERVICE"].isdisjoint(code.find("SYNCS")) and not runs["CONSUMER"].isdisjoint(code.find("HMMA"))
 
 
+@pytest.mark.slow
 def test_nothing_is_spilled(built: Built) -> None:
     """Neither in loops nor elsewhere does a thread use memory of its own."""
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
@@ -175,6 +179,7 @@ COPIES, MULTIPLIES = ("UTMALDG", "UBLKCP"), ("HGMMA", "HMMA", "FFMA")
 ABLATIONS = {Ablation.COPIES: (COPIES, MULTIPLIES), Ablation.COMPUTE: (MULTIPLIES, COPIES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["tensor", "dots"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_builds_for_benchmarks_leave_out_what_they_say(

@@ -167,6 +167,7 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
     return subprocess.run(command, cwd=folder / "cuda", capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_untraced_code_is_that_of_a_source_without_tracing(tmp_path: Path) -> None:
     """As PTX, from which both would be assembled alike."""
     whole = {name: text.decode() for name, text in compile.sources().items()}

@@ -486,6 +486,7 @@ def test_generates() -> None:
 # -- with the interpreter's own roles and bodies
 
 
+@pytest.mark.slow
 @pretended(fibres=True, FAKE_CUDA_SMS=6)
 def test_the_interpreter_itself() -> None:
     """Prompts and decode through engine, launcher and interpreter; by phases too, with the same bits."""
@@ -571,6 +572,7 @@ def test_the_check_of_instructions_finds_faults() -> None:
     assert kernel.wrong == []
 
 
+@pytest.mark.slow
 @pretended(fibres=True, OMP_NUM_THREADS=1)
 def test_the_cases_of_the_check_are_right_on_the_host() -> None:
     """What a GPU is asked first: the interpreter's own code is right in all of it, by the limits that it is held to."""

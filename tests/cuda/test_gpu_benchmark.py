@@ -87,6 +87,7 @@ PARTS = (
 ABSENT = ("gguf", "perfetto", "fastapi")  # from machines where GPUs are lent
 
 
+@pytest.mark.slow
 def test_parts_end_and_say_what_they_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("parts")
     fibres = build_fibres()._name
@@ -175,6 +176,7 @@ def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypa
     assert said == [None, "it broke", "not done after 6 s"]
 
 
+@pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import pytest; "
     code += "sys.exit(pytest.main(['-q', '--collect-only', '-m', 'gpu', 'tests/cuda']))"

@@ -94,6 +94,7 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
         assert same(results(images[1]), expected) == [], f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablation", Ablation)
 @pytest.mark.parametrize("matmul", ["tensor", "dots"])
 def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
@@ -178,6 +179,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
     need_race_detector(tmp_path_factory.mktemp("detector"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("detector")
 @pytest.mark.parametrize(
     ("shape", "tp", "options"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from gpu_programs import make, plan
 from numpy.typing import NDArray
 
+from megakernel.cli.simulate import decode_step
 from megakernel.isa import (
     BUFFERS,
     Buffer,
@@ -175,3 +178,21 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
     assert {Result.HEADS, Result.GATED, Result.LOGITS, Operation.ATTENTION} <= seen
     if shape == "whole pages":
         assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)}  # of attention, or of tiles too
+
+
+def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/how-ring.svg, whose script derives them from the declarations."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
+    import how_it_works
+
+    program = how_it_works.decode(3)
+    table = decode_step(program.dims, 1, 128)
+    drawn = 0
+    for record in program.body.stream(how_it_works.WORKER):
+        phase = program.forward.by_number[int(phase_number(record))]
+        if phase.is_matmul:
+            boxes = plan(program.forward, program.dims, table, record)
+            pages = dict(zip(boxes["page"].tolist(), boxes["fill"].tolist(), strict=True))
+            assert how_it_works.page_order(program, record) == "".join("WX"[pages[n]] for n in range(len(pages)))
+            drawn += 1
+    assert drawn == 4

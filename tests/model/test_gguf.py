@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.model import Rope, RopeKind, load_config, open_checkpoint
+from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
 from megakernel.model.checkpoint import Part, Storage, weight_dims
+from megakernel.model.gguf_file import GgufFile
 from megakernel.model.rope import inverse_frequencies
 from megakernel.model.stored import stored_as
 
@@ -216,3 +217,17 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: Dt
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf holds a NaN or an infinity"):
             checkpoint.stored(Buffer.W_DOWN, 0)
         rows[-1, -1, at : at + 2] = 0
+
+
+def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together: entries, tensors, and what lists have."""
+    path = tmp_path / "tiny.gguf"
+    tiny_gguf(path, "llama")
+    file = GgufFile(path)
+    lists = sum(len(value) for value in file.metadata.values() if isinstance(value, list))
+    announced = len(file.metadata) + len(file.shapes) + lists
+    monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced)
+    GgufFile(path)
+    monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced - 1)
+    with pytest.raises(MegakernelError, match=f"all together may be {announced - 1}"):
+        GgufFile(path)

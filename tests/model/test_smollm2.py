@@ -41,6 +41,7 @@ def reference(smollm2):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_tokens_and_logprobs(llm, reference, prompt):
     """Teacher-forced on our own tokens, so that every position is compared.
@@ -88,6 +89,7 @@ def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
         assert whole.chat([{"role": "user", "content": PROMPTS[1]}], params)[0].text != text
 
 
+@pytest.mark.slow
 def test_same_bits_alone_in_company_and_cut(smollm2):
     """Greedy and seeded choices of one prompt: alone, among 64 strangers, and with its prefill in pieces."""
     rng = np.random.default_rng(3)

@@ -359,6 +359,7 @@ def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
         load_tokenizer(str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "why"),
     [

@@ -172,6 +172,8 @@ def rows_of(program: Program, phase: str) -> list[int]:
         ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "names a counter beyond the block"),
         ("qkv_rope", record.WAIT_WORD, record.NEXT, "names a counter beyond the block"),
         ("qkv_rope", record.OPERAND_WORD, 1000, "has rows outside its step"),
+        ("qkv_rope", record.OPERAND_WORD + 1, 0, "has no rows"),
+        ("qkv_rope", record.OPERAND_WORD + 3, 0, "has no columns"),
         ("qkv_rope", record.OPERAND_WORD + 2, -32, "has columns outside its output"),
         ("qkv_rope", record.OPERAND_WORD + 2, 1, "cuts a head or a RoPE pair"),
         ("attention", record.OPERAND_WORD, 1 << 20, "has an attention slot that the step table lacks"),

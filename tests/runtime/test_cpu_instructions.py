@@ -51,8 +51,9 @@ def close(twins: CpuTwins, name: str, layer: int, table: StepTable, *operands: i
 
 def test_embed_and_rope(twins: CpuTwins) -> None:
     table = make_table(twins.dims, {0: (37, 20), 1: (390, 4)})
-    table.token_ids[21] = -1 - 1
+    table.token_ids[[5, 6, 21]] = 0, twins.dims.vocab - 1, -1 - 1
     twins.reference.write_history(1, 391, np.array([77], np.int32))
+    twins.reference.write_history(2, 42, np.array([5], np.int32))  # not asked for: token 0 is a token
     twins.compare(record(P["embed"], 3, 19), 0, table, rtol=0, atol=0)
     twins.compare(record(P["rope"], 3, 19), 0, table, rtol=0, atol=5e-5)
 

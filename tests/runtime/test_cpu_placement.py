@@ -36,7 +36,8 @@ for core in two:
 sizes = dims(1, Dtype.F32, False)
 program = make_program(CONFIG, sizes, 2)
 before = {int(task) for task in os.listdir("/proc/self/task")}
-backend = CpuBackend(RandomCheckpoint(weight_dims(CONFIG, Dtype.F32), biased=False), sizes, PAGES, dtype=Dtype.F32, threads=2)
+checkpoint = RandomCheckpoint(weight_dims(CONFIG, Dtype.F32), biased=False)
+backend = CpuBackend(checkpoint, sizes, PAGES, dtype=Dtype.F32, threads=2)
 running, starved = sorted({int(task) for task in os.listdir("/proc/self/task")} - before)
 fill(backend)
 os.sched_setaffinity(running, {first})
@@ -51,6 +52,7 @@ def until(cores):
 until(two - {first})
 for hog in hogs:
     os.kill(hog, 9)
+os.sched_setscheduler(starved, os.SCHED_OTHER, os.sched_param(0))
 until(two)
 print("moved and back")
 backend.close()
@@ -61,5 +63,5 @@ backend.close()
 def test_a_thread_that_is_not_run_is_moved_and_comes_back() -> None:
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "support")])}
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], env=env, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(SCRIPT)], env=env, capture_output=True, text=True)
     assert ran.stdout == "moved and back\n", ran.stderr

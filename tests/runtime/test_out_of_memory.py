@@ -76,6 +76,7 @@ for name, run in stages.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads an allocator")
 def test_every_allocation_may_fail(tmp_path: Path) -> None:
     build("failing_allocator.cpp", tmp_path)

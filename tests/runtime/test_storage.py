@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +104,23 @@ def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -
 
 def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
     """Of every row of a prompt of `rows` tokens."""
-    program = program_of(checkpoint, rows, tp, **options)
-    backend = kind(checkpoint, program.dims, PAGES, dtype=checkpoint.dtype)
+    [found] = all_logits(kind, checkpoint, [rows], tp, **options)
+    return found
+
+
+def all_logits(
+    kind: type[Any], checkpoint: Checkpoint, prompts: Sequence[int], tp: int = 1, **options: Any
+) -> list[Array]:
+    """Of every row of prompts of so many tokens, the longest last, on one backend."""
+    programs = [program_of(checkpoint, rows, tp, **options) for rows in prompts]
+    backend = kind(checkpoint, programs[-1].dims, PAGES, dtype=checkpoint.dtype)
+    found = []
     try:
-        tokens = np.random.default_rng(rows).integers(0, program.dims.vocab, rows).tolist()
-        sample = [SampleRow(i, store=False) for i in range(rows)]
-        chunk = Chunk(0, 0, tokens, range(program.dims.pages_per_seq), sample)
-        found: Array = backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy()
+        for rows, program in zip(prompts, programs, strict=True):
+            tokens = np.random.default_rng(rows).integers(0, program.dims.vocab, rows).tolist()
+            sample = [SampleRow(i, store=False) for i in range(rows)]
+            chunk = Chunk(0, 0, tokens, range(program.dims.pages_per_seq), sample)
+            found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy())
     finally:
         backend.close()
     return found
@@ -120,19 +132,29 @@ def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:
 
 
 # One row, a few, more than a register block, more than a pass over the weights.
-@pytest.mark.parametrize("rows", [1, 2, 13, 100])
+PROMPTS = (1, 2, 13, 100)
+
+
+@cache
+def of_the_reference(kind: Dtype, dtype: Dtype) -> list[Array]:
+    return all_logits(ReferenceBackend, quantised(ODD, dtype, kind, tied=True)[0], PROMPTS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_the_bits_of_what_the_blocks_stand_for(
-    monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype, dtype: Dtype, rows: int
+    monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype, dtype: Dtype
 ) -> None:
     """And what the reference computes. The LM head is the embedding table."""
     use(monkeypatch, simd)
     blocks, floats = quantised(ODD, dtype, kind, tied=True)
-    found = logits(CpuBackend, blocks, rows)
-    np.testing.assert_array_equal(found, logits(CpuBackend, floats, rows))
-    assert_close(found, logits(ReferenceBackend, blocks, rows), dtype)
+    found = all_logits(CpuBackend, blocks, PROMPTS)
+    of_floats = all_logits(CpuBackend, floats, PROMPTS)
+    for some, others, reference in zip(found, of_floats, of_the_reference(kind, dtype), strict=True):
+        np.testing.assert_array_equal(some, others)
+        assert_close(some, reference, dtype)
 
 
 # Parts that end between panels, and parts that do not.
@@ -284,6 +306,7 @@ def test_the_engine_without_arithmetic() -> None:
     assert result.token_ids == [0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["auto", "f32", "q8_0"])
 def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
     with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:

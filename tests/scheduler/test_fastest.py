@@ -33,6 +33,7 @@ def variants(tp: int, rows: int) -> list[Options]:
     return [replace(b, **dict(zip(names, chosen, strict=True))) for b in base for chosen in product(*values)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machine", "tp", "rows"),
     [
@@ -52,6 +53,7 @@ def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, t
     assert chosen <= _CLOSE * best
 
 
+@pytest.mark.slow
 def test_all_buckets_of_an_engine_share_the_lowering_of_o() -> None:
     machine = machines.load("h100")
     choose = fastest("llama-3.2-1b", machine, 4, 64, one_class=True)

@@ -25,6 +25,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_search_improves_on_bad_sizes_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(load_config("random:llama-3.2-1b"), layers=4)
     begin = Options(queue="body", norm="own", shape=Shape(tile_cols=64))

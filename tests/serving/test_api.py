@@ -356,6 +356,7 @@ def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: py
     assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
 
 
+@pytest.mark.slow
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     """Schemathesis reads it and sends what it allows and forbids. A sample of what the whole run tries:
     `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`."""

@@ -18,6 +18,7 @@ from megakernel.cli.serve import _TYPES
 from megakernel.settings import SETTINGS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
     flags = ("--served-model-name", "one", "two", "--api-server-count", "2")
@@ -77,6 +78,7 @@ def test_flags_win_over_a_file_over_the_environment(
         assert live.request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
 
 
+@pytest.mark.slow
 def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path) -> None:
     def status(live: Live, path: str, host: str) -> int:
         return live.request("GET", path, headers={"Host": host})[0]
@@ -124,6 +126,7 @@ def test_every_flag_is_in_the_table_of_settings() -> None:
     assert all(SETTINGS[name].flag for name in _TYPES)
 
 
+@pytest.mark.slow
 def test_a_sample_of_hostile_requests() -> None:
     """A few of the 10,000 that benchmarks/results/hostile-http.json tells of: no 5xx, no traceback, no lost memory."""
     script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_http.py"
@@ -135,6 +138,7 @@ def test_a_sample_of_hostile_requests() -> None:
     assert {"200", "400", "401", "403", "404", "405", "413"} <= answers and result["health"]["asked"] > 0
 
 
+@pytest.mark.slow
 def test_mixed_traffic(model: str) -> None:
     """Seconds of benchmarks/correctness/soak.py, whose ten minutes are in benchmarks/results."""
     script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"

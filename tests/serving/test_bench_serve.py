@@ -20,7 +20,7 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
-from megakernel.serving.bench import Job, Load, Server, Workload, alternate, least_work
+from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work
 from megakernel.serving.bench.drive import drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
@@ -351,6 +351,34 @@ def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
         fake.requests.clear()
         run_json(capsys, *command)
         assert sorted(tuple(request["prompt"]) for request in fake.requests[8:]) == sent
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_a_run_has_the_processor_time_that_was_spent_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([{"engine": 5.0}, {"engine": 7.5, "frontend": 1.0}])
+
+    async def cpu_seconds(self: Server) -> dict[str, float]:
+        return next(said)
+
+    monkeypatch.setattr(Server, "cpu_seconds", cpu_seconds)
+
+    async def measured(url: str) -> list[list[dict[str, Any]]]:
+        return await alternate([Server(url, model="m")], Workload("w", jobs((2, 2))), Load(warm_up=0), 1)
+
+    with running(FakeServer(model="m")) as server:
+        [[figures]] = asyncio.run(measured(server.url))
+    assert (figures["cpu_s"]["engine"], figures["cpu_s"]["frontend"]) == (2.5, 1.0)
+
+
+@pytest.mark.parametrize(("url", "port"), [("https://a", 443), ("http://a/v1", 80), ("a:8000", 8000)])
+def test_ports_of_addresses(url: str, port: int) -> None:
+    assert Server(url)._port == port
+
+
+def test_an_answer_in_an_error_has_two_hundred_characters() -> None:
+    assert client._short(b"x " * 100) == "x " * 99 + "x"
+    assert client._short(b"x" * 200) == "x" * 200
+    assert client._short(b"x" * 201) == "x" * 200 + "..."
 
 
 def test_a_client_that_was_the_limit_says_so() -> None:

@@ -89,6 +89,7 @@ def add(engine: Engine, guesses: Guesses, prompt: list[int], params: SamplingPar
     return request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 5])
 @pytest.mark.parametrize("seed", range(8))
 def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing(seed: int, depth: int) -> None:

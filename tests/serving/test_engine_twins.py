@@ -8,6 +8,7 @@ import pytest
 from engine_twins import compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_tables_pages_and_tokens_are_those_of_the_slow_engine(seed: int) -> None:
     compare(seed, 60)

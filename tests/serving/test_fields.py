@@ -343,7 +343,7 @@ def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
         assert answer.usage.input_tokens == len("<user>hello</><assistant>")
     ended = client.responses.create(model="bytes", input="a", max_output_tokens=9, extra_body={**extra, "stop": "yx"})
     assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", "x", None)
-    with pytest.raises(openai.BadRequestError, match="tools.0.type must be 'function', not 'web_search'"):
+    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.type must be 'function', not 'web_search'"):
         client.responses.create(model="bytes", input="a", tools=[{"type": "web_search"}])
 
 

@@ -79,6 +79,7 @@ def at_rest(live: Live) -> bool:
     return not any(value(live, f"vllm:{name}") for name in ("num_requests", "kv_cache_usage_perc"))
 
 
+@pytest.mark.slow
 def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
     with process("--model", model, *TWO) as (server, _, live):
         first, second = children(server.pid)
@@ -143,6 +144,7 @@ def patched(patch: str, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_ends_the_server(model: str) -> None:
     patch = """
 from megakernel.serving.engine import Engine

@@ -18,11 +18,13 @@ from api_support import Live as Served
 from api_support import serving, until
 from browser import browser, missing
 from engine_support import CONFIG, fake_engine
+from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
-from megakernel.serving import live_routes, looks
+from megakernel.serving import looks
+from megakernel.serving.api.access import Access
 from megakernel.serving.batch import Stats
 from megakernel.serving.counts import Counts
 from megakernel.serving.engine import Engine
@@ -124,7 +126,9 @@ def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "TRACE_WAIT_S", 0.05)
     with tiny("null") as server:
         assert json.loads(server.request("GET", "/roofline")[2])["total"]["steps"] == 0
-        assert server.request("GET", "/")[2] == (Path(live_routes.__file__).parent / "live.html").read_bytes()
+        for path, title in (("/", b"live roofline"), ("/chat", b"chat")):
+            page = server.request("GET", path)[2]
+            assert b"<title>megakernel: " + title in page and b"--panel: #ffffff" in page and b"page.css" not in page
         status, _, text = server.request("GET", "/timeline")
         assert status == 404 and b"Send a request" in text
 
@@ -196,3 +200,37 @@ const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
 for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) s.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
 return s.size;
 """
+
+
+@needs_browser
+def test_chat_page(tmp_path: Path) -> None:
+    """Refused without the key, answered with it, stopped; no text becomes part of the page's markup."""
+    byte_model(tmp_path)
+    talk = "return document.getElementById('talk').innerText"
+    with (
+        LLM(str(tmp_path), backend="cpu", max_seqs=4, max_context=2048) as llm,
+        serving(llm, access=Access(keys=("k",))) as server,
+        browser(390, 800) as page,
+    ):
+        server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.03))
+        page.visit(f"{server.url}/chat", "document.activeElement.id === 'message'")
+        page.keys("<b>one</b>\ue007")
+        until(lambda: "the API key is missing or wrong" in page.run(talk))
+        assert page.run("return document.getElementById('message').value") == "<b>one</b>"
+        page.run("document.getElementById('key').value = 'k'; document.getElementById('message').focus()")
+        page.keys("\ue007")
+        answer = "document.querySelector('[class=said]')?.textContent.length > 9"
+        until(lambda: page.run(f"return {answer}"))
+        page.run("document.getElementById('stop').click()")
+        until(lambda: page.run("return document.querySelectorAll('.figures a').length") == 1)
+        figures = page.run("return document.querySelector('.figures').textContent")
+        assert "tokens/s" in figures and figures.endswith("stopped · a step that made it")
+        until(server.at_rest)
+        assert page.run("return messages.map(m => m.role)") == ["user", "assistant"]
+        assert page.run("return document.querySelectorAll('#talk b').length") == 0 and "<b>one</b>" in page.run(talk)
+        assert page.run("return document.documentElement.scrollWidth") <= 390
+        timeline = "return fetch(document.querySelector('.figures a').href).then(r => r.text())"
+        assert "intervals" in page.run(timeline)
+        page.run("document.getElementById('clear').click()")
+        assert page.run("return messages.length") == 0 and "Nothing" not in page.run(talk)
+        assert all("401" in line for line in page.log())

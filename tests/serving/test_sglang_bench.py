@@ -39,6 +39,7 @@ def bench_serving(tmp_path: Path) -> Path:
     return folder / MEMBER
 
 
+@pytest.mark.slow
 def test_sglang_bench_serving(bench_serving: Path, tmp_path: Path, model: str) -> None:
     conversations, result = tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
     rng = random.Random(0)

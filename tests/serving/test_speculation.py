@@ -94,6 +94,7 @@ def one_by_one(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Req
         return how, results(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", ["lookup", *WRONG])
 def test_results_are_those_of_one_by_one_decoding(
     one_by_one: tuple[dict[str, Any], list[RequestOutput]], guesses: str, monkeypatch: pytest.MonkeyPatch

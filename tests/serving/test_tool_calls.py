@@ -174,6 +174,7 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
     ends = {}
     for event in client.chat.completions.create(**given, stream=True):
         [part] = event.choices
+        assert len(part.delta.tool_calls or ()) <= 1  # many clients read no second one of an event
         for call in part.delta.tool_calls or ():
             assert call.function is not None
             if call.id is not None:
@@ -186,6 +187,15 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
     assert ends == {0: "tool_calls", 1: "tool_calls"}
     for made_ in calls.values():
         check_calls(made_, most)
+
+
+def test_the_openai_package_puts_the_parts_of_a_streamed_call_together(client: OpenAI) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1}
+    with client.chat.completions.stream(**given, max_tokens=1500) as stream:
+        stream.until_done()
+        [choice] = stream.get_final_completion().choices
+    assert choice.message.tool_calls
+    check_calls([(call.function.name, call.function.arguments) for call in choice.message.tool_calls], 16)
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
@@ -220,6 +230,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "not JSON",
     ),
+    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"must match \^\[a-zA-Z0-9_.-\]"),
     "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
@@ -249,6 +260,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": 'root ::= "o" [kl]'}, "o[kl]"),
     ({"regex": "z+y"}, "z+y"),
     ({"ebnf": 'root ::= "e"'}, "e"),
+    ({"guided_grammar": '\n  ?start: part\n  ?part: "::=" | "="\n'}, "::=|="),
     ({"guided_json": {"type": "array", "items": {"const": "k"}, "minItems": 2, "maxItems": 2}}, '\\["k", "k"\\]'),
     ({"response_format": {"type": "json_object", "schema": {"const": [1]}}}, r"\[1\]"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": True}}}}, "true"),

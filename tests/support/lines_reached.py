@@ -49,8 +49,9 @@ class LinesReached:
             data.set_query_context(item.nodeid)
             lines = {os.path.relpath(f, ROOT): sorted(data.lines(f) or []) for f in data.measured_files()}
             found = {file: numbers for file, numbers in lines.items() if numbers}
-            with self._target.open("a") as out:
-                out.write(json.dumps({"test": item.nodeid, "seconds": seconds, "lines": found}) + "\n")
+            line = json.dumps({"test": item.nodeid, "seconds": seconds, "lines": found}) + "\n"
+            with self._target.open("ab", buffering=0) as out:
+                out.write(line.encode())  # at once, because processes of pytest-xdist share the file
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,17 +4,16 @@ what runs it, on fibres or on threads.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from built_once import built_once
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
@@ -56,20 +55,10 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def _folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="megakernel-protocol-")
-    atexit.register(shutil.rmtree, folder)
-    return Path(folder)
-
-
-@functools.cache
 def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
     """The library that runs launches on fibres; of a build that leaves something out."""
-    out = _folder() / f"protocol{ablation:d}.so"
-    source = ROOT / "csrc" / "host" / "protocol.cpp"
-    command = ["g++", *FLAGS, f"-DMK_ABLATION={ablation:d}", "-shared", "-fPIC", str(source), "-o", str(out)]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(out))
+    flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", "-shared", "-fPIC"]
+    library = ctypes.CDLL(str(built_once(f"protocol{ablation:d}.so", _command("protocol.cpp", flags))))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
@@ -78,11 +67,12 @@ def build_fibres(ablation: Ablation = Ablation.NONE) -> ctypes.CDLL:
 @functools.cache
 def build_threads() -> Path:
     """The command that runs a launch on threads under ThreadSanitizer."""
-    out = _folder() / "threads"
-    source = ROOT / "csrc" / "host" / "threads.cpp"
-    flags = [*FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(out)], check=True)
-    return out
+    return built_once("threads", _command("threads.cpp", [*FLAGS, "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]))
+
+
+def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
+    command = ["g++", *flags, str(ROOT / "csrc" / "host" / source), "-o"]
+    return lambda target: subprocess.run([*command, str(target)], check=True)
 
 
 class Image:
@@ -210,11 +200,12 @@ class LaunchImage:
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
         """One launch on threads; a race is on standard error."""
         self.params.launch += 1
-        path = _folder() / "image"
-        self.save(path)
-        command = [str(build_threads()), str(path), str(BUGS.index(bug))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        self.load(path)
+        with tempfile.NamedTemporaryFile() as file:
+            path = Path(file.name)
+            self.save(path)
+            command = [str(build_threads()), str(path), str(BUGS.index(bug))]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            self.load(path)
         return done
 
     def run_in_sequence(self) -> None:

@@ -1,9 +1,7 @@
 """Runs tests on a native library that sanitizers watch; fails where they report anything.
 
-    python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
-    python tests/support/sanitized.py address,undefined tests/runtime
-
-The library has one SIMD width, which every name of a width gives: that takes a fifth of the time to build.
+python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
+python tests/support/sanitized.py address,undefined tests/runtime
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from own_package import build_native, link_package
+
 ROOT = Path(__file__).parents[2]
-FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-pthread", "-Wno-tsan"]
-FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-DMK_SIMD=portable", "-DMK_LANES=4"]
-FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
+FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-Wno-tsan", "-fno-sanitize-recover=all"]
 # A sanitizer writes what it finds to a file, because tests hide what a process prints. Python leaks by design. The
 # allocator gives null where there is no memory, as the system's does.
 OPTIONS = "log_path={log} exitcode=66 halt_on_error=1 detect_leaks=0 allocator_may_return_null=1 print_stacktrace=1"
@@ -27,18 +24,7 @@ RUNTIMES = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libub
 
 def build(folder: Path, sanitizers: str) -> dict[str, str]:
     """A package in `folder` with its own native library: the environment in which Python takes it."""
-    package = folder / "megakernel"
-    package.mkdir()
-    parts = [p for p in (ROOT / "megakernel").iterdir() if p.name != "_native.so" and not p.name.startswith("__pyc")]
-    for part in [*parts, ROOT / "scheduler", ROOT / "serving", ROOT / "csrc"]:
-        (package / part.name).symlink_to(part)
-    flags = [*FLAGS, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-    sources = [p for room in ("cpu", "simulate", "verify") for p in (ROOT / "csrc" / room).glob("*.cpp")]
-    objects = [folder / f"{p.stem}.o" for p in sources]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = [["g++", *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
-        list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-    subprocess.run(["g++", *flags, "-shared", *map(str, objects), "-o", str(package / "_native.so")], check=True)
+    build_native(ROOT, link_package(ROOT, folder), *FLAGS, f"-fsanitize={sanitizers}")
     preloaded = [_runtime(RUNTIMES[name]) for name in sanitizers.split(",")]
     options = OPTIONS.format(log=folder / "report")
     names = ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS")

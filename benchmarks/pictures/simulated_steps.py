@@ -1,0 +1,96 @@
+"""The simulated steps that how_it_works.py draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakernel import machine as machines
+from megakernel.cli.simulate import decode_step
+from megakernel.isa import Dtype
+from megakernel.isa.record import phase_number
+from megakernel.model import load_config
+from megakernel.program import SEGMENTS, Program
+from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.timeline.resolve import resolve
+from megakernel.timeline.waits import finishes, releasers
+from megakernel.trace import PROLOGUE, IntervalKind, Intervals
+
+MACHINE = machines.load("h100")
+
+
+@cache
+def decode(layers: int) -> Program:
+    """Llama-3.2-1B on one H100, one token."""
+    config = replace(load_config("random:llama-3.2-1b"), layers=layers)
+    return compile_program(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256)
+
+
+def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
+    """Three layers of a model on so many H100s, a token each of so many sequences."""
+    config = replace(load_config(f"random:{model}"), layers=3)
+    return compile_program(
+        config,
+        MACHINE,
+        dtype=Dtype.BF16,
+        tokens=tokens,
+        logit_rows=1,
+        max_seqs=tokens,
+        max_context=256,
+        tp=tp,
+        options=options,
+    )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval of the body, in microseconds."""
+
+    number: int  # in the trace
+    phase: str
+    instruction: tuple[int, int]  # layer, record
+    kind: IntervalKind
+    begin: float
+    end: float
+
+
+class Run:
+    """A simulated step."""
+
+    def __init__(self, program: Program, *, pipelined: bool = True) -> None:
+        costs = costs_of(MACHINE) if pipelined else costs_of(MACHINE).unpipelined()
+        table = decode_step(program.dims, program.dims.tokens, 128)
+        trace = simulate(program, MACHINE, table, costs=costs, trace=True).trace
+        assert trace is not None
+        resolved = resolve(program, trace)
+        self.rows: Intervals = trace.intervals
+        self.releasers: NDArray[np.int64] = releasers(resolved, finishes(resolved))
+        numbers = phase_number(program.numbered(SEGMENTS.index("body"))[0]).tolist()
+        self.names = np.array([program.forward.by_number[n].name for n in numbers])
+
+    def of(self, rank: int, worker: int) -> list[Interval]:
+        """What a worker does in all layers, in order."""
+        rows = self.rows
+        here = (rows["rank"] == rank) & (rows["worker"] == worker) & (rows["layer"] < PROLOGUE)
+        return sorted((self.at(i) for i in np.flatnonzero(here).tolist()), key=lambda one: one.begin)
+
+    def at(self, number: int) -> Interval:
+        row = self.rows[number]
+        layer, record, kind = int(row["layer"]), int(row["instruction"]), IntervalKind(int(row["kind"]))
+        begin, end = int(row["begin"]) / 1e3, int(row["end"]) / 1e3
+        return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
+
+    def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
+        """Between edges, in ticks: the mean share of rank 0's workers that have such an interval of some phases."""
+        rows = self.rows
+        mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)
+        mine[mine] = np.isin(self.names[rows["instruction"][mine]], phases)
+        begin, end = (rows[name][mine].astype(np.float64) for name in ("begin", "end"))
+        before_edge = np.array([np.clip(edge - begin, 0, end - begin).sum() for edge in edges])
+        return np.diff(before_edge) / np.diff(edges) / MACHINE.workers

@@ -1,0 +1,171 @@
+"""`megakernel chat`: a conversation with a model in the terminal, or with the lines of a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MegakernelError
+from ..settings import SETTINGS
+from . import FAILED, output
+from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm
+
+if TYPE_CHECKING:
+    from .partners import Messages, Partner
+
+_HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+_COMMAND = re.compile(r"/[a-z]+")
+_KEPT_FOR_ANSWERS = 0.25  # of the context, before the oldest messages are left out
+# What a terminal would obey, line ends and tabs aside.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
+
+
+def register(add: AddVerb) -> None:
+    parser = add("chat", "talk with a model, or with one that a server runs", "megakernel chat --model smollm2-135m")
+    add_model_run(parser)
+    add_speculate(parser)
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="talk to the server at this address; then flags that say how a model runs here mean nothing",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="the key that the server of --base-url asks for")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: 1)")
+    add_count(parser, "--max-tokens", None, "end an answer after this many tokens (default: the context's end)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .partners import Model, Server
+
+    with ExitStack() as open_:
+        if args.base_url is not None:
+            named = None if args.model == SETTINGS["model"].value() else args.model
+            partner: Partner = Server(args.base_url, named, args.api_key, args.temperature)
+        else:
+            from ..serving import SamplingParams
+
+            # Before a model is loaded: a wrong flag fails at once.
+            params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
+            partner = Model(open_.enter_context(open_llm(args, max_seqs=1)), params)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a pipe may hold anything
+        return _Talk(partner, args.max_tokens, args.json).run()
+
+
+class _Talk:
+    """A conversation. On a terminal people type it; else each line is a message, and Ctrl-C ends the program."""
+
+    def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
+        self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
+        self._typed = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        self._shown = sys.stderr if as_json else sys.stdout
+        self._messages: Messages = []
+        self._answers: list[dict[str, Any]] = []
+        self._failed = False
+        self._interruptible = False
+
+    def run(self) -> int:
+        if not self._typed:
+            return self._talk()
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            return self._talk()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, *_: object) -> None:
+        """Ctrl-C on a terminal ends an answer or a line that is being typed. At any other moment it does nothing."""
+        if self._interruptible:
+            self._interruptible = False
+            raise KeyboardInterrupt
+
+    def _talk(self) -> int:
+        if self._typed:
+            with suppress(ImportError):
+                import readline  # noqa: F401 -- `input` then edits lines and remembers them
+            output.stderr.print(f"{self._partner.name}: {_HELP}", style="dim")
+        for line in self._lines():
+            if not (text := line.strip()):
+                continue
+            if text == "/exit":
+                break
+            if text == "/clear":
+                self._messages.clear()
+            elif _COMMAND.fullmatch(text):
+                output.stderr.print(_HELP, style="dim")
+            else:
+                self._turn(text)
+        if self._as_json:
+            output.emit({"model": self._partner.name, "messages": self._messages, "answers": self._answers})
+        return FAILED if self._failed and not self._typed else 0
+
+    def _lines(self) -> Iterator[str]:
+        if not self._typed:
+            yield from sys.stdin
+            return
+        while True:
+            try:
+                self._interruptible = True
+                line = input("> ")
+                self._interruptible = False
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                output.stderr.print("\n/exit or Ctrl-D leaves", style="dim")
+                continue
+            yield line
+
+    def _turn(self, text: str) -> None:
+        """One message and its answer. A message without any answer is forgotten, one that was cut short is not."""
+        from .partners import Answer
+
+        self._messages.append({"role": "user", "content": text})
+        answer = Answer()
+        try:
+            self._interruptible = True
+            room = self._fit()
+            self._partner.reply(self._messages, answer, self._show, room)
+            self._interruptible = False
+        except KeyboardInterrupt:
+            if not self._typed:
+                raise
+        except MegakernelError as e:
+            self._interruptible = False
+            self._failed, answer.finish_reason = True, "error"
+            output.stderr.print(f"{answer.text and chr(10)}megakernel: error: {e}")
+        if answer.text:
+            self._messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self._messages.pop()
+        if answer.finish_reason != "error":
+            self._show("\n")
+            figures = {name: getattr(answer, name) for name in ("tokens", "finish_reason", "ttft_s", "tpot_s")}
+            self._answers.append(figures)
+            output.stderr.print(output.speed(**figures), style="dim")
+
+    def _fit(self) -> int | None:
+        """Leave out the oldest messages until the rest and an answer fit: how many tokens that may have."""
+        if (found := self._partner.count(self._messages)) is None:
+            return self._max_tokens
+        before = len(self._messages)
+        while found[0] > found[1] * (1 - _KEPT_FOR_ANSWERS) and len(self._messages) > 1:
+            del self._messages[:2]
+            found = self._partner.count(self._messages) or found
+        if gone := before - len(self._messages):
+            output.stderr.print(f"The context of {found[1]} tokens is full: the oldest {gone} messages are left out.")
+        room = found[1] - found[0]
+        if room < 1:
+            raise MegakernelError(f"a message of {found[0]} tokens leaves no room in the context of {found[1]}")
+        return min(self._max_tokens or room, room)
+
+    def _show(self, text: str) -> None:
+        self._shown.write(text.translate(_CONTROLS) if self._shown.isatty() else text)
+        self._shown.flush()

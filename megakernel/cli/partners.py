@@ -1,0 +1,191 @@
+"""Who answers in `megakernel chat`: a model in this process, or a server of the OpenAI API."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from ..errors import MegakernelError
+
+if TYPE_CHECKING:
+    from ..serving import LLM, SamplingParams
+
+Messages = list[dict[str, str]]
+_SILENCE_S = 300.0  # after which a server counts as gone
+_SHOWN = 300  # characters of an answer that is not understood
+
+
+@dataclass
+class Answer:
+    """What has come of an answer so far. `tokens` stays None where nobody counted them."""
+
+    text: str = ""
+    tokens: int | None = None
+    finish_reason: str | None = "stopped"
+    _began: float = field(default_factory=perf_counter)
+    _first: float | None = None
+    _last: float = 0.0
+
+    def add(self, text: str) -> None:
+        self.text += text
+        self._last = perf_counter()
+        self._first = self._first or self._last
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self._first is None else self._first - self._began
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self._first is None or self.tokens is None or self.tokens < 2:
+            return None
+        return (self._last - self._first) / (self.tokens - 1)
+
+
+class Partner(Protocol):
+    """`context` tokens are what a conversation and its answer may have together; None: nobody knows."""
+
+    name: str
+
+    def count(self, messages: Messages) -> tuple[int, int] | None:
+        """Tokens of a conversation, and of the context; None where nobody knows."""
+
+    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+        """Fill `answer`, and `show` each piece of it. KeyboardInterrupt ends it with what has come."""
+
+
+class Model:
+    """A model whose engine runs in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.name, self._llm, self._params = llm.model, llm, params
+        llm.get_tokenizer()  # raises where there is none
+
+    def count(self, messages: Messages) -> tuple[int, int]:
+        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
+
+    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+        def take(_: Any, text: str) -> None:
+            answer.tokens = (answer.tokens or 0) + 1
+            answer.add(text)
+            show(text)
+
+        ids, params = self._llm.chat_ids(messages), replace(self._params, max_tokens=max_tokens)
+        with _interrupted_between_steps() as check:
+            [result] = self._llm.generate([ids], params, on_token=take, on_step=lambda _: check())
+        answer.finish_reason = result.finish_reason
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C is an exception where the yielded function is called, and nowhere else: a step is not cut in two."""
+    asked = False
+
+    def note(*_: object) -> None:
+        nonlocal asked
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _RefusedError(MegakernelError):
+    """A server that answers, but not with what it was asked for."""
+
+
+class Server:
+    """A server of the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None: its first."""
+
+    def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
+        given = url if "//" in url else f"http://{url}"
+        if not given.startswith(("http://", "https://")):
+            raise MegakernelError(f"{url!r} is not an http:// or https:// address")
+        self._url = given.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._how = {} if temperature is None else {"temperature": temperature}
+        self._context: int | None = None
+        with self._ask("/v1/models") as reply:
+            try:
+                names = [str(one["id"]) for one in json.load(reply)["data"]]
+                self.name = model or names[0]
+            except (ValueError, KeyError, IndexError, TypeError):
+                raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
+
+    def count(self, messages: Messages) -> tuple[int, int] | None:
+        """By `/tokenize`, which this server and vLLM's have, and which may refuse what is longer than the context."""
+        try:
+            with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
+                found = json.load(reply)
+                self._context = int(found["max_model_len"])
+                return int(found["count"]), self._context
+        except _RefusedError:
+            return (self._context + 1, self._context) if self._context and len(messages) > 1 else None
+        except (MegakernelError, ValueError, KeyError, TypeError):
+            return None
+
+    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        body |= self._how | ({} if max_tokens is None else {"max_tokens": max_tokens})
+        with self._ask("/v1/chat/completions", body) as reply:
+            for event in _events(reply):
+                if (error := event.get("error")) is not None:
+                    raise MegakernelError(_message({"error": error}))
+                for choice in event.get("choices") or ():
+                    if text := (choice.get("delta") or {}).get("content"):
+                        answer.add(text)
+                        show(text)
+                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                if usage := event.get("usage"):
+                    answer.tokens = usage["completion_tokens"]
+        if answer.finish_reason == "stopped":
+            raise MegakernelError(f"{self._url} ended its answer in the middle")
+
+    @contextmanager
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request. Raises MegakernelError with the server's own words, or says that there are none."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
+                yield reply
+        except HTTPError as e:
+            raise _RefusedError(_message(e.read())) from None
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            why = getattr(e, "reason", None) or e or type(e).__name__
+            raise MegakernelError(f"{self._url} does not answer as it should: {why}") from e
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events, up to the one that ends a stream."""
+    for line in reply:
+        data = line[5:].strip() if line.startswith(b"data:") else b""
+        if data == b"[DONE]":
+            return
+        if data:
+            event = json.loads(data)
+            if not isinstance(event, dict):
+                raise ValueError(f"{data[:_SHOWN]!r} is no event")
+            yield event
+
+
+def _message(body: bytes | dict[str, Any]) -> str:
+    """What an error says; the body itself where it has another shape."""
+    try:
+        return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+        return f"the server says: {text[:_SHOWN]}"

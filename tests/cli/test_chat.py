@@ -1,0 +1,178 @@
+"""`megakernel chat`: lines of a pipe, a person at a terminal, a server, and a conversation that grows too long."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from api_support import Live, serving
+from commands import command, run
+
+from megakernel import LLM
+from megakernel.serving.api.access import Access
+
+
+@pytest.fixture(scope="module")
+def live(model: str) -> Iterator[Live]:
+    access = Access(keys=("k",))
+    with LLM(model, backend="cpu", max_context=512, max_seqs=2) as llm, serving(llm, access=access) as server:
+        server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.02))
+        yield server
+
+
+def chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: bytes, *flags: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said)))
+    return run(capsys, "chat", *flags)
+
+
+def test_each_line_of_a_pipe_is_a_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    flags = ("--model", model, "--max-tokens", "5", "--temperature", "0")
+    status, out, err = chat(capsys, monkeypatch, b"one\n\n/what\ntwo\xff\n/exit\nthree\n", *flags, "--json")
+    told = json.loads(out)
+    assert status == 0 and [m["role"] for m in told["messages"]] == ["user", "assistant"] * 2
+    assert [told["messages"][at]["content"] for at in (0, 2)] == ["one", "two\ufffd"]
+    assert all(a["tokens"] <= 5 and a["finish_reason"] in ("length", "stop") for a in told["answers"])
+    assert err.count(" tokens · finish: ") == 2 and "/clear forgets the conversation" in err
+    status, out, _ = chat(capsys, monkeypatch, b"one\n/clear\none", *flags)
+    half = len(out) // 2
+    assert status == 0 and out[:half] == out[half:]  # nothing is remembered
+
+
+def test_the_oldest_messages_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, live: Live
+) -> None:
+    here = ("--model", model, "--context", "512")
+    there = ("--base-url", f"{live.url}/v1", "--api-key", "k")
+    said = b"".join(b"%d" % n + b"x" * 150 + b"\n" for n in range(4))
+    for flags in (here, there):
+        status, out, err = chat(capsys, monkeypatch, said, *flags, "--max-tokens", "3", "--json")
+        left = [m["content"][0] for m in json.loads(out)["messages"] if m["role"] == "user"]
+        assert status == 0 and left == ["2", "3"], err
+        assert err.count("The context of 512 tokens is full: the oldest 2 messages are left out.") == 2
+    status, out, err = chat(capsys, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
+    assert status == 1 and "leaves no room in the context of 512" in err
+    assert json.loads(out)["messages"][0]["content"] == "z"
+
+
+def test_errors_of_a_server_are_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, live: Live
+) -> None:
+    cases: list[tuple[tuple[str, ...], str]] = [
+        (("--base-url", live.url), "the server says: the API key is missing or wrong"),
+        (("--base-url", live.url, "--api-key", "k", "--model", "other"), "the server says: the model 'other' is not"),
+        (("--base-url", live.url, "--api-key", "k", "--temperature", "9"), "the server says: temperature must be"),
+        (("--base-url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not answer as it should: "),
+        (("--base-url", "ftp://x"), "is not an http:// or https:// address"),
+        (("--temperature", "-1"), "temperature"),
+    ]
+    for flags, why in cases:
+        status, out, err = chat(capsys, monkeypatch, b"hello\n", *flags)
+        assert status == 1 and why in err and "Traceback" not in err and not out, (flags, out, err)
+
+
+class Terminal:
+    """A process whose input and output are a terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._mine, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb", "COLUMNS": "40"}
+        self.process = subprocess.Popen(
+            command(*arguments), stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            preexec_fn=_takes_terminal,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._mine, text.encode())
+
+    def until(self, text: str) -> str:
+        """Read up to `text`, which must come."""
+        self._read(lambda: text in self.seen)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def ask(self, text: str) -> None:
+        """Send a message, and wait until its answer begins: before that, Ctrl-C would end the message instead.
+
+        The terminal shows the message twice where it comes before `input` has taken the terminal over.
+        """
+        os.write(self._mine, f"{text}\n".encode())
+        self.until(f"{text}\r\n")
+        self._read(lambda: re.sub(rf"(> )?{text}|\s|\x1b\[[^a-zA-Z]*[a-zA-Z]", "", self.seen) != "")
+
+    def _read(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self._mine], [], [], 0.1)[0]:
+                self.seen += os.read(self._mine, 4096).decode(errors="replace")
+
+    def rest(self) -> str:
+        """What else the terminal has shown."""
+        while select.select([self._mine], [], [], 0.1)[0]:
+            try:
+                self.seen += os.read(self._mine, 4096).decode(errors="replace")
+            except OSError:  # the program has closed its side
+                break
+        return self.seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._mine)
+
+
+def _takes_terminal() -> None:
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # opened by a session's leader, it becomes the session's own
+
+
+@pytest.mark.parametrize("where", ["here", "at a server"])
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_program(where: str, model: str, live: Live) -> None:
+    flags = ["--model", model] if where == "here" else ["--base-url", live.url, "--api-key", "k"]
+    terminal = Terminal("chat", *flags)
+    try:
+        terminal.until("> ")
+        terminal.ask("one")
+        terminal.send("\x03")
+        assert "Traceback" not in terminal.until("finish: ")
+        terminal.until("> ")
+        terminal.send("\x03")
+        terminal.until("/exit or Ctrl-D leaves")
+        terminal.until("> ")
+        terminal.ask("two")
+        terminal.send("\x03")
+        terminal.until("finish: ")
+        terminal.until("> ")
+        terminal.send("\x04")
+        status = terminal.process.wait(60)
+        assert status == 0, terminal.rest()
+    finally:
+        terminal.close()
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megakernel.cli.chat import _Talk
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    partner: Any = None
+    for screen, shown in ((Screen(), "a\ufffd[2J\tb\n"), (io.StringIO(), "a\x1b[2J\tb\n")):
+        monkeypatch.setattr("sys.stdout", screen)
+        _Talk(partner, None, False)._show("a\x1b[2J\tb\n")
+        assert screen.getvalue() == shown

@@ -1,0 +1,65 @@
+"""docs/glossary.md: its terms are in use, and every term that a document defines is there.
+
+A definition has a bold term of at most three words in lower case: "A **phase** is an operation with its parameters".
+Other bold words are headings of the text that follows.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path != GLOSSARY]
+SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh", ".js"}
+ROOMS = ("megakernel", "scheduler", "serving", "csrc", "tests")
+
+_BOLD = re.compile(r"\*\*([a-z][\w-]*(?:\s[\w-]+){0,2})\*\*")
+
+
+def terms(text: str) -> list[str]:
+    """First cells of the table."""
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
+    return [row for row in rows if row != "term" and set(row) != {"-"}]
+
+
+def defined(text: str) -> set[str]:
+    return {" ".join(match[1].split()) for match in _BOLD.finditer(text)}
+
+
+def singular(term: str) -> str:
+    return term.removesuffix("s")
+
+
+def unused(terms: list[str], text: str) -> list[str]:
+    """Terms that do not occur in a text, in any spelling of blanks and of the plural's s."""
+    words = " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+    return [
+        term
+        for term in terms
+        if not re.search(rf"\b{' '.join(re.findall('[a-z0-9]+', singular(term).lower()))}s?\b", words)
+    ]
+
+
+def test_every_term_is_in_use() -> None:
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in SOURCES]
+    paths = [path for path in paths if path != Path(__file__)]
+    text = "\n".join(path.read_text() for path in (*DOCUMENTS, *paths))
+    found = terms(GLOSSARY.read_text())
+    assert not unused(found, text)
+    assert unused(["wobble counter", *found], text) == ["wobble counter"]
+
+
+def test_terms_are_in_order_and_once() -> None:
+    found = [term.lower() for term in terms(GLOSSARY.read_text())]
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_defines_is_in_the_glossary(document: Path) -> None:
+    known = {singular(term.lower()) for term in terms(GLOSSARY.read_text())}
+    missing = {term for term in defined(document.read_text()) if singular(term) not in known}
+    assert not missing, f"docs/glossary.md lacks {', '.join(sorted(missing))}"

@@ -1,0 +1,60 @@
+"""docs/how-a-megakernel-works.md: its drawings, the output that it shows and its simulated times are those of today."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from commands import run, run_json
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "how-a-megakernel-works.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def drawings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "pictures")
+    import how_it_works
+
+    return how_it_works
+
+
+def test_the_drawings_are_what_the_script_draws(drawings: ModuleType) -> None:
+    text = PAGE.read_text()
+    for name, draw in drawings.PICTURES.items():
+        path = ROOT / "docs" / f"how-{name}.svg"
+        assert path.read_text(encoding="utf-8") == str(draw()), f"{path.name}: run benchmarks/pictures/how_it_works.py"
+        assert f"({path.name})" in text
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block of text is part of the output of the block before it, but for line ends."""
+    monkeypatch.chdir(tmp_path)
+    shown = 0
+    for (language, block), (following, output) in pairwise(FENCE.findall(PAGE.read_text())):
+        if following != "text":
+            continue
+        capsys.readouterr()
+        if language == "python":
+            exec(compile(block, PAGE.name, "exec"), {})
+            printed = capsys.readouterr().out
+        else:
+            printed = "".join(run(capsys, *shlex.split(line)[1:])[1] for line in block.splitlines())
+        assert " ".join(output.split()) in " ".join(printed.split())
+        shown += 1
+    assert shown == 2
+
+
+def test_the_simulated_times_are_those_of_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("simulate", "--model", "random:llama-3.2-1b", "--machine", "h100")
+    ahead, alone = (run_json(capsys, *flags, *more)["step_s"] for more in ((), ("--no-pipelining",)))
+    text = " ".join(PAGE.read_text().split())
+    assert f"{1e3 * alone:.2f} ms instead of {1e3 * ahead:.2f} ms (simulated)" in text
+    assert f"{1e6 * ahead:.0f} µs for this step" in text
