@@ -22,14 +22,16 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     """Serve until a signal on a cluster of this machine; on one that is there, return once it serves."""
     from ..serving.api.access import local_names
     from ..serving.api.server import listen, url
+    from ..serving.replicas.environment import prepare
     from ..serving.replicas.placement import place
 
+    address, host = given["ray address"], given["host"]
+    prepare(join=address is not None)
     try:
         from ..serving.replicas import cluster
     except ModuleNotFoundError as e:
         raise MegakernelError(f"--replicas needs Ray, and {e.name} is missing: pip install 'megakernel[ray]'") from e
 
-    address, host = given["ray address"], given["host"]
     if address is not None and given["port"] == 0:
         raise MegakernelError("--port 0 takes a free port of this machine, so --ray-address needs another --port")
     with listen(host, 0 if address else given["port"]) as sock:  # before all else: a port in use fails at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -48,6 +49,12 @@ def _routing(text: str) -> str:
     return text
 
 
+def _ray_address(text: str) -> str:
+    if text == "auto" or re.fullmatch(r"\S+:\d{1,5}", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither HOST:PORT nor auto")
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in ("on", "true", "off", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
@@ -71,7 +78,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("api server count", "max queued requests", "max body bytes"), positive),
     **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
     "replicas": positive,
-    "ray address": str,
+    "ray address": _ray_address,
     "routing": _routing,
 }
 _SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
@@ -142,7 +149,6 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.engine_host import EngineHost
 
     given = {name: _value(args, name) for name in _TYPES}
-    given["ray address"] = getattr(args, "ray address")  # its default is no address
     if given["replicas"]:
         return serve_replicas(given, as_json=args.json)
     if given["ray address"]:

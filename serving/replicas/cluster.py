@@ -34,6 +34,7 @@ from .server_process import Headers, ServerProcess
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # applications; the front stays when replicas are replaced
 _NO_LIMIT = 1 << 20  # requests; the replicas have limits
 _CONNECT_SECONDS = 5.0
+_EVENT_END = b"\n\n"
 _HEALTH_SECONDS = 2.0
 
 
@@ -131,8 +132,10 @@ class Front:
 
 
 async def _relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer on. Where its replica is lost there is a 503, or an error event, or the answer breaks off."""
+    """Send an answer on. Where its replica is lost there is a 503, or an error event in a stream that has begun."""
     headers: Headers | None = None
+    part: tuple[int, Headers] | bytes = b""
+    last = b""
     try:
         async for part in parts:
             if isinstance(part, tuple):
@@ -148,9 +151,11 @@ async def _relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None
             await lost.response()(scope, receive, send)
             return
         if not dict(headers).get("content-type", "").startswith("text/event-stream"):
-            raise
-        await send({"type": "http.response.body", "body": event(lost.body()) + event(b"[DONE]"), "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise  # Ray closes the connection before the announced end of the body.
+        if isinstance(part, bytes) and not part.endswith(_EVENT_END):
+            last = _EVENT_END  # the last event is not whole
+        last += event(lost.body()) + event(b"[DONE]")
+    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,6 @@ class Plan:
 
 def join(address: str | None, cpus: int) -> list[Node]:
     """Join the cluster at `address`, or start one of this machine's `cpus` that ends with `leave`: its nodes."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # A server is no background work.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)
@@ -178,22 +181,21 @@ def join(address: str | None, cpus: int) -> list[Node]:
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as e:
-            token = "; one that asks for a token needs RAY_AUTH_MODE=token" if "RAY_AUTH_MODE" not in os.environ else ""
-            raise MegakernelError(f"cannot join the Ray cluster at {address}: {str(e).splitlines()[0]}{token}") from e
+            why = f"{str(e).splitlines()[0]}; where it asks for a token, RAY_AUTH_TOKEN must hold it"
+            raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
 
 
 def _reach(address: str) -> None:
     """Raises MegakernelError where nobody listens; Ray would try for a minute."""
-    found = re.fullmatch(r"([^/]+):(\d{1,5})", address)
-    if found is None and address != "auto":
-        raise MegakernelError(f"--ray-address {address} is neither HOST:PORT nor auto")
-    if found:
-        try:
-            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as e:
-            raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
+    host, _, port = address.rpartition(":")
+    if not host:  # auto: Ray finds it
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def address() -> str:

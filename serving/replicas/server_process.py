@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,7 +17,8 @@ from yarl import URL
 from ...errors import MegakernelError
 
 Headers = list[tuple[str, str]]
-_HOP_BY_HOP = {"connection", "content-length", "date", "keep-alive", "transfer-encoding"}
+# Of one connection, or set by Ray's proxy too.
+_NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The system kills it when the thread ends that started it (PR_SET_PDEATHSIG, SIGKILL). It asks for that itself, because
 # a process that has Ray's threads must not run code between fork and exec.
@@ -78,12 +79,13 @@ class ServerProcess:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
         url = URL(self._url + target, encoded=True)
-        sent = _end_to_end(headers)
-        async with session.request(method, url, headers=sent, data=body or None, allow_redirects=False) as answer:
-            yield answer.status, _end_to_end(answer.headers.items())
+        async with session.request(
+            method, url, headers=_passed_on(headers), data=body or None, allow_redirects=False
+        ) as answer:
+            yield answer.status, _passed_on(answer.headers.items())
             async for piece in answer.content.iter_any():
                 yield piece
 
 
-def _end_to_end(headers: Any) -> Headers:
-    return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]
+def _passed_on(headers: Iterable[tuple[str, str]]) -> Headers:
+    return [(low, value) for name, value in headers if (low := name.lower()) not in _NOT_PASSED_ON]

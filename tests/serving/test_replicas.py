@@ -16,8 +16,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from serve_process import SMALL
 
 from megakernel.cli import parser
 from megakernel.errors import MegakernelError
+from megakernel.serving.replicas.environment import prepare
 from megakernel.serving.replicas.placement import Node, Share, place
 from megakernel.serving.replicas.routing import Seen, choose, prefix_of
 
@@ -119,23 +123,44 @@ def test_an_address_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ray-address needs --replicas" in fails(capsys, "serve", "--ray-address", "auto")
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--ray-address", "nonsense"), "'nonsense' is neither HOST:PORT nor auto"),
+        (("--ray-address", "/tmp/1:port"), "'/tmp/1:port' is neither HOST:PORT nor auto"),
+        (("--routing", "round"), "'round' is none of prefix, least-loaded"),
+        (("--replicas", "0"), "'0' is not a whole number of 1 or more"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--replicas", "2", *flags])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("token", "join", "mode"), [(True, True, "token"), (False, True, None), (True, False, None)])
+def test_the_token_is_shown_to_a_cluster(
+    token: bool, join: bool, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"HOME": str(tmp_path)}
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("t")
+    monkeypatch.setattr(os, "environ", given)
+    prepare(join=join)
+    assert given.get("RAY_AUTH_MODE") == mode and given["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
 with_ray = pytest.mark.skipif(
     not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install 'megakernel[ray]'"
 )
 
 
 @with_ray
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--ray-address", "127.0.0.1:1"), "no Ray cluster answers at 127.0.0.1:1: Connection refused"),
-        (("--ray-address", "nonsense"), "--ray-address nonsense is neither HOST:PORT nor auto"),
-        (("--ray-address", "127.0.0.1:1", "--port", "0"), "--ray-address needs another --port"),
-    ],
-)
-def test_a_wrong_address_is_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    port = () if "--port" in flags else ("--port", "8399")
-    assert told in fails(capsys, "serve", "--replicas", "2", *flags, *port)
+def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
+    assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
+    assert "--ray-address needs another --port" in fails(capsys, *asked, "--port", "0")
 
 
 # -- two replicas
@@ -145,48 +170,63 @@ MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
 
 @dataclass
 class Fleet:
+    """Two replicas on a Ray cluster of their own, whose processes all have `folder` in their environment."""
+
     process: subprocess.Popen[str]
-    facts: dict[str, Any]
+    folder: str
+    ray_address: str
     live: Live
+    token: str
+
+    def servers(self) -> dict[int, Live]:
+        """The replicas' own servers, by process: each is asked at the port that it listens on."""
+        listening = {}
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                ours = self.folder.encode() in (process / "environ").read_bytes()
+                if ours and b"--port\0000\0--config\0/dev/stdin" in (process / "cmdline").read_bytes():
+                    for descriptor in list((process / "fd").iterdir()):
+                        with contextlib.suppress(OSError):  # closed
+                            if port := listening.get(str(descriptor.readlink())):
+                                found[int(process.name)] = at(port)
+        return found
+
+    def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Another command, which deploys on the same cluster. It finds the token, and so knows to show it."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"RAY_AUTH_TOKEN": self.token}
+        arguments = command("serve", *flags, "--ray-address", self.ray_address, *MODEL)
+        return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def at(port: int) -> Live:
+    return Live(None, None, None, f"http://127.0.0.1:{port}", port)  # type: ignore[arg-type]
+
+
+@contextmanager
+def two_replicas() -> Iterator[Fleet]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short name: it has sockets
-    given = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    os.environ.update(given)  # also for the commands that join
+    token = secrets.token_hex(16)
+    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     arguments = command("serve", "--replicas", "2", "--port", "0", "--json", *MODEL)
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(arguments, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     try:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
         assert line, process.stderr.read()
         facts = json.loads(line)
-        yield Fleet(process, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2])))  # type: ignore[arg-type]
+        assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
+        port = int(facts["url"].rpartition(":")[2])
+        yield Fleet(process, folder, facts["ray_address"], at(port), token)
     finally:
         process.kill()
         process.communicate()
-        for name in given:
-            del os.environ[name]
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def servers() -> dict[int, Live]:
-    """The replicas' own servers, by process: each is asked at the port that it listens on."""
-    listening = {}
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A":
-            listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            if b"--port\0000\0--config\0/dev/stdin" in (folder / "cmdline").read_bytes():
-                for descriptor in list((folder / "fd").iterdir()):
-                    with contextlib.suppress(OSError):  # closed
-                        if port := listening.get(str(descriptor.readlink())):
-                            found[int(folder.name)] = Live(None, None, None, "", port)  # type: ignore[arg-type]
-    return found
 
 
 def running(server: Live) -> int:
@@ -206,17 +246,17 @@ def begun(fleet: Fleet, tokens: int) -> socket.socket:
     return stream
 
 
-def to_end(stream: socket.socket) -> bytes:
-    """What is left of a stream, which may break off."""
+def to_end(stream: socket.socket) -> str:
+    """What is left of a stream; it must not break off."""
     data = b""
-    while b"data: [DONE]" not in data and (piece := stream.recv(100_000)):
+    while b"data: [DONE]" not in data:
+        piece = stream.recv(100_000)
+        assert piece, data[-500:]
         data += piece
-    return data
+    return data.decode()
 
 
-@with_ray
-def test_it_is_the_same_server(fleet: Fleet) -> None:
-    assert (fleet.facts["replicas"], fleet.facts["threads"], fleet.facts["routing"]) == (2, 1, "prefix")
+def it_is_the_same_server(fleet: Fleet) -> None:
     answers = [fleet.live.post("/v1/completions", some(seed=1)) for _ in range(2)]
     assert answers[0]["choices"] == answers[1]["choices"]
     assert len(fleet.live.events("/v1/completions", some())) == 4
@@ -228,17 +268,15 @@ def test_it_is_the_same_server(fleet: Fleet) -> None:
     assert "larger than" in fleet.live.post("/v1/completions", some(user="x" * (17 << 20)), 413)["error"]["message"]
 
 
-@with_ray
-def test_requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
+def requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
     streams = [begun(fleet, 1900) for _ in range(4)]
-    assert [running(server) for server in servers().values()] == [2, 2]
+    assert [running(server) for server in fleet.servers().values()] == [2, 2]
     for stream in streams:
         stream.close()
-    until(lambda: all(running(server) == 0 for server in servers().values()))
+    until(lambda: all(running(server) == 0 for server in fleet.servers().values()))
 
 
-@with_ray
-def test_a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
+def a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
     for number in range(3):
         prompt = [100 + number] * 200
         for turn in range(3):
@@ -246,67 +284,75 @@ def test_a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
             assert (details["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
 
 
-@with_ray
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--replicas", "99"), "99 replicas of 1 CPU each do not fit the cluster, which has room for"),
-        (("--replicas", "1", "--backend", "cuda", "--tp", "8"), "they cannot be on several nodes"),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet, flags: tuple[str, ...], told: str) -> None:
-    before = servers().keys()
-    arguments = command("serve", *flags, "--ray-address", fleet.facts["ray_address"], *MODEL)
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
+    before = fleet.servers().keys()
+    done = fleet.join("--replicas", "1", "--backend", "cuda", "--tp", "8")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert told in done.stderr
-    assert servers().keys() == before
+    assert "they cannot be on several nodes" in done.stderr
+    assert fleet.servers().keys() == before
 
 
-@with_ray
-@pytest.mark.parametrize("lost", ["actor", "server"])
-def test_a_lost_replica_is_told_and_replaced(fleet: Fleet, lost: str) -> None:
-    streams = [begun(fleet, 600) for _ in range(2)]
-    busy = {process: running(live) for process, live in servers().items()}
-    server = max(busy, key=lambda process: busy[process])
-    parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(parent if lost == "actor" else server, signal.SIGKILL)
-    ends = [to_end(stream) for stream in streams]
-    assert sum(b'"finish_reason":"length"' not in end for end in ends) == busy[server] > 0
+def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
+    """Half of the requests are streams; each gets an error of its own, and nobody else any."""
+    streams = [begun(fleet, 1500) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=1500)) for _ in range(2)]
+        until(lambda: [running(server) for server in fleet.servers().values()] == [2, 2])
+        server = min(fleet.servers())
+        parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if lost == "actor" else server, signal.SIGKILL)
+        ends = [to_end(stream) for stream in streams]
+        answers = [whole.result() for whole in wholes]
+    errors = [end for end in ends if '"finish_reason":"length"' not in end]
+    refused = [json.loads(text) for status, _, text in answers if status == 503]
+    assert len(errors) + len(refused) == 2
+    for end in errors:
+        refused.append(json.loads(re.findall(r"^data: (.*error.*)$", end, re.MULTILINE)[0]))
+    assert {(error["error"]["code"], error["error"]["type"]) for error in refused} == {(503, "ServiceUnavailableError")}
     for _ in range(6):
         fleet.live.post("/v1/completions", some())
-    until(lambda: len(servers()) == 2 and server not in servers(), 60)
 
 
-@with_ray
-def test_replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
-    before, over, statuses = servers().keys(), threading.Event(), []
+def replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
+    before, over, statuses = fleet.servers().keys(), threading.Event(), []
 
     def ask() -> None:
         while not over.is_set():
             statuses.append(fleet.live.request("POST", "/v1/completions", some(max_tokens=8))[0])
 
-    askers = [threading.Thread(target=ask) for _ in range(2)]
-    for asker in askers:
-        asker.start()
-    arguments = command("serve", "--replicas", "2", "--ray-address", fleet.facts["ray_address"], *MODEL)
-    port = fleet.facts["url"].rpartition(":")[2]
-    done = subprocess.run([*arguments, "--port", port], capture_output=True, text=True, timeout=100)
-    over.set()
-    for asker in askers:
-        asker.join()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(ask) for _ in range(2)]
+        done = fleet.join("--replicas", "2", "--port", str(fleet.live.port))
+        over.set()
+        for asker in asked:
+            asker.result()
     assert done.returncode == 0, done.stderr
-    assert len(servers()) == 2 and not servers().keys() & before
+    assert len(fleet.servers()) == 2 and not fleet.servers().keys() & before
     assert set(statuses) == {200} and len(statuses) > 4
 
 
-@with_ray
-def test_the_end_leaves_nothing_behind(fleet: Fleet) -> None:
+def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
     stream = begun(fleet, 60)
     fleet.process.terminate()
-    assert b'"finish_reason":"length"' in to_end(stream)
+    assert '"finish_reason":"length"' in to_end(stream)
     assert fleet.process.wait(60) == 0
-    until(lambda: not servers())
+    until(lambda: not fleet.servers())
+
+
+@with_ray
+@pytest.mark.slow
+def test_the_life_of_two_replicas() -> None:
+    """One test, because to start Ray takes longer than all that is asked of it."""
+    with two_replicas() as fleet:
+        it_is_the_same_server(fleet)
+        requests_are_shared_batched_and_cancelled(fleet)
+        a_prompt_goes_where_its_beginning_went(fleet)
+        what_does_not_fit_is_refused_and_changes_nothing(fleet)
+        a_lost_replica_is_told(fleet, "actor")
+        until(lambda: len(fleet.servers()) == 2, 100)  # another one takes its place
+        replicas_are_replaced_without_a_failed_request(fleet)
+        a_lost_replica_is_told(fleet, "server")
+        the_end_leaves_nothing_behind(fleet)
 
 
 # -- configurations for other engines
