@@ -1,8 +1,8 @@
-"""One replica on all cores beside several on one each, and two ways to route.
+"""Replicas on Ray: one on all cores beside several on one each and a server without Ray, and two ways to route.
 
-`python benchmarks/speed/replicas.py --load unlike -o FILE`. Both sides are on Ray, and runs alternate between them. The
-prompts of `unlike` have nothing in common; those of `alike` begin with one of a few long texts and have short answers,
-so that a prefix cache saves most of the work.
+`python benchmarks/speed/replicas.py --load unlike -o FILE`. Each round runs every side once. The prompts of `unlike`
+have nothing in common; those of `alike` begin with one of a few long texts and have short answers, so that a prefix
+cache saves most of the work. FILE keeps what it has of the other load.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import http.client
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import options, text, write
+from record import made, options, put, text
 from servers import measured, megakernel
 
 from megakernel.machine import cpu_count
@@ -43,10 +45,38 @@ def server(command: list[str]) -> Iterator[str]:
         process.wait()
 
 
+def served(args: Any) -> list[str]:
+    flags = ["--model", args.model, "--max-num-seqs", str(args.max_concurrency), "--max-model-len", "2048"]
+    return [*flags, "--port", "0", "--json"]
+
+
 def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
-    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing, "--port", "0", "--json"]
-    flags += ["--model", args.model, "--max-num-seqs", str(args.max_concurrency), "--max-model-len", "2048"]
-    return megakernel("serve", *flags)
+    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing]
+    return megakernel("serve", *flags, *served(args))
+
+
+# What a process is, by what its command line has; the first that fits.
+_PARTS = {
+    "front": "FrontActor",
+    "replicas' actors": "ServeReplica",
+    "Ray's proxy": "ProxyActor",
+    "frontends": "serving.api.frontend",
+    "engines": "/dev/stdin",
+    "rest of Ray": "ray::|/ray/",
+}
+
+
+def spent() -> Counter[str]:
+    """Seconds of processor time by kind of process, of this session's processes that are there."""
+    found: Counter[str] = Counter()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            if int(fields[3]) == os.getsid(0):
+                kind = next((kind for kind, part in _PARTS.items() if re.search(part, line)), "engines")
+                found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
@@ -54,8 +84,11 @@ def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
     load = ["bench", "serve", "--base-url", url, "--model", args.model, "--seed", str(seed)]
     load += ["--dataset", "random", "--random-input-len", "32", "--random-output-len", str(args.output_len)]
     load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", str(args.max_concurrency)]
+    before = spent()
     done = measured(*load)
-    return {"tokens_per_s": done["tokens_per_s"], "failed": done["failed"]}
+    tokens = args.num_prompts * args.output_len
+    used = {f"ms_per_token: {kind}": 1e3 * (s - before[kind]) / tokens for kind, s in spent().items()}
+    return {"tokens_per_s": done["tokens_per_s"], "failed": done["failed"], **used}
 
 
 def alike(url: str, args: Any, seed: int) -> dict[str, float]:
@@ -82,12 +115,12 @@ def alike(url: str, args: Any, seed: int) -> dict[str, float]:
 
 
 def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, Any]:
-    """Runs of a load on each side in turn, after one that warms up."""
-    (one, first), (other, second) = sides.items()
-    runs: dict[str, list[dict[str, float]]] = {one: [], other: []}
-    with server(first) as a, server(second) as b:
+    """Rounds of a load on each side in turn, after one that warms up."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(server(command)) for name, command in sides.items()}
         for seed in range(args.runs + 1):
-            for name, url in ((one, a), (other, b)):
+            for name, url in urls.items():
                 found = load(url, args, seed)
                 if seed:
                     runs[name].append(found)
@@ -101,25 +134,31 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load", choices=("unlike", "alike"), default="unlike", help="which of the two loads")
-    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-concurrency", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--texts", type=int, default=8, help="that prompts begin with")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     cores = cpu_count()
     several = max(2, cores)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.environ["RAY_TMPDIR"] = folder  # short: Ray has sockets there
         if args.load == "unlike":
-            name, load = f"{several} replicas", unlike
-            sides = {"1 replica": fleet(args, 1, cores, "prefix"), name: fleet(args, several, 1, "prefix")}
+            load = unlike
+            sides = {
+                "no Ray": megakernel("serve", "--threads", str(cores), *served(args)),
+                "1 replica": fleet(args, 1, cores, "prefix"),
+                f"{several} replicas": fleet(args, several, 1, "prefix"),
+            }
         else:
             load = alike
             sides = {routing: fleet(args, several, 1, routing) for routing in ("prefix", "least-loaded")}
         found = alternate(load, sides, args)
     print(text(found["summary"]))
-    write(args.output, found)
+    if args.output:
+        known = json.loads(args.output.read_text()) if args.output.exists() else {}
+        put(args.output, known | {args.load: made() | found})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# For clusters that we start. Calls between processes go by gRPC and stay in one thread of each, so that a streamed token
-# takes less than half of the processor time.
+# For clusters that we start. Calls between processes go by gRPC and stay in one thread of each, so that a streamed
+# token takes less than half of the processor time.
 _OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # A server is no background work.

@@ -294,9 +294,9 @@ def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
 
 def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
     """Half of the requests are streams; each gets an error of its own, and nobody else any."""
-    streams = [begun(fleet, 1500) for _ in range(2)]
+    streams = [begun(fleet, 300) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
-        wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=1500)) for _ in range(2)]
+        wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=300)) for _ in range(2)]
         until(lambda: [running(server) for server in fleet.servers().values()] == [2, 2])
         server = min(fleet.servers())
         parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
