@@ -31,6 +31,7 @@ from serve_process import SMALL
 
 from megakernel.cli import parser
 from megakernel.errors import MegakernelError
+from megakernel.serving import replicas
 from megakernel.serving.replicas.environment import prepare
 from megakernel.serving.replicas.placement import Node, Share, place
 from megakernel.serving.replicas.routing import Seen, choose, prefix_of
@@ -116,6 +117,7 @@ def test_replicas_are_placed_on_whole_nodes(
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "megakernel.serving.replicas.cluster", raising=False)
+    monkeypatch.delattr(replicas, "cluster", raising=False)
     assert "--replicas needs Ray, and ray is missing: pip install" in fails(capsys, "serve", "--replicas", "2")
 
 
