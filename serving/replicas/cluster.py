@@ -115,7 +115,7 @@ class Front:
         prefix = prefix_of(body) if body else []
         parts = self._handle.answer.remote(scope["method"], target, headers, body, prefix=prefix)
         try:
-            await _relay(parts, scope, receive, send)
+            await relay(parts, scope, receive, send)
         finally:
             parts.cancel()  # nothing where it has ended
 
@@ -131,7 +131,7 @@ class Front:
         return bytes(body)
 
 
-async def _relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
+async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an answer on. Where its replica is lost there is a 503, or an error event in a stream that has begun."""
     headers: Headers | None = None
     part: tuple[int, Headers] | bytes = b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,6 +164,41 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
     assert "--ray-address needs another --port" in fails(capsys, *asked, "--port", "0")
+
+
+SSE = (200, [("content-type", "text/event-stream; charset=utf-8")])
+LOST = b'data: {"error":{"message":"the replica that computed this answer was lost: ask again"'
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("parts", "status", "end"),
+    [
+        ([], 503, LOST.removeprefix(b"data: ")),
+        ([SSE, b"data: 1\n\n"], 200, b"data: 1\n\n" + LOST),
+        ([SSE, b"data: 1\n\nda"], 200, b"data: 1\n\nda\n\n" + LOST),
+        ([(200, [("content-type", "application/json")]), b"{"], 200, None),
+    ],
+)
+def test_a_lost_answer_ends_with_an_error(parts: list[Any], status: int, end: bytes | None) -> None:
+    """Or, where its body can hold none, without an end, so that the connection breaks off."""
+    from megakernel.serving.replicas.cluster import relay
+
+    async def answer() -> AsyncIterator[Any]:
+        for part in parts:
+            yield part
+        raise RuntimeError("the actor died")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with contextlib.nullcontext() if end else pytest.raises(RuntimeError):
+        asyncio.run(relay(answer(), {"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    assert sent[-1].get("more_body", False) == (end is None)
+    assert b"".join(message["body"] for message in sent[1:]).startswith(end or b"{")
 
 
 # -- two replicas
