@@ -154,6 +154,25 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("stall timeout", "seconds without a finished step until /health is 503", "120", "--stall-timeout"),
         Setting("shutdown timeout", "seconds to finish what has begun after SIGTERM", "30", "--shutdown-timeout"),
+        Setting(
+            "replicas",
+            "servers behind one address, on Ray: each is a process with its own engine, on one machine of a cluster",
+            "one server without Ray",
+            "--replicas",
+        ),
+        Setting(
+            "ray address",
+            "HOST:PORT of a Ray cluster, or auto: deploy there and return; the servers that are there are replaced",
+            "a cluster of this machine, until the end",
+            "--ray-address",
+        ),
+        Setting(
+            "routing",
+            "which replica gets a request: prefix (the one that had the beginning of its prompt, unless that has too "
+            "much to do) or least-loaded",
+            "prefix",
+            "--routing",
+        ),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",

@@ -117,7 +117,9 @@ def program_dims(
 
 
 class Candidates:
-    """The choices that `options` leaves open for one bucket, and the choice that the cost model predicts to be fastest."""
+    """The choices that `options` leaves open for one bucket, and the choice that the cost model predicts to be
+    fastest.
+    """
 
     def __init__(
         self,

@@ -119,7 +119,9 @@ class _Builder:
         return (*family, group.block) if self.by_blocks else family
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Successors by the rank that must be signalled; ALL_RANKS for a whole family with successors on several ranks."""
+        """Successors by the rank that must be signalled; ALL_RANKS for a whole family with successors on several
+        ranks.
+        """
         by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_family[self._family(g)].append(g)

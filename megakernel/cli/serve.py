@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from ..settings import SETTINGS
 from . import output
 from .bench import measured_ceilings
 from .options import AddVerb, above_zero, depth, load, positive
+from .replicas import ROUTINGS, serve_replicas
 
 if TYPE_CHECKING:
     from ..serving import LLM
@@ -41,6 +43,18 @@ def _tool_parser(text: str) -> str:
     return text
 
 
+def _routing(text: str) -> str:
+    if text not in ROUTINGS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}")
+    return text
+
+
+def _ray_address(text: str) -> str:
+    if text == "auto" or re.fullmatch(r"\S+:\d{1,5}", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither HOST:PORT nor auto")
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in ("on", "true", "off", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
@@ -63,6 +77,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("max model len", "max num seqs", "max num batched tokens"), positive),
     **dict.fromkeys(("api server count", "max queued requests", "max body bytes"), positive),
     **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
+    "replicas": positive,
+    "ray address": _ray_address,
+    "routing": _routing,
 }
 _SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")  # fields of Limits, in order
@@ -132,6 +149,10 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.engine_host import EngineHost
 
     given = {name: _value(args, name) for name in _TYPES}
+    if given["replicas"]:
+        return serve_replicas(given, as_json=args.json)
+    if given["ray address"]:
+        raise MegakernelError("--ray-address needs --replicas: how many servers to deploy there")
     sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}

@@ -60,7 +60,9 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1 declares an array."""
+    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1 declares an
+    array.
+    """
 
     name: str
     kind: str

@@ -120,7 +120,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which is a phase as one rank sees it. `kind` is an enum of isa.h or int32_t."""
+    """A field of the C++ struct `Phase`, which is a phase as one rank sees it. `kind` is an enum of isa.h or
+    int32_t.
+    """
 
     name: str
     kind: str
@@ -166,7 +168,7 @@ CONTROL = (JOIN, DRAIN)
 
 @dataclass(frozen=True)
 class Forward:
-    """The phases of a step, numbered in execution order: the prologue once, the body once per layer, the epilogue once."""
+    """The phases of a step, numbered in execution order: the prologue, the body for each layer, the epilogue."""
 
     prologue: tuple[Phase, ...]
     body: tuple[Phase, ...]

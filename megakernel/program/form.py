@@ -190,7 +190,9 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check everything about single records except their boxes, and about attention instructions and drains together."""
+    """Check everything about single records except their boxes, and about attention instructions and drains
+    together.
+    """
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)

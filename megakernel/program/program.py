@@ -150,7 +150,9 @@ class Program:
         return first_violation(self)
 
     def check(self, name: str = "the program") -> None:
-        """Raise MegakernelError if the program has a violation. The result is kept, so only the first call takes time."""
+        """Raise MegakernelError if the program has a violation. The result is kept, so only the first call takes
+        time.
+        """
         if self.violation is not None:
             raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
 

@@ -28,7 +28,9 @@ _MOST_IN_FLIGHT = 7
 
 @dataclass(frozen=True)
 class Stall:
-    """Delays one instruction by `seconds`: its segment (an index of SEGMENTS), its number as in a trace, and its layer."""
+    """Delays one instruction by `seconds`: its segment (an index of SEGMENTS), its number as in a trace, and its
+    layer.
+    """
 
     segment: int
     number: int

@@ -1,0 +1,165 @@
+"""Replicas on Ray: one on all cores beside several on one each and a server without Ray, and two ways to route.
+
+`python benchmarks/speed/replicas.py --load unlike -o FILE`. Each round runs every side once. The prompts of `unlike`
+have nothing in common; those of `alike` begin with one of a few long texts and have short answers, so that a prefix
+cache saves most of the work. FILE keeps what it has of the other load.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from record import made, options, put, text
+from servers import measured, megakernel
+
+from megakernel.machine import cpu_count
+
+
+@contextmanager
+def server(command: list[str]) -> Iterator[str]:
+    """The address of a server that ends with the block. It stays in this process's session."""
+    print("$", *command, file=sys.stderr)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def served(args: Any) -> list[str]:
+    flags = ["--model", args.model, "--max-num-seqs", str(args.max_concurrency), "--max-model-len", "2048"]
+    return [*flags, "--port", "0", "--json"]
+
+
+def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
+    flags = ["--replicas", str(replicas), "--threads", str(threads), "--routing", routing]
+    return megakernel("serve", *flags, *served(args))
+
+
+# What a process is, by what its command line has; the first that fits.
+_PARTS = {
+    "front": "FrontActor",
+    "replicas' actors": "ServeReplica",
+    "Ray's proxy": "ProxyActor",
+    "frontends": "serving.api.frontend",
+    "engines": "/dev/stdin",
+    "rest of Ray": "ray::|/ray/",
+}
+
+
+def spent() -> Counter[str]:
+    """Seconds of processor time by kind of process, of this session's processes that are there."""
+    found: Counter[str] = Counter()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            if int(fields[3]) == os.getsid(0):
+                kind = next((kind for kind, part in _PARTS.items() if re.search(part, line)), "engines")
+                found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
+    """Streamed answers to random prompts."""
+    load = ["bench", "serve", "--base-url", url, "--model", args.model, "--seed", str(seed)]
+    load += ["--dataset", "random", "--random-input-len", "32", "--random-output-len", str(args.output_len)]
+    load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", str(args.max_concurrency)]
+    before = spent()
+    done = measured(*load)
+    tokens = args.num_prompts * args.output_len
+    used = {f"ms_per_token: {kind}": 1e3 * (s - before[kind]) / tokens for kind, s in spent().items()}
+    return {"tokens_per_s": done["tokens_per_s"], "failed": done["failed"], **used}
+
+
+def alike(url: str, args: Any, seed: int) -> dict[str, float]:
+    """Short answers to prompts of 512 tokens, of which the first 480 are those of a few texts."""
+    chance = random.Random(seed)
+    texts = [[chance.randrange(1000, 40000) for _ in range(480)] for _ in range(args.texts)]
+    prompts = [
+        [*chance.choice(texts), *(chance.randrange(1000, 40000) for _ in range(32))] for _ in range(args.num_prompts)
+    ]
+
+    def ask(prompt: list[int]) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", int(url.rpartition(":")[2]), timeout=300)
+        body = json.dumps({"prompt": prompt, "max_tokens": 4, "ignore_eos": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(args.max_concurrency) as pool:
+        cached = sum(pool.map(ask, prompts))
+    seconds = time.perf_counter() - begin
+    return {"prompts_per_s": len(prompts) / seconds, "cached_share": cached / sum(map(len, prompts))}
+
+
+def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, Any]:
+    """Rounds of a load on each side in turn, after one that warms up."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(server(command)) for name, command in sides.items()}
+        for seed in range(args.runs + 1):
+            for name, url in urls.items():
+                found = load(url, args, seed)
+                if seed:
+                    runs[name].append(found)
+    return {
+        "summary": {name: {k: median(r[k] for r in found) for k in found[0]} for name, found in runs.items()},
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load", choices=("unlike", "alike"), default="unlike", help="which of the two loads")
+    parser.add_argument("--num-prompts", type=int, default=48)
+    parser.add_argument("--max-concurrency", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=8, help="that prompts begin with")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    cores = cpu_count()
+    several = max(2, cores)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.environ["RAY_TMPDIR"] = folder  # short: Ray has sockets there
+        if args.load == "unlike":
+            load = unlike
+            sides = {
+                "no Ray": megakernel("serve", "--threads", str(cores), *served(args)),
+                "1 replica": fleet(args, 1, cores, "prefix"),
+                f"{several} replicas": fleet(args, several, 1, "prefix"),
+            }
+        else:
+            load = alike
+            sides = {routing: fleet(args, several, 1, routing) for routing in ("prefix", "least-loaded")}
+        found = alternate(load, sides, args)
+    print(text(found["summary"]))
+    if args.output:
+        known = json.loads(args.output.read_text()) if args.output.exists() else {}
+        put(args.output, known | {args.load: made() | found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`megakernel serve --replicas`: several servers behind one address, on Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from .. import machine
+from ..errors import MegakernelError
+from . import output
+from .options import fetch
+
+ROUTINGS = ("prefix", "least-loaded")
+_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that replicas are not told
+
+
+def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
+    """Serve until a signal on a cluster of this machine; on one that is there, return once it serves."""
+    from ..serving.api.access import local_names
+    from ..serving.api.server import listen, url
+    from ..serving.replicas.environment import prepare
+    from ..serving.replicas.placement import place
+
+    address, host = given["ray address"], given["host"]
+    prepare(join=address is not None)
+    try:
+        from ..serving.replicas import cluster
+    except ModuleNotFoundError as e:
+        raise MegakernelError(f"--replicas needs Ray, and {e.name} is missing: pip install 'megakernel[ray]'") from e
+
+    if address is not None and given["port"] == 0:
+        raise MegakernelError("--port 0 takes a free port of this machine, so --ray-address needs another --port")
+    with listen(host, 0 if address else given["port"]) as sock:  # before all else: a port in use fails at once
+        port = given["port"] or sock.getsockname()[1]
+        names = local_names(host, sock.getsockname()[0])
+        where = url(sock).rpartition(":")[0] + f":{port}"
+    settings = {name: value for name, value in given.items() if value is not None and name not in _OWN}
+    settings.setdefault("allowed hosts", ["*"] if names is None else sorted(names))
+    if address is None:
+        fetch(given["model"])  # once, not by each replica
+    try:
+        with output.busy(f"starting {given['replicas']} replicas"):
+            nodes = cluster.join(address, machine.cpu_count())
+            on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
+            share = place(nodes, given["replicas"], given["tp"], given["threads"], on_gpus=on_gpus)
+            plan = cluster.Plan(
+                replicas=given["replicas"],
+                share=share,
+                settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},
+                at_once=2 * given["max num seqs"],  # the next ones are there when a sequence ends
+                slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
+                max_body=given["max body bytes"],
+                drain_seconds=given["shutdown timeout"],
+            )
+            cluster.deploy(plan, host, port)
+        facts = {"url": where, "replicas": plan.replicas, "threads": share.threads, "gpus": share.gpus}
+        _ready(facts | {"routing": given["routing"], "ray_address": cluster.address()}, given["model"], as_json)
+        return _until_signal(cluster.undeploy) if address is None else 0
+    finally:
+        cluster.leave()
+
+
+def _flag(name: str) -> str:
+    from ..settings import SETTINGS
+
+    flag = SETTINGS[name].flag
+    assert flag is not None
+    return flag.lstrip("-")
+
+
+def _until_signal(undeploy: Any) -> int:
+    """Wait for SIGTERM or Ctrl-C, then finish what has begun; a second one ends at once. The exit status."""
+    asked = threading.Event()
+    got = signal.SIGTERM
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal got
+        if asked.is_set():
+            os._exit(128 + number)  # Ray's processes end with this one
+        got = signal.Signals(number)
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    while not asked.wait(1.0):
+        pass
+    output.stderr.print(f"{got.name}: finishing what has begun; again to end at once")
+    undeploy()
+    return 128 + got if got == signal.SIGINT else 0
+
+
+def _ready(facts: dict[str, Any], model: str, as_json: bool) -> None:
+    if as_json:
+        output.emit(facts)
+    else:
+        each = f"{facts['threads']} threads" + (f" and {facts['gpus']} GPUs" if facts["gpus"] else "")
+        output.stdout.print(f"{model} is served at {facts['url']}/v1", style="bold")
+        output.rows(
+            ("replicas", f"{facts['replicas']} of {each}"),
+            ("routing", facts["routing"]),
+            ("Ray", f"--ray-address {facts['ray_address']} replaces the replicas, one after the other"),
+        )
+    sys.stdout.flush()

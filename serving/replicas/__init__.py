@@ -1,0 +1,1 @@
+"""Several servers behind one address, on Ray Serve. `cluster` alone imports Ray."""

@@ -1,0 +1,253 @@
+"""Replicas of a server on Ray Serve: what runs in its processes, and how it gets there. Nothing else imports Ray.
+
+Ray's HTTP proxy hands a request to the front, which reads its body, names the beginnings of its prompt and passes it
+on. A router in the front's process chooses the replica. Each replica is an actor that holds a `megakernel serve`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.schema import LoggingConfig
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+
+from ...errors import MegakernelError
+from ..api.errors import APIError
+from ..api.http import event
+from .placement import Node, Share
+from .routing import Seen, choose, prefix_of
+from .server_process import Headers, ServerProcess
+
+FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # applications; the front stays when replicas are replaced
+_NO_LIMIT = 1 << 20  # requests; the replicas have limits
+_CONNECT_SECONDS = 5.0
+_EVENT_END = b"\n\n"
+_HEALTH_SECONDS = 2.0
+
+
+class Replica:
+    """An actor and its server, which live and die together, so that whoever waits for one learns of both."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
+
+    async def answer(
+        self, method: str, target: str, headers: Headers, body: bytes, prefix: list[bytes]
+    ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
+        """What the server answers; `prefix` is for the router."""
+        async for part in self._server.ask(method, target, headers, body):
+            yield part
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica whose server does not work: /health says so."""
+        async for part in self._server.ask("GET", "/health", [], b""):
+            if isinstance(part, tuple) and part[0] != 200:
+                raise RuntimeError("the server's /health is not 200")
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request where the beginning of its prompt went before: what `choose` says."""
+
+    def initialize_state(self, slack: int) -> None:
+        self._slack = slack
+        self._at: dict[str, ReplicaID] = {}  # requests that are there, or on the way
+        self._seen: dict[ReplicaID, Seen] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen one, then the others, for where it has no room."""
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        for gone in self._seen.keys() - self.curr_replicas.keys():
+            del self._seen[gone]
+        if not by_id or pending_request is None:
+            return [candidate_replicas]
+        request = pending_request.metadata.internal_request_id
+        self._at.pop(request, None)
+        load = Counter(self._at.values())
+        loads = {replica: load[replica] for replica in by_id}
+        chosen = choose(pending_request.kwargs["prefix"], self._seen, loads, self._slack)
+        self._at[request] = chosen  # at once: others are chosen for before this one is sent
+        pending_request.future.add_done_callback(lambda sent: sent.cancelled() and self._at.pop(request, None))
+        others = [replica for name, replica in by_id.items() if name != chosen]
+        return [[by_id[chosen]], others] if others else [[by_id[chosen]]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        self._at[pending_request.metadata.internal_request_id] = replica_id
+        self._seen.setdefault(replica_id, Seen()).add(pending_request.kwargs["prefix"])
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._at.pop(internal_request_id, None)
+
+
+class Front:
+    """Passes requests on. An ASGI application, whose task Ray cancels when the client leaves."""
+
+    def __init__(self, max_body: int) -> None:
+        self._max_body = max_body
+        self._handle: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._read(receive)
+        except APIError as e:
+            await e.response()(scope, receive, send)
+            return
+        if self._handle is None:
+            self._handle = serve.get_app_handle(REPLICAS).options(stream=True)
+        target = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
+        if query := scope["query_string"].decode("latin-1"):
+            target += f"?{query}"
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        prefix = prefix_of(body) if body else []
+        parts = self._handle.answer.remote(scope["method"], target, headers, body, prefix=prefix)
+        try:
+            await relay(parts, scope, receive, send)
+        finally:
+            parts.cancel()  # nothing where it has ended
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body:
+                raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
+        return bytes(body)
+
+
+async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an answer on. Where its replica is lost there is a 503, or an error event in a stream that has begun."""
+    headers: Headers | None = None
+    part: tuple[int, Headers] | bytes = b""
+    last = b""
+    try:
+        async for part in parts:
+            if isinstance(part, tuple):
+                status, headers = part
+                raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+                await send({"type": "http.response.start", "status": status, "headers": raw})
+            else:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+    except Exception:
+        logging.getLogger("ray.serve").exception("a replica was lost")
+        lost = APIError(503, "the replica that computed this answer was lost: ask again", headers={"Retry-After": "1"})
+        if headers is None:
+            await lost.response()(scope, receive, send)
+            return
+        if not dict(headers).get("content-type", "").startswith("text/event-stream"):
+            raise  # Ray closes the connection before the announced end of the body.
+        if isinstance(part, bytes) and not part.endswith(_EVENT_END):
+            last = _EVENT_END  # the last event is not whole
+        last += event(lost.body()) + event(b"[DONE]")
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is deployed. `settings` are flags of serve, by name; `slack` is None to go to the least loaded."""
+
+    replicas: int
+    share: Share
+    settings: dict[str, Any]
+    at_once: int
+    slack: int | None
+    max_body: int
+    drain_seconds: float
+
+
+def join(address: str | None, cpus: int) -> list[Node]:
+    """Join the cluster at `address`, or start one of this machine's `cpus` that ends with `leave`: its nodes."""
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)
+    else:
+        _reach(address)
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as e:
+            why = f"{str(e).splitlines()[0]}; where it asks for a token, RAY_AUTH_TOKEN must hold it"
+            raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
+
+
+def _reach(address: str) -> None:
+    """Raises MegakernelError where nobody listens; Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host:  # auto: Ray finds it
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def address() -> str:
+    """Where another command finds the cluster."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def deploy(plan: Plan, host: str, port: int) -> None:
+    """Have `plan` served at `host` and `port` of every node that has a replica. Replicas that are there are replaced,
+    one after the other. Raises MegakernelError where that fails.
+    """
+    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
+    logging_config = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port}, logging_config=logging_config)
+    router = RequestRouterConfig()
+    if plan.slack is not None:
+        kwargs = {"slack": plan.slack}
+        router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=kwargs)
+    replica = serve.deployment(
+        Replica,
+        num_replicas=plan.replicas,
+        ray_actor_options={"num_cpus": plan.share.threads, "num_gpus": plan.share.gpus},
+        max_ongoing_requests=plan.at_once,
+        graceful_shutdown_timeout_s=plan.drain_seconds,
+        health_check_period_s=_HEALTH_SECONDS,
+        request_router_config=router,
+        max_constructor_retry_count=1,
+    )
+    try:
+        serve.run(replica.bind(plan.settings), name=REPLICAS, route_prefix=None, logging_config=logging_config)
+        if FRONT not in serve.status().applications:
+            app = Starlette(routes=[Mount("/", app=Front(plan.max_body))])
+            front = serve.deployment(
+                serve.ingress(app)(type("FrontActor", (), {})),
+                ray_actor_options={"num_cpus": 0},
+                max_ongoing_requests=_NO_LIMIT,
+                graceful_shutdown_timeout_s=plan.drain_seconds,
+            )
+            serve.run(front.bind(), name=FRONT, logging_config=logging_config)
+    except RuntimeError as e:
+        status = serve.status().applications.get(REPLICAS)
+        told = "\n".join([str(e), *(d.message for d in status.deployments.values())] if status else [str(e)])
+        reasons = re.findall(r"MegakernelError: (.+)", told)
+        raise MegakernelError(f"a replica did not start: {reasons[-1] if reasons else told.splitlines()[0]}") from e
+
+
+def undeploy() -> None:
+    """Let what has begun finish, the front's requests first."""
+    for name in (FRONT, REPLICAS):
+        serve.delete(name)
+
+
+def leave() -> None:
+    """Leave the cluster; one that `join` has started ends."""
+    ray.shutdown()

@@ -1,0 +1,63 @@
+"""What each replica takes of a cluster. A replica lies on one node, and so do all of its tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...errors import MegakernelError
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a machine of a cluster has."""
+
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one replica takes of its node."""
+
+    threads: int
+    gpus: int
+
+
+def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
+    """What each of `replicas` takes: without `threads`, as many cores as let all of them fit. On GPUs, one for each
+    rank. Raises MegakernelError where they do not fit.
+    """
+    gpus = tp if on_gpus else 0
+    most = max((node.gpus for node in nodes), default=0)
+    if gpus > most:
+        raise MegakernelError(
+            f"--tp {tp} takes {gpus} GPUs of one node, and no node of the cluster has more than {most}: ranks store"
+            " into each other's memory during a step, by NVLink or one machine's memory, so they cannot be on"
+            " several nodes; take a smaller --tp and more --replicas"
+        )
+    largest = max((node.cpus for node in nodes), default=0)
+    if threads is not None and threads > largest:
+        raise MegakernelError(
+            f"--threads {threads} are more than the {largest} CPUs that the largest node of the cluster has, and all"
+            " ranks of a replica are on one node"
+        )
+
+    def fit(cpus: int) -> int:
+        return sum(min(node.cpus // cpus, node.gpus // gpus if gpus else node.cpus) for node in nodes)
+
+    taken = threads or _largest(lambda cpus: fit(cpus) >= replicas, largest)
+    if taken and fit(taken) >= replicas:
+        return Share(taken, gpus)
+    each = [
+        f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in ((taken or 1, "CPU"), (gpus, "GPU")) if count
+    ]
+    raise MegakernelError(
+        f"{replicas} replicas of {' and '.join(each)} each do not fit the cluster, which has room for"
+        f" {fit(taken or 1)}: take fewer --replicas, or fewer --threads"
+    )
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, or 0."""
+    return next((number for number in range(most, 0, -1) if fits(number)), 0)

@@ -1,0 +1,80 @@
+"""Which replica answers a request: one that has had the beginning of its prompt, unless that has too much to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+R = TypeVar("R")
+_BLOCK = 256  # bytes of a prompt; some 60 tokens of English, so a few pages of the KV cache
+_MOST_BLOCKS = 128  # of a prompt that are looked at
+_KEPT = 1 << 16  # blocks that are remembered of each replica
+
+
+class _Prompted(msgspec.Struct):
+    """The fields of a body that a prompt is made of, as they were sent, in the order in which templates use them."""
+
+    tools: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+_decode = msgspec.json.Decoder(_Prompted).decode
+
+
+def prefix_of(body: bytes) -> list[bytes]:
+    """A name for each beginning of the prompt in a request's body, the shortest first; none for a body without one.
+
+    Two bodies have as many names in common as their prompts have blocks in common from the start.
+    """
+    try:
+        fields = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []  # the replica says what is wrong with it
+    raw = (fields.tools, fields.instructions, fields.messages, fields.prompt, fields.input)
+    text = b"".join(bytes(field) for field in raw)[: _BLOCK * _MOST_BLOCKS]
+    names, chain = [], hashlib.blake2b(digest_size=8)
+    for start in range(0, len(text) - _BLOCK + 1, _BLOCK):
+        chain.update(text[start : start + _BLOCK])
+        names.append(chain.digest())
+    return names
+
+
+def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: Mapping[R, int], slack: int) -> R:
+    """The replica to ask, of those in `loads`, which says how many requests each has.
+
+    Of those with at most `slack` requests more than the least loaded, it is the one that knows most of the prefix, and
+    among equals the least loaded.
+    """
+    least = min(loads.values())
+    fair = [replica for replica, load in loads.items() if load - least <= slack]
+
+    def matched(replica: R) -> int:
+        seen = known.get(replica, ())
+        return next((number for number, name in enumerate(prefix) if name not in seen), len(prefix))
+
+    return max(fair, key=lambda replica: (matched(replica), -loads[replica]))
+
+
+class Seen:
+    """The beginnings of prompts that a replica had last."""
+
+    def __init__(self, most: int = _KEPT) -> None:
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+        self._most = most
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def add(self, prefix: Sequence[bytes]) -> None:
+        for name in prefix:
+            self._names[name] = None
+            self._names.move_to_end(name)
+        while len(self._names) > self._most:
+            self._names.popitem(last=False)

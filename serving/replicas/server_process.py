@@ -1,0 +1,91 @@
+"""A `megakernel serve` of a replica's own, and the way to it: requests go there and answers come back as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from queue import SimpleQueue
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from ...errors import MegakernelError
+
+Headers = list[tuple[str, str]]
+# Of one connection, or set by Ray's proxy too.
+_NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
+_FLAGS = ("--host", "127.0.0.1", "--port", "0")
+# The system kills it when the thread ends that started it (PR_SET_PDEATHSIG, SIGKILL). It asks for that itself, because
+# a process that has Ray's threads must not run code between fork and exec.
+_MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli import main; sys.exit(main())"
+
+
+class ServerProcess:
+    """The server of `settings`, flags of serve by their names, on a free port of the loopback.
+
+    It ends with this process. `on_end` is called, in another thread, when it ends after it was ready. Raises
+    MegakernelError with the server's own reason where it ends before.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._on_end, self._ready, self._last_line = on_end, False, ""
+        begun: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        watch = threading.Thread(target=self._watch, args=(begun,), daemon=True)
+        watch.start()
+        self._process = begun.get()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._process.stdin as given:  # not the command line, which anybody may read
+            given.write(json.dumps(dict(settings)))
+        line = self._process.stdout.readline()
+        if not line:
+            watch.join()
+            raise MegakernelError(self._last_line.removeprefix("megakernel: error: ") or "the server did not start")
+        self._url: str = json.loads(line)["url"]
+        self._ready = True
+
+    def _watch(self, begun: SimpleQueue[subprocess.Popen[str]]) -> None:
+        """Starts it, repeats what it logs, and waits for its end: all of it in one thread, whose end would end it."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, "serve", "--json", *_FLAGS, "--config", "/dev/stdin"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        )
+        begun.put(process)
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._last_line = line.strip() or self._last_line
+            sys.stderr.write(line)
+        process.wait()
+        if self._ready:
+            self._on_end()
+
+    async def ask(
+        self, method: str, target: str, headers: Headers, body: bytes
+    ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
+        """Status and headers, then the body in the pieces that come. To close this is to leave."""
+        session = self._session = self._session or aiohttp.ClientSession(
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        )
+        url = URL(self._url + target, encoded=True)
+        async with session.request(
+            method, url, headers=_passed_on(headers), data=body or None, allow_redirects=False
+        ) as answer:
+            yield answer.status, _passed_on(answer.headers.items())
+            async for piece in answer.content.iter_any():
+                yield piece
+
+
+def _passed_on(headers: Iterable[tuple[str, str]]) -> Headers:
+    return [(low, value) for name, value in headers if (low := name.lower()) not in _NOT_PASSED_ON]
