@@ -7,9 +7,9 @@ tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu
 keeps which test reaches which line (lines_reached.py in tests/support), and `--tests` narrows which tests there are. A
 mutant stands in a copy of the package. First it meets the tests of its own room, then the others, the cheapest first,
 as many as fit into SECONDS of processor time. It is killed when a test fails, or when the tests do not end.
-`--again FILE` continues the run that FILE holds: killed mutants stay killed, missing ones are drawn, and survivors are
-tried once more, which new tests may kill. Mutants of lines that have changed since are dropped, and others drawn.
-unnoticed.json beside this script says why a survivor changes nothing that a test could notice.
+`--again FILE` continues the run that FILE holds. Killed mutants stay killed, and missing ones are drawn. Survivors are
+tried once more, because new tests may kill them, unless unnoticed.json beside this script says why they change nothing
+that a caller could notice. Mutants of lines that have changed since are dropped, and others are drawn.
 Exit status 1: fewer were killed than `--least` percent.
 """
 
@@ -136,8 +136,11 @@ class Copy:
 
     def failing(self, names: list[str]) -> list[str]:
         """Tests that fail where nothing is mutated, for example because they cannot run in a copy or in a fork."""
-        if self._run(["--maxfail=1000", *names]) == "survived":
+        outcome = self._run(["--maxfail=1000", *names], 3 * SECONDS * len(names))
+        if outcome == "survived":
             return []
+        if outcome in ("no end", "failed"):
+            raise SystemExit(f"without any mutant, the tests that killed some: {outcome}, see {self._folder / 'log'}")
         lines = (self._folder / "log").read_text(errors="replace").splitlines()
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
@@ -146,11 +149,11 @@ class Copy:
         outcomes = (self._run(["-x", *(test.name for test in tests)]) for tests in rounds if tests)
         return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
 
-    def _run(self, arguments: list[str]) -> str:
+    def _run(self, arguments: list[str], seconds: float = 3 * SECONDS) -> str:
         log = self._folder / "log"
 
         def child() -> int:
-            limit()
+            limit(seconds)
             return self.pytest(log, arguments)
 
         outcome = ended(child)
@@ -181,9 +184,8 @@ class Copy:
         return self._folder / name
 
 
-def limit() -> None:
-    seconds = int(3 * SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+def limit(seconds: float = 3 * SECONDS) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -234,13 +236,14 @@ class Collected:
     """A process in which pytest has collected tests, and which forks one for each mutant."""
 
     def __init__(self, copy: Copy, files: list[str]) -> None:
+        self._log = copy.log_of("collected")
         to, self._requests = os.pipe()
         self._answers, back = os.pipe()
         if os.fork() == 0:
             os.close(self._requests)
             os.close(self._answers)
             try:
-                copy.pytest(copy.log_of("collected"), files, (self._plugin(to, back),))
+                copy.pytest(self._log, files, (self._plugin(to, back),))
             finally:
                 os._exit(0)
         os.close(to)
@@ -251,7 +254,9 @@ class Collected:
     def outcome(self, names: list[str], file: str, good: str, source: str) -> str:
         """Of tests in this order, the first that fails."""
         self._to.write(json.dumps([names, file, good, source]) + "\n")
-        answer: str = json.loads(self._from.readline())
+        if not (line := self._from.readline()):
+            raise SystemExit(f"the tests could not be collected:\n{self._log.read_text(errors='replace')}")
+        answer: str = json.loads(line)
         return answer
 
     @staticmethod
@@ -287,8 +292,9 @@ class Collected:
 
                 outcome = ended(run)
                 os.close(last)
-                with os.fdopen(first) as said:
-                    return said.read() or outcome
+                os.set_blocking(first, False)  # a process that a test has left behind may still hold the other end
+                with os.fdopen(first, "rb") as said:
+                    return (said.read() or b"").decode() or outcome
 
             def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
                 if report.failed:
@@ -432,7 +438,7 @@ class Rows:
         self._reasons = {_key_of(row): row["why"] for row in reasons}
 
     def chosen(self, drawn: list[Drawn], count: int, rng: random.Random) -> Iterator[Drawn]:
-        """New ones until there are `count` with the earlier ones, then the earlier ones that survived."""
+        """New ones until there are `count` with the earlier ones, then the earlier ones that survived unexplained."""
         known = {key: each for each in drawn if (key := _key(*each[:2])) in self._earlier}
         self._found |= {key: self._earlier[key] for key in known}
         rng.shuffle(drawn)
@@ -443,7 +449,7 @@ class Rows:
             if (key := _key(*each[:2])) not in self._found:
                 yield each
                 have += key in self._found
-        yield from (each for key, each in known.items() if self._earlier[key]["outcome"] == "survived")
+        yield from (each for key, each in known.items() if self._is_open(self._earlier[key]))
 
     def add(self, row: dict[str, Any]) -> None:
         self._found[_key_of(row)] = row
@@ -456,6 +462,9 @@ class Rows:
         rows.sort(key=lambda row: str(row["place"]))
         states = ("killed" if row["outcome"] != "survived" else "explained" if "why" in row else "open" for row in rows)
         return {"percent_killed": self.percent(), **Counter(states), "no_mutants": dict(self.none), "mutants": rows}
+
+    def _is_open(self, row: dict[str, Any]) -> bool:
+        return row["outcome"] == "survived" and self._why(row) is None
 
     def _why(self, row: dict[str, Any]) -> str | None:
         return self._reasons.get(_key_of(row)) if row["outcome"] == "survived" else None

@@ -211,6 +211,11 @@ def test_a_layout_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["ranked"][30]["step_s"] == found["step_s"]
     status, out, _ = run(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,pp=16,dp=128")
     assert status == 0 and re.search(r"1\.62 x the best, number 31 of 89, .* more for bubbles", " ".join(out.split()))
+    layout = {"tp": "TP", "pp": "PP", "dp": "DP"}
+    assert set(layout.values()) <= set(best["name"].replace(",", "").split())
+    asked = re.sub(r"(TP|PP|DP) (\d+)( x )?", lambda m: f"{m[1].lower()}={m[2]},", best["name"].partition(", Z")[0])
+    status, out, _ = run(capsys, "roofline", *LLAMA_405B, "--layout", asked.strip(","))
+    assert status == 0 and re.search(r"1\.00 x the best, number 1 of 89 ", " ".join(out.split())), out
     wide = run_json(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,dp=2048,zero=3")["layout"]
     assert wide["cause"] == "the leaf network" and wide["cause_s"] > 0
     idle = run_json(capsys, "roofline", *LLAMA_405B, "--gpus", "16392", "--layout", "tp=8,pp=16,dp=128")["layout"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Buffer, Dtype, Forward, Operation, Phase, Result, Rows
+from megakernel.isa.record import COUNTER_MASK, counter_word, word_counter
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import Norm, forward, weights
+from megakernel.program.phases import _together
 
 LLAMA = KNOWN_SHAPES["llama-3.2-1b"]
 DIMS = weight_dims(LLAMA, Dtype.BF16)
@@ -69,3 +72,16 @@ def test_a_model_has_the_weights_that_its_phases_name() -> None:
     assert not biases & set(weights(LLAMA, DIMS))
     assert biases <= set(weights(replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True), DIMS))
     assert biases & set(weights(replace(LLAMA, qkv_bias=True), replace(DIMS, tp=2))) == {Buffer.B_QKV}
+
+
+def test_a_forward_of_as_many_phases_as_there_are_numbers_is_numbered_in_order() -> None:
+    many = [Phase(str(i), Operation.NORM, Rows.OWN, Buffer.ATTN_NORM, Buffer.X, Buffer.H) for i in range(MAX_PHASES)]
+    assert not [why for why in _together(Forward.of(many[2:], [], [])) if "not numbered" in why]
+
+
+def test_counters_of_a_word_are_in_range() -> None:
+    words = np.array([counter_word(0), counter_word(COUNTER_MASK - 1, rank=3, next_layer=True)], dtype=np.int64)
+    assert word_counter(words).tolist() == [0, COUNTER_MASK - 1]
+    for counter in (-1, COUNTER_MASK):
+        with pytest.raises(ValueError, match=f"counter {counter} does not fit"):
+            counter_word(counter)

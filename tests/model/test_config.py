@@ -59,6 +59,7 @@ UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
     [
         ({}, {}),
         ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1}, {"heads": 1, "kv_heads": 1, "head_dim": 64}),
         ({"mlp_bias": True, "tie_word_embeddings": True}, {"mlp_bias": True, "tied": True}),
         ({"bos_token_id": 1, "eos_token_id": [2, 3]}, {"bos_id": 1, "eos_ids": (2, 3)}),
         ({"num_key_value_heads": None, "head_dim": 24}, {"kv_heads": 4, "head_dim": 24}),

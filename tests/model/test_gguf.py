@@ -18,6 +18,7 @@ from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
 from megakernel.model.checkpoint import Part, Storage, weight_dims
 from megakernel.model.gguf_file import GgufFile
+from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
 from megakernel.model.stored import stored_as
 
@@ -143,6 +144,37 @@ def test_wrong_tensors_are_named(tmp_path: Path, tensors: dict[str, Any], messag
     tiny_gguf(path, tensors=tensors)
     with pytest.raises(MegakernelError, match=message):
         open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("axes", [4, 5])
+def test_a_tensor_has_four_axes_at_most(tmp_path: Path, axes: int) -> None:
+    path = tmp_path / "m.gguf"
+    tiny_gguf(path, tensors={"extra": np.ones([1] * (axes - 1) + [32], np.float32)})
+    if axes == 4:
+        assert GgufFile(path).shapes["extra"] == (1, 1, 1, 32)
+    else:
+        with pytest.raises(MegakernelError, match="tensor extra has 5 axes"):
+            GgufFile(path)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.Q4_K, Dtype.Q5_K, Dtype.Q6_K])
+def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> None:
+    """By the package's reading of them: within one and a half steps of each group's range."""
+    weights = np.random.default_rng(8).standard_normal((3, 512)).astype(np.float32)
+    read = gguf.quants.dequantize(quantise(weights, dtype), Type[dtype.name])
+    group, steps = (16, 62) if dtype is Dtype.Q6_K else (32, 15 if dtype is Dtype.Q4_K else 31)
+    groups = weights.reshape(-1, group)
+    widest = 2 * np.abs(groups).max(axis=1) if dtype is Dtype.Q6_K else np.ptp(np.pad(groups, [(0, 0), (0, 1)]), axis=1)
+    error = np.abs(read - weights).reshape(-1, group).max(axis=1)
+    assert (error <= 1.5 * widest / steps).all()
+
+
+def test_scales_of_superblocks_are_those_of_their_weights() -> None:
+    """A second group, whose scale is 100 parts of 127 of the first's, has its weights on the steps of that scale."""
+    whole = np.array([-31, 31, *range(-7, 7)], np.float32)
+    weights = np.concatenate([whole, *[whole * (100 / 127)] * 15])[None]
+    read = gguf.quants.dequantize(quantise(weights, Dtype.Q6_K), Type.Q6_K)
+    np.testing.assert_allclose(read, weights, atol=0.05)
 
 
 def test_cut_anywhere(tmp_path: Path) -> None:

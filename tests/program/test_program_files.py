@@ -20,7 +20,7 @@ from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import Program, Segment
+from megakernel.program import Program, Segment, form, header
 from megakernel.program.header import ALIGNMENT, START
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.scheduler.simulate import native as simulator
@@ -91,6 +91,21 @@ def test_a_file_with_a_wrong_record_is_refused(
 def test_sizes_beyond_a_limit_are_refused(program: Program, field: str, value: int, message: str) -> None:
     with pytest.raises(MegakernelError, match=message):
         Program.from_bytes(replace(program, dims=replace(program.dims, **{field: value})).to_bytes(), "a file")
+
+
+def test_a_step_has_room_for_the_items_that_it_may_need(program: Program) -> None:
+    dims = program.dims
+    least = min(dims.tokens, dims.row_blocks + dims.max_seqs)
+    for items, refused in ((least, False), (least - 1, True)):
+        told = list(form._sizes(replace(dims, items=items)))
+        assert any("attention items" in why for why in told) == refused
+
+
+@pytest.mark.parametrize("value", [["a", "b"], "ab", None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])
+def test_a_table_of_a_header_has_its_fields(value: object) -> None:
+    assert header._table({"a": 1, "b": 2}, "it", ["a", "b"]) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="it must have the fields a, b"):
+        header._table(value, "it", ["a", "b"])
 
 
 def test_names_that_a_terminal_would_obey_are_refused(program: Program) -> None:

@@ -200,6 +200,34 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * phases))
 
 
+def test_what_a_rate_is() -> None:
+    values = (1.0, 1.5, 2, float("inf"), float("nan"), kept._MOST)
+    assert [value for value in values if kept._is_rate(value)] == [1.5]
+
+
+def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_ROUNDS", 1)
+    monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))
+    monkeypatch.setattr(calibration, "_idle", lambda cores: [30e-6, 62e-6, 40e-6, 90e-6])
+    alone, both = (Ceilings(1e9, flops, cores, "made up", 1e9) for flops, cores in ((11.0, 1), (16.0, 2)))
+    found = calibration.calibrate(both, alone, lambda *progress: None)
+    assert found.core == Core(1e9, (1.0,), (8.0,), (4.0,), (8.0,), 1.0)
+
+
+def test_a_worker_has_a_thread_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, backend = [], calibration._backend
+
+    def noted(name: str, config: object, dims: object, threads: int) -> object:
+        made.append(threads)
+        return backend(name, config, dims, threads)
+
+    monkeypatch.setattr(calibration, "_backend", noted)
+    monkeypatch.setattr(calibration, "_best", lambda work: 1.0)
+    calibration.null_step(2, 1)
+    calibration.null_step(2, 1, threads=1)
+    assert made == [2, 1]
+
+
 def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (calibration._rate(6.0, 2.0), calibration._rate(6.0, -1e-9), calibration._rate(6.0, 0.0)) == (3.0, 0.0, 0.0)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))

@@ -326,6 +326,14 @@ def _later_wait(t: StepTable) -> None:
     t.item_wait_blocks[item] -= 1
 
 
+def _empty_piece(t: StepTable) -> None:
+    """Its neighbour has what it had, so that the pieces still cover all blocks."""
+    one, two = np.flatnonzero(t.item_split == t.item_split[_first_split(t)])[:2]
+    t.item_block[two] = t.item_block[one]
+    t.item_blocks[two] += t.item_blocks[one]
+    t.item_blocks[one] = 0
+
+
 BROKEN: dict[str, Callable[[StepTable], None]] = {
     "live rows do not come first": _set(row_seq=(1, -1)),
     "padding row's token": _set(token_ids=(23, 5)),
@@ -349,6 +357,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "item_splits in number": _next("item_splits", 1),
     "differ in span": _next("item_span", 1),
     "cover its KV blocks once": _next("item_blocks", 1),
+    "empty item": _empty_piece,
     "outside PARTIALS": lambda t: t.item_partial.__setitem__(t.item_split == 0, 4990),
     "share partials": lambda t: t.item_partial.__setitem__(t.item_split >= 0, 0),
     "its own row block": _next("item_wait_block", 1, _last),

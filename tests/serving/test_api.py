@@ -23,7 +23,10 @@ from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving.api import http as api_http
+from megakernel.serving.api.completions import _texts
+from megakernel.serving.api.metrics import Metrics
 from megakernel.serving.bench import Server
+from megakernel.serving.board import Board
 from megakernel.serving.engine import Engine, Step
 from megakernel.serving.request import Request
 
@@ -571,3 +574,36 @@ def test_an_engine_that_dies_says_so(
     for request in [*llm.engine._batch.running, *llm.engine._batch.waiting]:
         llm.engine.abort(request.request)
     assert llm.engine.idle
+
+
+def test_prompts_are_repeated_as_they_were_sent_and_ids_as_text() -> None:
+    class Decoding:
+        tokenizer = object()
+
+        async def decode(self, ids: list[int]) -> str:
+            return f"decoded {ids}"
+
+    service: Any = Decoding()
+    for given, prompts, texts in (
+        ("sent", [[1]], ["sent"]),
+        (["a", "b"], [[1], [2]], ["a", "b"]),
+        ([1, 2], [[1, 2]], ["decoded [1, 2]"]),
+        ([[1], [2]], [[1], [2]], ["decoded [1]", "decoded [2]"]),
+    ):
+        assert asyncio.run(_texts(service, given, prompts)) == texts
+
+
+def test_a_token_is_counted_where_its_time_belongs(tmp_path: Path) -> None:
+    """`next_token` does for itself what other figures do through one function."""
+    for seconds in (0.0, 0.001, 0.002, 0.7, 1e4):
+        kept = []
+        for apart in (False, True):
+            board = Board(tmp_path / "board", 2, create=True)
+            metrics = Metrics(board, 1, kv_page=16, model="m")
+            if apart:
+                metrics._add("generation_tokens", 1)
+                metrics._observe("inter_token_latency_seconds", seconds)
+            else:
+                metrics.next_token(seconds)
+            kept.append(list(metrics.row.numbers))
+        assert kept[0] == kept[1]

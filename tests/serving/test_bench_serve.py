@@ -153,6 +153,16 @@ def test_key_and_path() -> None:
     assert "Authorization: Bearer secret" in fake.headers[-1] and fake.headers[-1].startswith("POST /prefix/v1/comp")
 
 
+def test_ports_that_an_address_leaves_out() -> None:
+    for url, port in (("https://host/v1", 443), ("host", 80), ("http://host:7", 7)):
+        assert Server(url)._port == port
+
+
+def test_long_errors_of_a_server_are_cut() -> None:
+    assert client._short(b"x" * 200) == "x" * 200
+    assert client._short(b"x" * 201) == "x" * 200 + "..."
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://127.0.0.1:1"])
 def test_no_server_is_one_sentence(url: str) -> None:
     with pytest.raises(MegakernelError, match=r"is not an http|does not answer"):

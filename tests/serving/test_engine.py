@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -123,6 +124,17 @@ def test_sampling_parameters_reach_the_step_table() -> None:
 )
 def test_buckets(count: int, most: int, expected: int) -> None:
     assert bucket(count, most) == expected
+
+
+def test_warming_up_stops_when_it_is_told_to() -> None:
+    for told in (False, True):
+        engine, _ = fake_engine(max_seqs=5, step_tokens=20)
+        stop = Event()
+        if told:
+            stop.set()
+        compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
+        number = engine.programs.warm(stop)
+        assert compiling.call_count == (0 if told else number - 1)  # one was there
 
 
 def test_after_warming_up_no_step_compiles() -> None:

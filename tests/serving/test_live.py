@@ -28,7 +28,7 @@ from megakernel.serving.api.access import Access
 from megakernel.serving.batch import Stats
 from megakernel.serving.counts import Counts
 from megakernel.serving.engine import Engine
-from megakernel.serving.live import Live
+from megakernel.serving.live import Live, Totals
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(
@@ -234,3 +234,21 @@ def test_chat_page(tmp_path: Path) -> None:
         page.run("document.getElementById('clear').click()")
         assert page.run("return messages.length") == 0 and "Nothing" not in page.run(talk)
         assert all("401" in line for line in page.log())
+
+
+def test_rates_are_of_time_and_steps_and_fractions_of_ceilings() -> None:
+    totals = Totals(
+        steps=4, wall_s=2.0, bound_s=0.5, flops=4e9, bytes=1e9, rows=20, tokens=10, sequences=12
+    )  # beside CEILINGS: 1e9 bytes and 4e9 operations a second
+    assert totals.rates(CEILINGS) == {
+        "roofline_fraction": 0.25,
+        "step_s": 0.5,
+        "tokens_per_s": 5.0,
+        "rows_per_s": 10.0,
+        "read_bytes_per_s": 5e8,
+        "read_fraction": 0.5,
+        "flops_per_s": 2e9,
+        "flops_fraction": 0.5,
+        "sequences": 3.0,
+    }
+    assert set(Totals().rates(CEILINGS).values()) == {None}

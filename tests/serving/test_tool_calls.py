@@ -21,7 +21,7 @@ from megakernel.model import load_tokenizer
 from megakernel.serving.api.items import Events, Items
 from megakernel.serving.api.responses_body import ResponsesRequest
 from megakernel.serving.codec import Codec
-from megakernel.serving.tool_calls import FORMATS, CallDelta, ToolReader, tool_format
+from megakernel.serving.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
 WEATHER: dict[str, Any] = {
@@ -110,6 +110,14 @@ def test_formats_come_from_the_template() -> None:
         tool_format("x", None)
 
 
+def test_a_systems_words_stand_before_those_on_tools() -> None:
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "x"}
+    told = with_tools([user], [{"name": "f"}], FORMATS["hermes"])
+    assert told[0]["content"].startswith("You can call") and told[1:] == [user]
+    joined = with_tools([system, user], [{"name": "f"}], FORMATS["hermes"])
+    assert joined == [{"role": "system", "content": f"Be kind.\n\n{told[0]['content']}"}, user]
+
+
 def test_the_setting_names_all_formats() -> None:
     named = SETTINGS["tool call parser"].what.partition(": ")[2]
     assert re.split(", | or ", named) == list(FORMATS)
@@ -189,6 +197,7 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
             name, before = calls[part.index][call.index]
             calls[part.index][call.index] = name, before + (call.function.arguments or "")
         assert not part.delta.content
+        assert ends.get(part.index) is None, "an event after the last of a choice"
         ends[part.index] = part.finish_reason
     assert ends == {0: "tool_calls", 1: "tool_calls"}
     for made_ in calls.values():

@@ -366,6 +366,13 @@ def test_costs_of_machines() -> None:
     with pytest.raises(MegakernelError, match=r"needs chip\.l2_bytes"):
         costs_of(replace(machines.MACHINES["h100"], name="mine", cache_bytes=0.0))
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
+    h100_itself = machines.MACHINES["h100"]
+    assert h100_itself.issue and h100_itself.issue.handoff > 0
+    for taken, signal in (
+        (h100.signal_s, h100_itself.signal_s),
+        (h100.remote_signal_s, h100_itself.remote_signal_s),
+    ):
+        assert taken == pytest.approx(signal + h100_itself.issue.handoff)
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0  # one row takes as long as the smallest tile
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
@@ -17,6 +18,7 @@ def patch(file: str, good: str, source: str) -> bool:
     pairs = list(_pairs(compile(good, file, "exec"), compile(source, file, "exec")))
     if any(old is None or new is None for old, new in pairs):
         return False
+    keys = Counter((old.co_qualname, old.co_firstlineno) for old, _ in pairs if old)
     changed: dict[_Key, CodeType] = {}
     for old, new in pairs:
         assert old is not None and new is not None
@@ -24,7 +26,7 @@ def patch(file: str, good: str, source: str) -> bool:
             return False  # of a module or a class: it ran when the module was loaded
         if _whole(old) != _whole(new):
             key = old.co_qualname, old.co_firstlineno
-            if key in changed:
+            if keys[key] > 1:
                 return False
             changed[key] = new
     for function in gc.get_objects():

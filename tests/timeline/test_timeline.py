@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -196,6 +197,8 @@ def test_memory_bound_work_beside_compute_bound_work() -> None:
     apart = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80))
     assert summary(apart, p, balanced).overlap.across_workers == pytest.approx(10 / 40)
     assert summary(apart, p, starved).overlap.across_workers == 0
+    both_bound = rows((COMPUTE, 0, 1, 0, 0, 40), (COMPUTE, 1, 2, 0, 0, 40), (COMPUTE, 0, 0, 0, 40, 80))
+    assert summary(both_bound, p, balanced).overlap.across_workers == 0
     alone = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 30, 80))
     assert summary(alone, p, balanced).overlap.across_workers == 0  # one worker is not two
     assert summary(rows((COMPUTE, 0, 1, 0, 0, 40)), p, balanced).overlap.across_workers is None
@@ -270,6 +273,17 @@ def test_several_launches() -> None:
     assert s.overlap == once.overlap
     assert s.critical_path.by_instruction == once.critical_path.by_instruction
     assert {w.cause: w.count for w in s.waits} == {w.cause: 2 * w.count for w in once.waits}
+
+
+def test_the_share_of_exposed_communication_is_that_of_one_launch() -> None:
+    tile = (0, 32, 0, 32)
+    body = [[record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])], [record("mlp_norm", (0, 32), [word(0)], [])]]
+    once = rows((COMPUTE, 0, 0, 0, 0, 60), role=Role.CONSUMER)
+    once += rows((COMPUTE, 0, 1, 0, 60, 100), rank=1, role=Role.CONSUMER)
+    once += rows((WAIT, 0, 1, 0, 20, 60), rank=1, role=Role.INPUT_LOADER)
+    twice = once + [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in once]
+    shares = [summary(each, two_ranks(body)).exposed_communication for each in (once, twice)]
+    assert shares == [pytest.approx(40 / 200)] * 2
 
 
 OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # a record, a worker and a layer that the program lacks
@@ -414,8 +428,9 @@ def test_terminal_table() -> None:
     render(summarise(p, t), p, t, console)
     text = console.export_text()
     assert all(len(line) <= 120 for line in text.splitlines())
-    for wanted in ("per step", "worker 3", "gate_up_silu", "qkv_rope ← attn_norm", "FLOP/s", "critical path"):
+    for wanted in ("per step", "gate_up_silu", "qkv_rope ← attn_norm", "FLOP/s", "critical path"):
         assert wanted in text
+    assert re.findall(r"worker (\d)  ", text) == ["0", "1", "2", "3"]
 
 
 def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -440,7 +455,7 @@ def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*start, str(files["b.trace"])]) == 0
     out = capsys.readouterr().out
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out
-    assert "qkv_rope" in out
+    assert "qkv_rope" in out and re.search(r"  × [\d.]+", out)
     for wrong, message in (
         ([files["c.program"], files["b.trace"]], "the trace is of program"),
         ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),
