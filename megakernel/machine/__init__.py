@@ -1,4 +1,6 @@
-"""What is the hardware? `Machine` is what a compiler needs of one device, `Hardware` everything that is known."""
+"""Describes the hardware. `Machine` is what a compiler needs to know of one device; `Hardware` is everything
+that is known.
+"""
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
 from .files import HOST

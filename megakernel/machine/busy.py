@@ -1,4 +1,4 @@
-"""How much of this machine's cores others take: what a measurement has to know of its conditions."""
+"""Measures how much of this machine's cores other programs use, so that a measurement can report its conditions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
-_COLUMNS = 8  # up to the time stolen by other virtual machines; guests are counted as user time already
+_COLUMNS = 8  # columns up to the time stolen by other virtual machines; user time already includes guests
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Seconds of all cores since the start: in all, idle, and of this process."""
+    """CPU seconds of all cores since the start: in total, idle, and used by this process."""
 
     total_s: float
     idle_s: float
@@ -21,7 +21,7 @@ class Moment:
 
 
 def now(stat: Path = _STAT) -> Moment | None:
-    """None where the system does not say."""
+    """The counters now; None if the system does not provide them."""
     try:
         name, *columns = stat.read_text().splitlines()[0].split()
         ticks = [int(column) for column in columns[:_COLUMNS]]
@@ -35,7 +35,9 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The part of all cores' time between two moments that others took, stolen time included; None: not known."""
+    """The fraction of all cores' time between two moments that other programs used, stolen time included; None
+    if unknown.
+    """
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None
     mine = end.idle_s - begin.idle_s + end.own_s - begin.own_s

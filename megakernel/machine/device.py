@@ -1,4 +1,4 @@
-"""What a compiler needs of a device: workers, rates and the tile shapes that suit it."""
+"""What a compiler needs to know of a device: workers, rates, and suitable tile shapes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..errors import MegakernelError
 from .files import HOST, names, read
 from .hardware import Core, Hardware, Issue, Rates
 
-CPU = "cpu"  # the target of machines whose workers are cores
+CPU = "cpu"  # the target of machines whose workers are CPU cores
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's device. Rates are per device, in units per second; `workers` share them evenly."""
+    """One rank's device. Rates are per device, in units per second; `workers` share them equally."""
 
     name: str
     workers: int
@@ -21,23 +21,23 @@ class Machine:
     vector_flops: float  # float32 outside the matrix unit, FLOP/s
     memory_bytes_per_s: float
     memory_bytes: float
-    cache_bytes: float  # the last shared one
-    cache_bytes_per_s: float  # from it to all workers
-    worker_bytes_per_s: float  # most that one worker loads, or stores
+    cache_bytes: float  # the last-level cache
+    cache_bytes_per_s: float  # from the last-level cache to all workers
+    worker_bytes_per_s: float  # the most that one worker loads or stores
     link_bytes_per_s: float  # egress to peers, one direction
-    switch_bytes_per_s: float  # of all of a node's devices
-    tile_rows: int  # token rows of a matmul tile, and of a row block
+    switch_bytes_per_s: float  # of all devices of a node together
+    tile_rows: int  # token rows of a matmul tile and of a row block
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     kv_page: int  # KV tokens per page of the cache
-    ring_pages: int  # pages of shared memory that a worker streams operands through; 0: a CPU core, which has caches
-    target: str  # of those that programs are compiled for: CPU or hopper
+    ring_pages: int  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
+    target: str  # the target that programs are compiled for: CPU or hopper
     launch_s: float
-    signal_s: float  # from a signal to a waiting worker's start
+    signal_s: float  # from a signal until a waiting worker starts
     remote_signal_s: float  # the same between devices of a node
-    dispatch_s: float  # fetch, decode and set-up of one instruction
-    issue: Issue | None = None  # in seconds; None: not known, or no part of the rates
-    core: Core | None = None  # None: not measured, or no CPU
+    dispatch_s: float  # fetch, decode and set up one instruction
+    issue: Issue | None = None  # in seconds; None if unknown or already part of the rates
+    core: Core | None = None  # None if not measured or not a CPU
 
 
 def _machine(hardware: Hardware) -> Machine:
@@ -75,12 +75,14 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """This machine's CPU, one worker per core. Rates are nominal, for placement; `doctor` measures the real ones."""
+    """This machine's CPU with one worker per core. Its rates are nominal and serve for placement; `doctor` measures the
+    real ones.
+    """
     return _machine(read(HOST, workers))
 
 
 def host_hardware(flops_per_s: float, read_bytes_per_s: float) -> Hardware:
-    """This machine's CPU as one device with measured rates: bf16 weights are widened and multiplied in fp32."""
+    """This machine's CPU as one device with measured rates. bf16 weights are widened and multiplied in fp32."""
     nominal = read(HOST)
     return replace(
         nominal,
@@ -95,7 +97,7 @@ def hardware(name: str) -> Hardware:
 
 
 def load(name: str, workers: int | None = None) -> Machine:
-    """One device of a machine, by the names that `hardware` takes, with so many workers; of a CPU so many cores."""
+    """One device of a machine, by the names that `hardware` takes, with this many workers (cores, for a CPU)."""
     machine = MACHINES.get(name) or _machine(read(name, workers))
     if not workers or workers == machine.workers:
         return machine

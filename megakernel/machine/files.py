@@ -1,4 +1,4 @@
-"""Machine files: TOML with the sections of `Hardware`, on top of another machine where `base` names one."""
+"""Machine files: TOML with the sections of `Hardware`, based on another machine if `base` names one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# Whole numbers count SMs, links and rows; a trace has 16 bits for an SM. Products of a few others stay finite.
+# Integers count SMs, links and rows; a trace has 16 bits for an SM. Products of a few other numbers stay finite.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -37,15 +37,16 @@ Table = dict[str, Any]
 
 
 def names() -> tuple[str, ...]:
-    """Machines that come with the package."""
+    """The machines that come with the package."""
     return tuple(sorted(path.stem for path in KNOWN_FOLDER.glob("*.toml") if not path.stem.startswith("_")))
 
 
 def read(name: str, cores: int | None = None) -> Hardware:
-    """A known machine, a node of so many of its GPUs (`h100x8`), a TOML file, or `host` with so many `cores`.
+    """Read a known machine, a node with some of its GPUs (`h100x8`), a TOML file, or `host` with this many `cores`.
 
-    A file has the form of those in `known/`. With `base = NAME` it states only what differs; lists are replaced
-    whole. Figures are positive. `[[source]]` says where figures come from. Raises MegakernelError.
+    A file has the form of those in `known/`. With `base = NAME` it states only the differences; lists are replaced as a
+    whole.
+    All figures must be positive. `[[source]]` names the sources of figures. Raises MegakernelError.
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)
@@ -65,11 +66,12 @@ def read(name: str, cores: int | None = None) -> Hardware:
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
-    """The file's table on top of its bases'."""
+    """The file's table merged over those of its bases."""
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(path.read_text())
-    except (ValueError, RecursionError) as e:  # TOML's own errors, bytes that are no text, integers that are too long
+    # errors of TOML itself, bytes that are not text, and integers that are too long
+    except (ValueError, RecursionError) as e:
         raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
     if unknown:
@@ -142,7 +144,7 @@ def _section(kind: type, table: object, where: str) -> Any:
 
 
 def _value(field: Field[Any], value: object, where: str) -> object:
-    """`value` as the field's declared type, a positive number wherever it is one."""
+    """`value` as the field's declared type; numbers must be positive."""
     wanted = str(field.type)
     if wanted.startswith("tuple"):
         if not isinstance(value, list):

@@ -1,7 +1,8 @@
-"""What the hardware is: chips, links, nodes, fabrics, and what it costs to synchronise.
+"""Declares what is known of hardware: chips, links, nodes, networks, and the cost of synchronisation.
 
-Figures have their unit in the name. Rates are per second, link rates in one direction, FLOP rates dense with a
-multiply-add counted as two. The tables themselves, with a source for each figure, are `known/*.toml`.
+Names of figures include their unit. Rates are per second, link rates are in one direction, and FLOP rates are dense,
+with a
+multiply-add counted as two. The tables, with a source for each figure, are `known/*.toml`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..errors import MegakernelError
 
 @dataclass(frozen=True)
 class Chip:
-    """One processor. The words are a GPU's: the TPU's file says what stands for what."""
+    """One processor, described in GPU terms. The TPU's file says what each term stands for there."""
 
     generation: str
     sms: int
@@ -25,9 +26,9 @@ class Chip:
     hbm_bytes_per_s: float
     boost_clock_hz: float | None = None
     l2_bytes: float = 0.0
-    l2_bytes_per_clock: float = 0.0  # what an SM gets of it when all ask; measured
-    load_bytes_per_clock: float = 0.0  # most that an SM takes
-    board_w: float | None = None  # what the board may draw
+    l2_bytes_per_clock: float = 0.0  # what an SM gets when all SMs load; measured
+    load_bytes_per_clock: float = 0.0  # the most that an SM loads
+    board_w: float | None = None  # the board's power limit
     usd_per_hour: float | None = None  # a list price
 
     @property
@@ -39,17 +40,19 @@ class Chip:
         return self.subpartitions * self.fp32_lanes_per_subpartition
 
     def clock_for(self, fma_flops_per_s: float) -> float:
-        """The clock in Hz at which every lane's multiply-adds make that many FLOP/s."""
+        """The clock in Hz at which the multiply-adds of all lanes make this many FLOP/s."""
         return fma_flops_per_s / (2 * self.fp32_lanes)
 
 
-# Bytes of an operand, by the name of its rate.
+# The bytes of an operand, by the name of its rate.
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type; None where the chip lacks it. bf16, fp8 (or int8) and fp4 are the matrix unit's."""
+    """FLOP/s by operand type; None if the chip lacks the type. bf16, fp8 (or int8) and fp4 are rates of the
+    matrix unit.
+    """
 
     bf16: float
     fp32: float  # vector lanes, multiply-adds
@@ -71,7 +74,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """GPUs that reach each other at the link's full rate: an NVLink domain."""
+    """GPUs that reach each other at the full rate of their links: an NVLink domain."""
 
     gpus: int
     nic_bytes_per_s_per_gpu: float  # out of the node
@@ -92,47 +95,49 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of what moves no data."""
+    """Latencies in seconds, for operations that move no data."""
 
     stream_launch_s: float  # an empty kernel in a stream
-    signal_s: float  # from a signal to a waiting SM's start, under memory load
-    dispatch_s: float  # fetch, decode and set-up of one instruction
+    signal_s: float  # from a signal until a waiting SM starts, under memory load
+    dispatch_s: float  # fetch, decode and set up one instruction
     node_hop_s: float  # between GPUs of a node, skew included
     scale_out_hop_s: float  # between nodes
 
 
 @dataclass(frozen=True)
 class Issue:
-    """Cycles in which the interpreter's warps issue what they do: the least that each role takes, by its machine code.
+    """The least number of cycles that each role's warps need to issue their work, read from the machine code.
 
-    Where several warps of a role share a scheduler, all of them count.
+    If several warps of a role share a scheduler, their cycles add up.
     """
 
-    pass_page: float  # of a loader: one that the other fills
+    pass_page: float  # cycles of a loader to skip a page that the other loader fills
     weight_page: float  # of dots
     input_page: float  # of dots
-    tile_page: float  # of a matmul on matrix units
-    dot_pair: float  # of consumers: both weight pages of a piece of a unit of columns, for one row
+    tile_page: float  # of a matmul on matrix units, for one page
+    dot_pair: float  # of the consumers, for both weight pages of a piece of a unit of columns, with one row
     dot_pairs: float  # the same for two rows
-    dot_row: float  # more for each further row
-    dot_unit: float  # beside the pages of a unit of columns
+    dot_row: float  # in addition, for each further row
+    dot_unit: float  # in addition to the pages, for a unit of columns
     k_step: float  # of a matmul on matrix units
-    handoff: float  # of all roles, from the end of one instruction's arithmetic to the begin of one that waits for it
-    sample_step: float  # to add as many logits as a row has under way meanwhile
-    sample_entries: float  # that these are; no cycles
+    # of all roles, from the end of one instruction's arithmetic to the begin of an instruction that waits for it
+    handoff: float
+    sample_step: float  # to add one group of logits of a row while the next group is loaded
+    sample_entries: float  # logits in such a group (a count, not cycles)
 
     def at(self, clock_hz: float) -> Issue:
-        """The same in seconds."""
+        """The same, converted from cycles to seconds."""
         cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
         return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
 
 
 @dataclass(frozen=True)
 class Core:
-    """What one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
+    """The rates that one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
 
-    Rates of arithmetic are by rows of a matmul tile, and by (row, head) pairs of an attention item; in between they lie
-    on a line over log(rows).
+    Rates of arithmetic are given by rows of a matmul tile, and by (row, head) pairs of an attention item. Between two
+    sizes they
+    are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: float
@@ -145,21 +150,21 @@ class Core:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shapes that suit the interpreter on this machine."""
+    """Tile shapes that suit the interpreter on this machine."""
 
-    rows: int  # token rows of a matmul tile, and of a row block
+    rows: int  # token rows of a matmul tile and of a row block
     cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this
     page: int  # KV tokens per page
-    target: str  # of those that programs are compiled for
-    pages: int = 0  # pages of shared memory that a worker streams operands through; a CPU core has none
+    target: str  # the target that programs are compiled for
+    pages: int = 0  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured bus bandwidth of a collective over `gpus` GPUs of one node, by message size.
+    """The measured bus bandwidth of a collective over `gpus` GPUs of one node, by message size.
 
-    Bus bandwidth is what NCCL's tests call so: bytes that each GPU must send / seconds.
+    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send / seconds.
     """
 
     collective: str
@@ -168,9 +173,9 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """Bytes/s at one size: straight lines between the points in logarithms of both.
+        """Bytes/s at one size, interpolated linearly in the logarithms of both.
 
-        Below the first point the time is constant, above the last the bandwidth is.
+        Below the first point the time is constant; above the last one the bandwidth is.
         """
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
@@ -184,7 +189,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a network: `degree` children meet, each with `child_gpus` GPUs and a link of its own."""
+    """A level of a network that joins `degree` children, each with `child_gpus` GPUs and its own link."""
 
     name: str
     degree: int
@@ -194,7 +199,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine: its chip, and what such chips are joined to."""
+    """One kind of machine: its chip, and the node and network that join such chips."""
 
     name: str
     chip: Chip
@@ -202,7 +207,7 @@ class Hardware:
     link: Link
     node: Node
     fabric: Fabric | None = None
-    costs: Costs | None = None  # None: only for comparison
+    costs: Costs | None = None  # None: the machine serves only for comparison
     tiles: Tiles | None = None
     issue: Issue | None = None
     core: Core | None = None  # of a CPU that was measured
@@ -210,17 +215,19 @@ class Hardware:
 
     @property
     def clock_hz(self) -> float:
-        """The boost clock, or where it is not known the one that fp32's rate implies."""
+        """The boost clock, or, if it is unknown, the clock that the fp32 rate implies."""
         return self.chip.boost_clock_hz or self.chip.clock_for(self.rates.fp32)
 
     @property
     def l2_bytes_per_s(self) -> float:
-        """From the L2 cache to all SMs."""
+        """Bytes/s from the L2 cache to all SMs."""
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """What a node's switches carry one way; cables between all pairs of GPUs carry what the GPUs send."""
+        """The rate of a node's switches in one direction. If cables join all pairs of GPUs, it is the sum of what the
+        GPUs send.
+        """
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
@@ -233,18 +240,18 @@ class Hardware:
         return rate
 
     def intensity(self, dtype: str = "bf16") -> float:
-        """FLOPs per byte of HBM above which the chip is bound by arithmetic."""
+        """FLOPs per byte of HBM above which arithmetic limits the chip."""
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
-        """Rows of a matmul above which reading its weights once takes less time than its arithmetic: C b / (2 W).
+        """Rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
 
-        `weight_bytes`: b, where weights lie in memory in another type than `dtype`.
+        `weight_bytes` is b, if weights are stored in another type than `dtype`.
         """
         return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:
-        """The network that joins `gpus` GPUs, innermost level first; empty for one GPU."""
+        """The levels of the network that joins `gpus` GPUs, innermost first; empty for one GPU."""
         if gpus < 2:
             return ()
         inside = min(gpus, self.node.gpus)
@@ -263,5 +270,5 @@ class Hardware:
         return tuple(out)
 
     def curve(self, collective: str, gpus: int) -> Curve | None:
-        """The measured curve, where there is one for that many GPUs."""
+        """The measured curve for this number of GPUs, if there is one."""
         return next((c for c in self.curves if (c.collective, c.gpus) == (collective, gpus)), None)

@@ -1,4 +1,4 @@
-"""This machine as a table of the same form as a machine file: what it says of itself, and nominal rates."""
+"""This machine as a table in the form of a machine file, from what the system reports and nominal rates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import platform
 from pathlib import Path
 from typing import Any
 
-_LANES = 16  # of a core's vector unit, AVX-512's; nominal
-_GHZ = 1e9  # the clock that figures per clock are stated for; nominal
+_LANES = 16  # lanes of a core's vector unit, as with AVX-512; nominal
+_GHZ = 1e9  # the clock for which figures per clock are given; nominal
 
 
 def cpu_count() -> int:
-    """Cores this process may use: its affinity mask, cut by a cgroup v2 CPU quota where there is one."""
+    """The cores this process may use: its affinity mask, reduced by a cgroup v2 CPU quota if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -22,7 +22,7 @@ def cpu_count() -> int:
 
 
 def processor() -> str:
-    """What this machine's processor calls itself."""
+    """The name that this machine's processor reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -31,7 +31,7 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """A core is an SM with one vector unit. Rates are nominal, for placement."""
+    """The table. A core counts as an SM with one vector unit. Rates are nominal and serve for placement."""
     return {
         "chip": {
             "generation": processor(),

@@ -19,10 +19,11 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A template. Its process starts when it is first rendered, and ends with this object.
+    """A template. Its process starts at the first rendering and ends with this object.
 
-    The sandbox keeps a template from files and from Python's inner objects, not from loops and from numbers without
-    end, and Jinja computes constants as early as it compiles. So only the syntax is checked here.
+    The sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless loops
+    or huge
+    numbers. Jinja computes constants while it compiles, so only the syntax is checked here, outside the process.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -37,7 +38,9 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `values` are more names, or other values."""
+        """The prompt's text, up to where the assistant's answer begins. `values` are additional or replaced template
+        variables.
+        """
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:
             kind, text = self._process.ask(values)

@@ -1,4 +1,4 @@
-"""The seam between files of weights and backends: one tensor at a time, in the instruction set's own layout."""
+"""The interface between weight files and backends: one tensor at a time, in the layout of the instruction set."""
 
 from __future__ import annotations
 
@@ -21,36 +21,40 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix as they lie in memory: [rows, bytes of a row], in the type's own layout."""
+    """Rows of a matrix as they are stored: [rows, bytes of a row], in the type's own layout."""
 
     dtype: Dtype
     data: NDArray[np.uint8]
 
 
 def widened(parts: Sequence[Rows], inner: int) -> NDArray[np.float32]:
-    """The float32 values that stored rows of `inner` weights stand for."""
+    """The float32 values of stored rows with `inner` weights each."""
     values = [to_f32(data.view(dtype.numpy), dtype)[:, :inner] for dtype, data in parts]
     return np.concatenate(values) if values else np.zeros((0, inner), np.float32)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Types of the rows of a weight buffer: the parts of each layer, or of the only one there is."""
+    """The types of the rows of a weight buffer: the parts for each layer, or for the only copy."""
 
     layers: tuple[tuple[Part, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """Bits of a weight where rows have `inner` of them: the mean over all, with what fills a row's last block."""
+        """Bits per weight if rows have `inner` weights: the mean over all rows, with the padding of each row's
+        last block.
+        """
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
         return 8 * size / (inner * sum(part.rows for part in parts))
 
 
 class Checkpoint(Protocol):
-    """Weights of one model.
+    """The weights of one model.
 
-    `dtype` is the type its matrices are stored in, or the nearest that is computed in. `storage` has the matrices that
-    a backend with a use for it keeps in memory in types of their own: `stored` gives them so, `load` as all others.
+    `dtype` is the type its matrices are stored in, or the nearest one that is computed in. `storage` lists the matrices
+    that a
+    backend may keep in memory in their own types: `stored` returns them in these types, `load` in the same form as all
+    others.
     """
 
     name: str
@@ -59,18 +63,19 @@ class Checkpoint(Protocol):
     storage: dict[Buffer, Storage]
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """One weight buffer (of one layer where layered) as `megakernel.isa.buffers` shapes it.
+        """One weight buffer (of one layer if layered) in the shape that `megakernel.isa.buffers` gives.
 
-        Float buffers with a declared type come in it whatever `dtype` says; bfloat16 comes as uint16. q and k rows are
-        in the interleaved RoPE order. Takes the buffers that `families.weights` lists.
+        Float buffers with a declared type have that type whatever `dtype` says; bfloat16 is returned as uint16. q and k
+        rows are in
+        the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
         """
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """A buffer (of one layer) that `storage` names: its rows in order, those of several matrices in turn."""
+        """A buffer (of one layer) that `storage` names: its rows in order. Rows of several matrices alternate."""
 
 
 def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:
-    """`config` as Dims for the shapes of weight buffers; what a weight's shape cannot depend on is 1."""
+    """`config` as Dims for the shapes of weight buffers. Sizes on which weight shapes do not depend are 1."""
     return Dims(
         vocab=config.vocab,
         hidden=config.hidden,

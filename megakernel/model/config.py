@@ -1,4 +1,4 @@
-"""The shape of a model, independent of the file it came from."""
+"""The shape of a model, independent of its file format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class RopeKind(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
-    FACTORS = "factors"  # a divisor for each pair, as GGUF files store Llama 3.1's scaling
+    FACTORS = "factors"  # one divisor per pair, which is how GGUF files store Llama 3.1's scaling
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `factor` divides the frequencies (linear) or the low ones (llama3)."""
+    """Rotary embedding. `factor` divides all frequencies (linear) or the low ones (llama3)."""
 
     theta: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT

@@ -1,4 +1,4 @@
-"""Weights from files: which tensors make up a buffer, whatever the file format."""
+"""Weights from files: which tensors make up each buffer, whatever the file format."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
 
-# Elements converted at a time: small enough to stay in a cache, and a bound on what a huge tensor needs.
+# Elements converted at a time: few enough to stay in a cache and to bound the memory for a huge tensor.
 _CHUNK = 1 << 18
 
 
 class TensorFile(Protocol):
-    """Named tensors, read by rows. A row is everything behind the first axis."""
+    """Named tensors that are read by rows. A row is everything behind the first axis."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def where(self, name: str) -> Path:
-        """The file that holds `name`."""
+        """The file that contains `name`."""
 
     def dtype(self, name: str) -> Dtype:
-        """The type in which `rows` gives its elements."""
+        """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end), 2-D (a vector is one column), bfloat16 as uint16; of quantised blocks their bytes."""
+        """Rows [start, end) as 2-D (a vector is one column). bfloat16 is uint16; quantised blocks are returned
+        as bytes.
+        """
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class FileCheckpoint:
             part = flat[start : start + shape[0]]
             start += shape[0]
             if name not in self._tensors.shapes:
-                continue  # an absent bias, as _check has seen to
+                continue  # an absent bias; _check has accepted it
             self._read(name, part, out_dtype)
             if index < self._naming.halved.get(buffer, 0):
                 part[:] = _interleave(part, self.config.head_dim)
@@ -105,7 +107,7 @@ class FileCheckpoint:
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
-        """Types and rows of the tensors that make up a matrix, or several."""
+        """The types and rows of the tensors that make up one or several matrices."""
         layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
         dtype, shapes = self._tensors.dtype, self._tensors.shapes
         names = (self._naming.names(buffer, layer) for layer in layers)
@@ -120,7 +122,9 @@ class FileCheckpoint:
             out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
 
     def _check_finite(self, name: str, rows: NDArray[np.generic]) -> None:
-        """One such weight makes every token's numbers meaningless, and no later message could name it."""
+        """Refuse NaN and infinity: one such weight would make every token meaningless, and no later message
+        could name it.
+        """
         if not all_finite(rows, self._tensors.dtype(name)):
             raise MegakernelError(
                 f"tensor {name} in {self._tensors.where(name)} holds a NaN or an infinity: fetch the file again"
@@ -128,7 +132,9 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """From Hugging Face's order of a head's rows to adjacent pairs: row 2i is row i, row 2i+1 row i + head_dim/2."""
+    """Reorder a head's rows from Hugging Face's order to adjacent pairs: row 2i is row i, row 2i+1 is row i +
+    head_dim/2.
+    """
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
 
@@ -140,7 +146,7 @@ def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The tensors of `expected_shapes` in its order, as a file with this naming holds them. bfloat16 is uint16."""
+    """The tensors of `expected_shapes` in order, as a file with this naming stores them. bfloat16 is uint16."""
     config = checkpoint.config
     for buffer in _expected_buffers(config):
         shapes = _part_shapes(config, naming, buffer)
@@ -158,7 +164,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
 
 
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a file must hold."""
+    """The name and shape of every tensor that a file must have."""
     expected: dict[str, tuple[int, ...]] = {}
     for buffer in _expected_buffers(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
@@ -167,7 +173,7 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
 
 
 def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that make up `buffer`, in order: of q, k and v, of equal parts, or of the whole."""
+    """The shapes of the tensors that make up `buffer`, in order: q, k and v; or equal parts; or the whole."""
     shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
     if buffer in (Buffer.W_QKV, Buffer.B_QKV):
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -177,13 +183,13 @@ def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tu
 
 
 def _expected_buffers(config: ModelConfig) -> list[Buffer]:
-    """What a file must hold."""
+    """The buffers that a file must have."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
     return [b for b in weights(config, weight_dims(config, Dtype.F32)) if b not in without]
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Every tensor the config asks for is there with its shape, and no other one."""
+    """Check that every tensor the config requires is present with its shape, and that there is no other."""
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
     optional = {
@@ -215,7 +221,7 @@ def _any_file(tensors: TensorFile) -> Path:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file that is not empty, read when they are looked at."""
+    """The bytes of a non-empty file, read on access."""
     try:
         with file_errors(f"read {path}"):
             return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
@@ -224,7 +230,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
-    """Byte ranges (begin, end, tensor) lie inside [start, end) of `path` and do not overlap."""
+    """Check that byte ranges (begin, end, tensor) lie inside [start, end) of `path` and do not overlap."""
     last, previous = start, ""
     for begin, stop, name in sorted(ranges):
         if stop > end:

@@ -14,8 +14,9 @@ from .gguf_file import GgufFile
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
-# Keys below the architecture that are read, and those that never change a forward pass. Any other that is not empty,
-# zero or false is refused by name.
+# Keys below the architecture that are read, and keys that never change a forward pass. Any other key that is not empty,
+# zero or
+# false is refused by name.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
@@ -26,14 +27,14 @@ _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "rope.scaling.origina
 
 
 def open_gguf(path: Path, name: str | None = None) -> FileCheckpoint:
-    """A GGUF file. `name` is how the user called it. Raises MegakernelError."""
+    """Open a GGUF file. `name` is the user's name for it. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
     return FileCheckpoint(name or path.name, config, file, gguf_naming(config))
 
 
 def gguf_naming(config: ModelConfig) -> Naming:
-    """What a model's tensors are called in GGUF files."""
+    """The tensor names of a model in GGUF files."""
     family = FAMILIES[config.family]
     names = {buffer: weight.gguf for buffer, weight in family.weights.items()}
     halved = {} if family.interleaved else {buffer: weight.rotated for buffer, weight in family.weights.items()}
@@ -41,7 +42,7 @@ def gguf_naming(config: ModelConfig) -> Naming:
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The shape that a file's metadata and tensor names declare."""
+    """The configuration that a file's metadata and tensor names declare."""
     metadata, source = file.metadata, str(file.path)
 
     def refuse(what: str) -> MegakernelError:
@@ -99,7 +100,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 def _rope(file: GgufFile, values: dict[str, Any], where: str) -> Rope:
     theta = _number(values, "rope.freq_base", where, Rope.theta)
-    kind = values.get("rope.scaling.type", "linear")  # llama.cpp's default; a factor of 1 scales nothing
+    kind = values.get("rope.scaling.type", "linear")  # llama.cpp's default; a factor of 1 has no effect
     factor = _number(values, "rope.scaling.factor", where, 0.0) or _number(values, "rope.scale_linear", where, 0.0)
     if kind not in ("none", "linear"):
         raise MegakernelError(f"{where}rope.scaling.type {kind!r} is not supported, only none and linear")

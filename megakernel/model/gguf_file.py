@@ -1,7 +1,8 @@
-"""The GGUF container, versions 2 and 3: metadata, tensor table, and dequantised rows.
+"""Reads GGUF files, versions 2 and 3: metadata, tensor table, and dequantised rows.
 
-Layout: ggml's `docs/gguf.md`. The `gguf` package's own reader trusts every count and length and keeps an array per
-string; this one checks each against the file's size before it believes it. Dequantisation is the package's.
+The layout is described in ggml's `docs/gguf.md`. The reader of the `gguf` package trusts every count and length and
+keeps an
+array per string; this reader first checks each against the file's size. Dequantisation uses the package.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Tensor(NamedTuple):
 
 
 class _Cursor:
-    """Reads on from `offset`; whatever would pass the end of the file is an error."""
+    """Reads from `offset` onwards; reading past the end of the file is an error."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
@@ -74,7 +75,7 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """`number` itself, of things that are about to be read."""
+        """Returns `number`, the count of elements to be read, after checking it."""
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
@@ -102,7 +103,7 @@ class _Cursor:
         return numbers
 
 
-# Types that stay as they are; others become float32.
+# Types that stay as they are; all others become float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 
@@ -163,7 +164,7 @@ class GgufFile:
         check_ranges(self.path, ranges, start, len(self._bytes))
 
     def _tensor_entry(self, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
-        """Name, type, offset and size in bytes. The shape goes to `shapes`, slowest axis first."""
+        """The name, type, offset and size in bytes. The shape is added to `shapes`, slowest axis first."""
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:
             what = "appears twice" if name in self.shapes else f"has {axes} axes"

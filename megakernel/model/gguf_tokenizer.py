@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries in its metadata."""
+"""The tokenizer in a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .gguf_file import GgufFile
 from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
-# The published splitting rules. Qwen2's is Llama 3's with every digit on its own; Tekken is Mistral's, which also cuts
-# where a small letter is followed by a capital one.
+# The published splitting rules. Qwen2's is Llama 3's, except that each digit stands alone. Tekken is Mistral's and also
+# splits
+# between a lower-case and an upper-case letter.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,9 +31,9 @@ _SPLITS = {
     "qwen2": _LLAMA3_SPLIT.replace("{1,3}", ""),
     "tekken": _TEKKEN_SPLIT,
 }
-# With these a piece that is a token is that token, whatever the merges say, and a text begins with BOS.
+# With these rules, a piece that equals a token becomes that token, whatever the merges say, and a text begins with BOS.
 _WHOLE_PIECES = ("llama-bpe", "llama3", "llama-v3", "tekken")
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of ggml's token types
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types of ggml
 
 
 def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
@@ -73,7 +74,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
         raise MegakernelError(f"{file.path}: the id of a special token lies outside of the {len(tokens)} tokens")
     special = {f"{n}_token": tokens[i] for n, i in named.items() if isinstance(i, int)}
-    # Where the file does not say, these kinds of vocabulary are used with BOS.
+    # If the file does not say, these kinds of vocabulary add BOS.
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
     if bos or eos:
@@ -98,7 +99,7 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
         pairs.append((left, right))
     backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
     if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()  # as its own tokenizer.json has it
+        backend.normalizer = normalizers.NFC()  # as in its own tokenizer.json
     backend.pre_tokenizer = _splitter(file, pre)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -106,7 +107,7 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
 
 def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
     if pre == "smollm":
-        # Every digit on its own before GPT-2's rule: the vocabulary was made so, and has no merges across digits.
+        # Each digit is split off before GPT-2's rule: the vocabulary was made that way and has no merges across digits.
         return pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -124,7 +125,7 @@ def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
-    """SentencePiece's BPE joins the two neighbours whose union has the best score, so scores rank the merges."""
+    """SentencePiece's BPE merges the two neighbours whose union has the best score, so scores rank the merges."""
     if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)) or _strings(scores):
         raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
     known = set(tokens)

@@ -1,4 +1,4 @@
-"""Any checkpoint as a GGUF file, for other programs: the inverse of `gguf_checkpoint`."""
+"""Writes any checkpoint as a GGUF file for other programs: the inverse of `gguf_checkpoint`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Matrices in the type `kind`, quantised as `--weights` does it, and vectors in float32.
+    """Write matrices in the type `kind`, quantised as with `--weights`, and vectors in float32.
 
-    `tokenizer`: a GGUF file that lends its own; without one only token ids work. Raises MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied; without one, only token ids work. Raises MegakernelError.
     """
     stored = Type[kind.name]
     compute = Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32
     config = checkpoint.config
     family = FAMILIES[config.family]
     naming = gguf_naming(config)
-    # Its reader refuses tensors that it does not expect, and files of architecture "llama" hold Mistral models too.
+    # llama.cpp refuses tensors that it does not expect, and its architecture "llama" covers Mistral models too.
     writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, config.vocab, tokenizer)
@@ -86,7 +86,7 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """What divides the frequencies of each pair, where one number for all does not say it."""
+    """The divisors of the frequencies of each pair, if no single number describes them."""
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`, old and new spellings."""
+"""Reads Hugging Face's `config.json` in its old and new spellings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READ = {
     "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Known not to change what a forward pass computes: bookkeeping, training, and defaults of text generation.
+# Keys that are known not to change the forward pass: bookkeeping, training, and defaults of text generation.
 _HARMLESS = {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
@@ -38,10 +38,11 @@ _ROPE_KEYS = {
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """`folder/config.json`, with the end-of-text ids of `generation_config.json` added where there is one.
+    """`folder/config.json`, with the end-of-text ids of `generation_config.json` added if that file exists.
 
-    A key that is neither read nor known to be harmless is refused by name unless its value is null or false:
-    it may change the result. Raises MegakernelError.
+    A key that is neither read nor known to be harmless is refused by name, unless its value is null or false, because
+    it may
+    change the result. Raises MegakernelError.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -72,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
-    """The shape that `raw` declares. `source` names it in errors."""
+    """The configuration that `raw` declares. Errors use `source` as its name."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
@@ -176,7 +177,7 @@ def _rope(raw: dict[str, Any], source: str) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     if table.get("partial_rotary_factor") not in (None, 1):
         raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
-    # Another kind's keys have no effect; configs do carry them.
+    # Keys of other RoPE kinds have no effect, and some configs contain them.
     known_keys = set().union(*_ROPE_KEYS.values(), {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     for extra in sorted(set(table) - known_keys):
         if table[extra] is not None and table[extra] is not False:

@@ -24,7 +24,7 @@ _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
 def is_hub_spec(spec: str) -> bool:
-    """Whether `spec` reads as ORG/NAME or ORG/NAME@REVISION."""
+    """Whether `spec` has the form ORG/NAME or ORG/NAME@REVISION."""
     return _SPEC.fullmatch(spec) is not None and not spec.startswith((".", "/"))
 
 
@@ -60,13 +60,15 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is no valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # Which HTTP library raises, and what, has changed between the client's versions.
+        # Versions of the client differ in which HTTP library raises, and which exception.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Raise a MegakernelError unless the repo has safetensors and the disk can hold what the cache lacks of them."""
+    """Raise a MegakernelError unless the repo has safetensors and the disk has room for those that are not in
+    the cache.
+    """
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(

@@ -19,10 +19,13 @@ class Ended(Exception):
 
 
 class LimitedProcess:
-    """Runs `script` with its limits: `seconds` of processor time for an answer, `memory_bytes`, and what it takes more.
+    """Runs `script` in a process with limits: `seconds` of processor time per answer, and `memory_bytes`. Further
+    arguments are
+    passed to the script.
 
-    The process starts when it is first asked, with a line of its own, `begin`, and ends with this object. An answer is
-    one line of JSON, {kind: text}; a process that answers "broken" is not asked again, another one is started.
+    The process starts at the first request, with `begin` as its first input line, and ends with this object. An answer
+    is one
+    line of JSON, {kind: text}. After the answer "broken", the process is replaced by a new one.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:
@@ -50,7 +53,7 @@ class LimitedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                process_group=0,  # Ctrl-C is for this process
+                process_group=0,  # Ctrl-C is meant for this process
             )
         except OSError as e:
             raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
@@ -58,7 +61,7 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """What the process answers. A process that has ended, or is left in the middle, is not asked again."""
+        """The answer of the process. A process that has ended, or whose answer is incomplete, is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:
@@ -87,6 +90,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # of what was still to be written
+        with suppress(OSError):  # the rest of an unfinished write
             pipe.close()
     process.wait()

@@ -1,4 +1,4 @@
-"""The limits of a model's files, each with its reason, and the checks that every source of a configuration shares."""
+"""The limits of a model's files, each with its reason, and the checks for configurations from every source."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from .config import ModelConfig, RopeKind
 
 # Sizes are int32 in the instruction set; products of two of them are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# Token ids index arrays of the vocabulary, such as a row of logits. The largest vocabularies have 2^18 tokens.
+# Token ids index arrays such as a row of logits. The largest vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
 # The largest published chat templates have 20,000 characters. Jinja parses in linear time.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
-# Of one compilation or rendering, which takes milliseconds. It is processor time, so a busy machine changes nothing.
+# The limit for one compilation or rendering, which takes milliseconds. It is processor time, so a busy machine does not
+# matter.
 MOST_TEMPLATE_SECONDS = 2.0
-# A process with Python and Jinja takes 50 MB, and a prompt of the longest request a few copies.
+# A process with Python and Jinja takes 50 MB, and the longest prompt takes a few copies of itself.
 MOST_TEMPLATE_BYTES = 1 << 30
 # Four times the bytes of the longest HTTP request.
 MOST_PROMPT_CHARACTERS = 1 << 26
 # JSON is read as a whole. The largest published tokenizers have 40 MB.
 MOST_JSON_BYTES = 1 << 28
-# Of a GGUF file. Its metadata's elements are Python objects once they are read; a large vocabulary has 2^20 with its
-# merges and scores.
+# Elements of a GGUF file's metadata, which become Python objects. A large vocabulary has 2^20 with its merges and
+# scores.
 MOST_METADATA_ELEMENTS = 1 << 22
-# Of a string in a GGUF file. The longest is the chat template.
+# Bytes of a string in a GGUF file. The longest one is the chat template.
 MOST_STRING_BYTES = 1 << 22
-# A SentencePiece vocabulary is made into merges by cutting each token everywhere. Published tokens have up to 512.
+# A SentencePiece vocabulary is turned into merges by splitting each token at every place. Published tokens have up to
+# 512
+# characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
-    """`config` itself, or an error naming the first field that no model can have."""
+    """`config` itself, or an error that names the first impossible field."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")

@@ -1,4 +1,4 @@
-"""From what a person types after `--model` to a checkpoint, its configuration and its tokenizer."""
+"""Turns the argument of `--model` into a checkpoint, its configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .gguf_file import GgufFile
     from .tokenizer import Tokenizer
 
-# Imported where they are used: a machine without gguf, tokenizers, jinja2 or huggingface_hub runs the other kinds.
+# These are imported where they are used, so that other kinds of models run without gguf, tokenizers, jinja2 or
+# huggingface_hub.
 
 _RANDOM = "random:"
 
@@ -25,7 +26,8 @@ _RANDOM = "random:"
 def open_checkpoint(spec: str) -> Checkpoint:
     """The weights that `spec` names, opened and checked but not read.
 
-    A known name (`smollm2-135m`, pulled if it must be), a Hugging Face folder, a `.gguf` file, ORG/NAME[@REV] on
+    `spec` is a known name (`smollm2-135m`, downloaded if necessary), a Hugging Face folder, a `.gguf` file,
+    ORG/NAME[@REV] on
     the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
     """
     if spec.startswith(_RANDOM):
@@ -35,8 +37,9 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """The same, where the weights are here; None of a folder or a hub's model without: only its configuration is
-    fetched.
+    """The same if the weights are on this machine. None for a folder or hub model without weights, of which only the
+    configuration
+    is fetched.
     """
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
@@ -45,13 +48,13 @@ def local_checkpoint(spec: str) -> Checkpoint | None:
 
 
 def gguf_path(spec: str) -> Path | None:
-    """The GGUF file behind `spec`, where it names one; fetched if it must be."""
+    """The GGUF file behind `spec`, if it names one; downloaded if necessary."""
     path = None if spec.startswith(_RANDOM) else _resolve(spec, weights=True)
     return path if path is not None and path.is_file() else None
 
 
 def load_config(spec: str) -> ModelConfig:
-    """The shape of the model that `spec` names. No weights are read or made."""
+    """The configuration of the model that `spec` names. No weights are read or generated."""
     if spec.startswith(_RANDOM):
         return _random(spec)[0]
     path = _resolve(spec, weights=False)
@@ -59,7 +62,7 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer that comes with `spec`; None where there is none and only token ids work."""
+    """The tokenizer of `spec`; None if there is none, so that only token ids work."""
     if spec.startswith(_RANDOM):
         _random(spec)
         return None
@@ -100,7 +103,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """The local folder or file behind anything but `random:`; fetched if it must be."""
+    """The local folder or file behind any spec except `random:`; downloaded if necessary."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

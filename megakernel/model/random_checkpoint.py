@@ -32,20 +32,23 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     ),
 }
 
-# Random bits become bfloat16 by fixing the upper exponent bits: sign, lowest exponent bit and mantissa stay random,
-# the magnitude lies in [2^-7, 2^-5). Deviation 0.019, near the 0.02 that Llamas are initialised with.
+# Fixing the upper exponent bits turns random bits into bfloat16: the sign, the lowest exponent bit and the mantissa
+# stay random,
+# and the magnitude lies in [2^-7, 2^-5). The deviation is 0.019, near the 0.02 of Llama's initialisation.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
-_CHUNK = 1 << 18  # words of four weights
+_CHUNK = 1 << 18  # 64-bit words of four weights
 _NORMS = [buffer for buffer in Buffer if buffer.name.endswith("NORM")]
 
 
 class RandomCheckpoint:
     """A Checkpoint of bfloat16 weights (and biases) with log-uniform magnitudes and random signs.
 
-    Weights of norms are float32, uniform in [0.5, 1.5): were all of them 1, a norm with another's weights would pass
-    every check. Activations stay finite at any depth. Each buffer of each layer has its own stream, a pure function
-    of (seed, buffer, layer), so each can be generated alone, as fast as the generator runs.
+    Norm weights are float32, uniform in [0.5, 1.5): if all were 1, a norm that used another norm's weights would pass
+    every
+    check. Activations stay finite at any depth. Each buffer of each layer has its own random stream, a pure function of
+    (seed,
+    buffer, layer), so each can be generated alone, as fast as the generator runs.
     """
 
     dtype = Dtype.BF16
@@ -73,14 +76,15 @@ class RandomCheckpoint:
         return bits if wanted is Dtype.BF16 else from_f32(to_f32(bits), wanted)
 
     def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        raise KeyError(buffer)  # nothing is in `storage`
+        raise KeyError(buffer)  # `storage` lists nothing
 
 
 def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:
     out = np.empty(count, dtype=np.uint16)
     for start in range(0, count, 4 * _CHUNK):
         part = out[start : start + 4 * _CHUNK]
-        # The generator's words as they are; other threads run meanwhile, which random_raw does not let them.
+        # `integers` over the full range returns the generator's words unchanged and lets other threads run; random_raw
+        # does not.
         words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
         words &= _KEEP
         words |= _SET

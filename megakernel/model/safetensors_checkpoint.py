@@ -22,7 +22,7 @@ from .files import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of them
+INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights contains one of them
 _HEADER_LIMIT = 100_000_000  # the format's own limit
 
 
@@ -110,7 +110,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[int, ...], _Tensor]:
-    """One header entry, checked against itself: the byte range has the size that shape and dtype ask for."""
+    """One header entry, checked: the byte range must have the size that shape and dtype require."""
 
     def whole(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
@@ -131,7 +131,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
 
 
 def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
-    """A Hugging Face model folder. `name` is how the user called it."""
+    """Open a Hugging Face model folder. `name` is the user's name for it."""
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
     _check_tied(config, tensors)
@@ -139,7 +139,7 @@ def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:
-    """What a model's tensors are called in Hugging Face's format."""
+    """The tensor names of a model in Hugging Face's format."""
     weights = FAMILIES[config.family].weights.items()
     names = {buffer: weight.safetensors for buffer, weight in weights}
     halved = {buffer: weight.rotated for buffer, weight in weights}
@@ -147,9 +147,9 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """A tied config may come with a redundant copy of the embedding as LM head, not with another LM head.
+    """A tied config may come with a redundant copy of the embedding as LM head, but not with a different LM head.
 
-    Readers disagree about which of the two to believe, so neither is.
+    Readers disagree about which of the two to use, so a file with both is refused.
     """
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     if not config.tied or head not in tensors.shapes:

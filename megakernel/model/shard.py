@@ -1,4 +1,4 @@
-"""Cut the part of each weight buffer that one rank holds."""
+"""Cuts out the part of each weight buffer that one rank holds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .checkpoint import Rows
 
 
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
-    """The part of a weight buffer (of one layer) that rank `dims.rank` holds, a view if that part is contiguous.
+    """The part of a weight buffer (of one layer) that rank `dims.rank` holds; a view if that part is contiguous.
 
-    `whole` is what one rank alone would hold; the result has the shape that BUFFERS declares for `dims`.
+    `whole` is the buffer of a single rank. The result has the shape that BUFFERS declares for `dims`.
     """
     if dims.tp == 1:
         return whole

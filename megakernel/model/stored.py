@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices lie in memory in a type of their own, beside the type that is computed in."""
+"""Checkpoints whose matrices are kept in memory in types of their own, which may differ from the compute type."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
 
-# What `--weights` takes beside `auto`, the checkpoint's own.
+# The values of `--weights` besides `auto`, which keeps the checkpoint's own types.
 WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
 
 
-# What `--kv-cache-dtype` takes beside `auto`, the compute type.
+# The values of `--kv-cache-dtype` besides `auto`, which is the compute type.
 KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
 
 
 def quantised_kv(name: str) -> bool:
-    """Whether K and V are quantised where `--kv-cache-dtype` is `name`. Raises MegakernelError."""
+    """Whether `--kv-cache-dtype name` quantises K and V. Raises MegakernelError."""
     if name != "auto" and name not in KV_TYPES:
         raise MegakernelError(f"cannot store K and V in {name!r}: known are auto, {', '.join(KV_TYPES)}")
     return name in KV_TYPES
 
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """`checkpoint` with its matrices stored in the type `name`, or for `auto` as they are. Raises MegakernelError."""
+    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them as they are. Raises
+    MegakernelError.
+    """
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """What `stored_as` would have in types of their own, of a `checkpoint` or of a `config` whose weights are not here.
+    """The matrices that `stored_as` would keep in types of their own, for a `checkpoint`, or for a `config` without
+    weights.
 
     Raises MegakernelError.
     """
@@ -47,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """Bits of a weight of each buffer, as programs are compiled for them."""
+    """The bits per weight of each buffer, as programs are compiled for them."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 
@@ -59,7 +62,7 @@ def _weight_type(name: str) -> Dtype:
 
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
-    """All matrices of a model in one type."""
+    """A storage that has all matrices of a model in one type."""
     dims = weight_dims(config, Dtype.F32)
     shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config, dims) if BUFFERS[b].matrix}
     return {
@@ -69,9 +72,9 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """Bytes of all matrices of a model in memory, by the name of their type; tied embeddings count once.
+    """The bytes of all matrices of a model in memory, by the name of their type; tied embeddings count once.
 
-    `storage` has those that are not in the compute type `dtype`.
+    `storage` lists the matrices that are not in the compute type `dtype`.
     """
     dims = weight_dims(config, dtype)
     out: Counter[str] = Counter()
@@ -86,7 +89,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """See `stored_as`. Rows that the checkpoint has in that type stay as they are."""
+    """The checkpoint that `stored_as` returns. Rows that already have the requested type stay as they are."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype

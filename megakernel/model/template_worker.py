@@ -1,8 +1,10 @@
-"""Renders one chat template, as a process of its own: a template is a program, and who wrote it is not known.
+"""Renders one chat template in a process of its own, because a template is a program from an unknown author.
 
-The first line of standard input is the template; each further line is what to render it with, and gets one line of
-JSON in answer: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or
-takes too much memory. Nothing of the package is imported, so that the process starts quickly.
+The first line of standard input is the template. Each further line has the values to render, and is answered by one
+line of
+JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or takes too
+much
+memory. The script imports nothing of the package, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
+    """Like Jinja's filter, but without escaping HTML, because a prompt is not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The globals and whitespace rules that Hugging Face's templates are written for."""
+    """A Jinja environment with the globals and whitespace rules that Hugging Face's templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -61,7 +63,8 @@ def _answer(kind: str, make: Callable[[], str | None], most: int) -> dict[str, s
 def main(cpu_seconds: float, memory_bytes: int, most_characters: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the input
+    # Ctrl-C is meant for the parent; when the parent ends, the input closes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     source = json.loads(next(lines))
     template: jinja2.Template | None = None

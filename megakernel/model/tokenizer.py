@@ -1,4 +1,4 @@
-"""Text to token ids and back, without ever cutting a character in half."""
+"""Converts text to token ids and back, without ever splitting a character."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .limits import MOST_VOCABULARY
 
 
 class Tokenizer:
-    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` counts added tokens too.
+    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` includes added tokens.
 
-    `special` has the text of `bos_token` and `eos_token`, where the model names them.
+    `special` has the text of `bos_token` and `eos_token`, if the model names them.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Tokenizer:
         self._known = [_Known(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens written in it count as such.
+        """The ids of `text`. Special tokens that are written in the text are recognised.
 
-        `add_special`: BOS is added where the model asks for it.
+        With `add_special`, BOS is added if the model requires it.
         """
         return self._encode(text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         stream = self.stream(skip_special=skip_special)
         return "".join(map(stream.add, ids)) + stream.finish()
 
@@ -63,10 +63,11 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """Ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
+        """The ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
 
-        `values` are more names for the template. `continue_final`: the ids end with the last message's text, which the
-        answer continues.
+        `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
+        the answer
+        then continues.
         """
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
@@ -84,7 +85,7 @@ class Tokenizer:
         return self._template.source if self._template else None
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """A decoder for ids that come one at a time."""
+        """A decoder for ids that arrive one at a time."""
         return TextStream(self._known[skip_special].__getitem__, self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
@@ -97,11 +98,11 @@ class Tokenizer:
         return self._piece(piece)
 
     def special_ids(self) -> list[int]:
-        """The tokens that no text stands for."""
+        """The ids of special tokens, which ordinary text never produces."""
         return [token for token, added in self._added.items() if added.special]
 
     def special_id(self, text: str) -> int | None:
-        """The token of that name which no text stands for, where there is one."""
+        """The id of the special token with this text, if there is one."""
         return next((token for token, added in self._added.items() if added.special and added.content == text), None)
 
     def longest_token(self) -> int:
@@ -110,18 +111,18 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
-            # Unlike `encode`, it gives other Python threads their turn meanwhile.
+            # Unlike `encode`, this function releases the interpreter lock.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
             ids: list[int] = list(encoding.ids)
-        except (TypeError, UnicodeEncodeError) as e:  # which one depends on the package's version
+        except (TypeError, UnicodeEncodeError) as e:  # the exception depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
-        except Exception as e:  # the package raises bare Exception, where the files lack what they refer to
+        except Exception as e:  # the package raises bare Exception if a file refers to something that is missing
             raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
         return ids
 
 
 def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A rendered conversation up to the end of its last message's text, whose outer whitespace a template may drop."""
+    """A rendered conversation up to the end of its last message's text. The template may have stripped that text."""
     content = str(messages[-1]["content"]) if messages else ""
     core = content.strip()
     if not core:
@@ -135,7 +136,7 @@ def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Known(dict[int, bytes]):
-    """Bytes of the tokens that were asked for before."""
+    """Caches the bytes of tokens."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -146,7 +147,7 @@ class _Known(dict[int, bytes]):
 
 
 class TextStream:
-    """Text of tokens as they come. An incomplete character is held back until its last byte arrives."""
+    """Turns tokens into text as they arrive. An incomplete character is held back until its last byte arrives."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], strip: bool) -> None:
         self._token_bytes = token_bytes
@@ -154,14 +155,14 @@ class TextStream:
         self._strip = strip
 
     def add(self, token: int) -> str:
-        """The characters that `token` completes, maybe none."""
+        """The characters that `token` completes, possibly none."""
         text = self._utf8.decode(self._token_bytes(token))
         if self._strip and text:
             text, self._strip = text.removeprefix(" "), False
         return text
 
     def finish(self) -> str:
-        """What a text cut inside a character leaves: U+FFFD, or nothing."""
+        """What remains if a text ends inside a character: U+FFFD, or nothing."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -173,7 +174,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     _check_ids(read_json(path), path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as e:  # the package raises bare Exception, and its panics are none
+    except BaseException as e:  # the package raises bare Exception, and its panics derive from BaseException
         if isinstance(e, (KeyboardInterrupt, SystemExit)):
             raise
         raise MegakernelError(f"cannot read {path}: {str(e)[:500]}") from e
@@ -185,7 +186,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """The package makes room for the largest id."""
+    """Refuse ids beyond the vocabulary, because the package allocates room for the largest id."""
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
@@ -198,7 +199,7 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
 def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    # A lone surrogate is part of no text.
+    # A lone surrogate cannot be part of a text.
     return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
 
 
@@ -216,10 +217,11 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """From a piece of the vocabulary to its bytes, and whether a text's first space is dropped.
+    """Returns the bytes of a piece of the vocabulary, and whether the first space of a text is dropped.
 
-    A vocabulary has one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
-    "▁" is a space and "<0x0A>" a byte.
+    A vocabulary uses one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
+    "▁" is a
+    space and "<0x0A>" a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -234,9 +236,9 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of each byte (Radford et al. 2019, `bytes_to_unicode`), inverted.
+    """The byte of each of GPT-2's printable characters (inverse of `bytes_to_unicode`, Radford et al. 2019).
 
-    Printable Latin-1 stands for itself; the other bytes, in order, for the characters from U+0100 on.
+    Printable Latin-1 characters represent themselves; the characters from U+0100 on represent the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,7 +1,8 @@
-"""How far a step is from the limits of the machine, and what the machine's limits allow.
+"""How close a step comes to the limits of the machine, and what these limits allow.
 
-`work` and `ceilings` are about steps that ran; `program_step` about the phases of a program; the others are
-paper: collectives, layouts of a model over GPUs, plans and fleets.
+`work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a program. The other
+modules
+estimate on paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
 from . import ask_chip, ask_model, ask_network

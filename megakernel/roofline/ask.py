@@ -1,4 +1,4 @@
-"""What may be asked of the roofline: each question with its inputs, its formula, its source and what answers it."""
+"""The questions that the roofline answers: each with its inputs, formula, source and function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# A figure's name ends in its unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops; others are counts, parts or words.
+# Names of figures end in their unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops. Others are counts, fractions or
+# words.
 Figures = dict[str, float | int | str | bool | None]
 Kind = Literal["machine", "count", "amount", "word", "flag"]
 
@@ -20,7 +21,9 @@ NEEDED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Input:
-    """An argument of a question; without a `default` it must be given. None: the answer has one of its own."""
+    """An argument of a question. Without a `default` it is required. A default of None means that the function
+    chooses.
+    """
 
     name: str
     kind: Kind
@@ -30,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """`numbers`: those of docs/roofline.md that it answers."""
+    """`numbers` are the worked questions of docs/roofline.md that it answers."""
 
     name: str
     what: str
@@ -75,7 +78,7 @@ _MEANINGS = {
 
 
 def question(name: str, *numbers: int, what: str, formula: str, source: str = BOOK) -> Callable[[Any], Any]:
-    """Declares the function's parameters as the inputs of a question."""
+    """Declare the function's parameters as the inputs of a question."""
 
     def declare(answer: Callable[..., Figures]) -> Callable[..., Figures]:
         inputs = tuple(

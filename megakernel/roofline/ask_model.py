@@ -1,4 +1,4 @@
-"""Questions about a model on many GPUs: how far each kind of parallelism goes."""
+"""Questions about a model on many GPUs: the limits of each kind of parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about collectives and what carries them."""
+"""Questions about collectives and the networks that carry them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_ne
     if not in_network:
         return found | {"measured_s": measured_s(bytes, machine, gpus)}
     seen = machine.name == book.IN_NETWORK_ON and gpus == machine.node.gpus
-    part = 2 * (gpus - 1) / gpus  # of bus bandwidth, which counts what rings send
+    part = 2 * (gpus - 1) / gpus  # bus bandwidth counts the bytes that rings send
     return found | {
         "gain": max(ring) / max(book.level_shares(bytes, levels)),
         "measured_best_s": part * bytes / book.H100_IN_NETWORK_BUS_BYTES_PER_S if seen else None,
@@ -116,7 +116,7 @@ def _levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
 
 
 def _levelled(levels: tuple[Level, ...], seconds: list[float]) -> Figures:
-    """The longest level counts."""
+    """The result for several levels; the slowest level counts."""
     longest = max(range(len(levels)), key=lambda i: seconds[i])
     each = {f"{level.name}_s": s for level, s in zip(levels, seconds, strict=True)}
     return {"least_s": seconds[longest], "bound": f"the {levels[longest].name} level", **each}

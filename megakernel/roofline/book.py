@@ -1,9 +1,12 @@
-"""The formulas of a book about GPUs, as it asks for them: `ask` answers its questions with these.
+"""The formulas of a book about GPUs, with the inputs that the book's questions have; `ask` uses them.
 
-Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly, with the (N - 1) / N that
-the text drops; docs/roofline.md says where the two differ. `array_bytes` is a whole array, all shards together; rates
-of links are one direction. `alpha` is FLOP/s / collective bytes/s, of an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16:
-backward of a layer takes 8 B D F FLOPs, forward 4 B D F.
+The formulas are those of Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly,
+with the
+(N - 1) / N that the text drops; docs/roofline.md lists the differences. `array_bytes` is a whole array, all shards
+together.
+Link rates are in one direction. `alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B, D] W_in[D, F]
+W_out[F, D]
+in bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F.
 """
 
 from __future__ import annotations
@@ -16,18 +19,19 @@ from typing import TypeVar
 from ..errors import MegakernelError
 from ..machine import OPERAND_BYTES, Chip, Hardware, Level
 
-# Figures of machines that nothing in the program is priced with: the book's anatomy of an SM, its table of GPUs and its
-# measurement of an all-reduce in the switch; links from DGX datasheets, of hosts also from those of GH200 and GB200.
+# Figures that price nothing in a program: the book's anatomy of an SM, its table of GPUs, and its measurement of an
+# in-network
+# all-reduce. Links are from DGX datasheets, those of hosts also from the datasheets of GH200 and GB200.
 REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
-# Of an SM: bytes of shared memory and L1 together, registers of 32 bits.
+# Per SM: bytes of shared memory and L1 together, and 32-bit registers.
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
 MOST_REGISTERS = 256  # of a thread, as the book counts them
 IN_NETWORK_ON, H100_IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
-# The switches of NVIDIA's SuperPOD reference designs; of GB200 so many leaves that all cables have full bisection.
+# The switches of NVIDIA's SuperPOD reference designs. For GB200, as many leaves as give all cables full bisection.
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS, SWITCH_PORT_BYTES_PER_S = 64, 50e9
-# How a GPU's links are dealt to the switches of its node.
+# How a GPU's links are distributed over the switches of its node.
 LINKS_PER_SWITCH = {
     "a100": (2,) * 6,
     "h100": (5, 4, 4, 5),
@@ -42,7 +46,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of arithmetic and of moving its data, which overlap."""
+    """Seconds of arithmetic and seconds of moving its data. The two overlap."""
 
     math_s: float
     moving_s: float
@@ -60,32 +64,34 @@ class Times:
 
 
 def _known(table: Mapping[str, _T], hardware: Hardware, what: str) -> _T:
-    """The figure of a machine."""
+    """A figure of a machine, or an error if it is unknown."""
     if hardware.name not in table:
         raise MegakernelError(f"{what} of {hardware.name} is not known: take --machine {' or '.join(table)}")
     return table[hardware.name]
 
 
 def on_chip_bytes(hardware: Hardware) -> tuple[float, float]:
-    """Of shared memory, and of registers."""
+    """The bytes of shared memory and of registers."""
     smem, registers = _known(ON_CHIP, hardware, "the memory on the chip")
     return hardware.chip.sms * smem, hardware.chip.sms * registers * 4.0
 
 
 def vector_ops_per_s(chip: Chip, clock_hz: float) -> float:
-    """fp32 operations per second when each is one instruction, no multiply-adds."""
+    """fp32 operations per second if each is one instruction, without multiply-adds."""
     return chip.fp32_lanes * clock_hz
 
 
 def matmul(hardware: Hardware, rows: int, inner: int, cols: int, dtype: str = "bf16") -> Times:
-    """[rows, inner] x [inner, cols]: both operands read and the result, of their type, written once."""
+    """[rows, inner] x [inner, cols]: both operands are read and the result, of the same type, is written once."""
     moved = OPERAND_BYTES[dtype] * (rows * inner + inner * cols + rows * cols)
     math_s = 2.0 * rows * inner * cols / hardware.flops_per_s(dtype)
     return Times(math_s, moved / hardware.chip.hbm_bytes_per_s)
 
 
 def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
-    """Sum of two fp32 vectors: an operation per element, two reads and a write. Only SMs with elements compute."""
+    """The sum of two fp32 vectors: one operation, two reads and one write per element. Only SMs that have
+    elements compute.
+    """
     chip = hardware.chip
     filled = min(chip.sms, ceil(elements / (chip.fp32_lanes // chip.sms))) / chip.sms
     math_s = elements / (vector_ops_per_s(chip, clock_hz) * filled)
@@ -96,22 +102,24 @@ def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Seconds that each level of an all-gather (or reduce-scatter) takes, innermost first; the largest counts.
+    """The seconds that each level of an all-gather (or reduce-scatter) takes, innermost first; the largest counts.
 
-    B (D - 1) S / (D max(Y, S) W): degree D, S GPUs below a child whose link is W, and Y = `inner` ways in which another
-    axis shards the array already.
+    B (D - 1) S / (D max(Y, S) W): degree D, S GPUs below a child whose link is W, and Y = `inner` shards along another
+    axis.
     """
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Seconds of an all-reduce where switches add: each child's link carries its share once each way."""
+    """The seconds of an all-reduce with in-network reduction: each child's link carries its share once in each
+    direction.
+    """
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
 def level_bytes_per_s(level: Level) -> float:
-    """What all children's links carry together."""
+    """The rate of all children's links together."""
     return level.degree * level.child_bytes_per_s
 
 
@@ -119,51 +127,53 @@ def level_bytes_per_s(level: Level) -> float:
 
 
 def host_pass_s(hardware: Hardware, read_bytes: float) -> float:
-    """Weights that lie in the host's memory, read once over its link to the GPU."""
+    """The seconds to read weights in the host's memory once over its link to the GPU."""
     return read_bytes / _known(HOST_LINK_BYTES_PER_S, hardware, "the link to the host")
 
 
 def resident_warps(registers_per_thread: int) -> int:
-    """Warps that an SM holds at once."""
+    """The number of warps that an SM can hold at once."""
     return min(WARPS_PER_SM, REGISTERS_PER_SM // (registers_per_thread * THREADS_PER_WARP))
 
 
 def spread(experts: int, active: int) -> tuple[float, float]:
-    """The part of Z GPUs, one for each expert, that a token of another GPU goes to: expected, and approximately.
+    """The fraction of Z GPUs, one per expert, to which a token of another GPU is sent: expected, and approximate.
 
-    It chooses k at random: (1 - (1 - 1/Z)^k) (1 - 1/Z), and min(k/Z, 1) (1 - 1/Z).
+    A token chooses k experts at random: (1 - (1 - 1/Z)^k) (1 - 1/Z), and min(k/Z, 1) (1 - 1/Z).
     """
     away = 1 - 1 / experts
     return (1 - away**active) * away, min(active / experts, 1.0) * away
 
 
 def alpha_node(hardware: Hardware) -> float:
-    """FLOPs per byte of a GPU's egress inside the node."""
+    """FLOPs per byte that a GPU sends inside the node."""
     return hardware.flops_per_s("bf16") / hardware.link.egress_bytes_per_s
 
 
 def alpha_beyond(hardware: Hardware) -> float:
-    """FLOPs of one GPU per byte of its node's egress: a collective beyond the node moves an array once per node."""
+    """FLOPs of one GPU per byte that its node sends: a collective beyond the node moves an array once per node."""
     return hardware.flops_per_s("bf16") / hardware.node.egress_bytes_per_s
 
 
 def data_parallel(
     tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float, *, exact: bool = False
 ) -> Times:
-    """Backward of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights, scatter gradients)."""
+    """The backward pass of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights,
+    scatter gradients).
+    """
     share = (members - 1) / members if exact else 1.0
     return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share)
 
 
 def tensor_parallel(tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float) -> Times:
-    """Forward of one layer: 4 B D F / (Y C) against 4 B D / W (gather the inputs, scatter the outputs)."""
+    """The forward pass of one layer: 4 B D F / (Y C) against 4 B D / W (gather the inputs, scatter the outputs)."""
     return Times(4.0 * tokens * model * ffn / (members * flops_per_s), 4.0 * tokens * model / bytes_per_s)
 
 
 def expert_parallel(hardware: Hardware, tokens: float, model: int, ffn: int, active: int, members: int) -> Times:
-    """Forward over `members` on several nodes of 8: 4 B k D F / (Z C) against two sparse all-to-alls.
+    """The forward pass over `members` on several nodes of 8: 4 B k D F / (Z C) against two sparse all-to-alls.
 
-    4 B D (Z - 8) / (W Z) min(8 k / Z, 1): a token's row goes to at most k of Z / 8 nodes.
+    4 B D (Z - 8) / (W Z) min(8 k / Z, 1): a token's row is sent to at most k of Z / 8 nodes.
     """
     gpus = hardware.node.gpus
     moved = 4.0 * tokens * model * (members - gpus) / (hardware.node.egress_bytes_per_s * members)
@@ -173,7 +183,7 @@ def expert_parallel(hardware: Hardware, tokens: float, model: int, ffn: int, act
 
 @dataclass(frozen=True)
 class Parts:
-    """What a cluster is built of."""
+    """The components of a cluster."""
 
     nodes: int
     units: int
@@ -189,10 +199,11 @@ class Parts:
 
 
 def parts(hardware: Hardware, gpus: int) -> Parts:
-    """Switches of a fat tree with full bisection over whole units.
+    """The switches of a fat tree with full bisection over whole units.
 
-    Each leaf has half of its ports down and half up. While a spine switch has a port for each leaf, two levels
-    do; beyond, the spine has half of its ports up too, to a core layer.
+    Each leaf has half of its ports down and half up. Two levels suffice while a spine switch has a port for each leaf.
+    Beyond that,
+    the spine also has half of its ports up, to a core layer.
     """
     fabric, per_node = hardware.fabric, hardware.node.gpus
     if fabric is None:

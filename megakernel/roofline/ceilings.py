@@ -1,4 +1,4 @@
-"""The ceilings of a machine: how fast it reads memory, multiplies and adds, and sends to its peers."""
+"""The ceilings of a machine: its rates of reading memory, multiply-adds, and sending to other ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from ..machine import Machine, busy
 
 _REPEATS = 3
 _PROBE_S = 0.25
-_CACHE_FACTOR = 8  # a read must miss: the probe covers so many times the last-level cache
+_CACHE_FACTOR = 8  # reads must miss the cache, so the probe covers this many times the last-level cache
 _UNKNOWN_CACHE = 32 << 20
 _LARGEST_READ = 2 << 30  # some virtual machines report the cache of a whole socket
-_IN_CACHE = 8 << 20  # of a thread: more than its own caches hold, as far as the last one has room for all threads
-QUIET = 0.05  # of all cores' time: what others may take during a measurement that counts
+_IN_CACHE = 8 << 20  # per thread: more than its own caches hold, if the last-level cache has room for all threads
+QUIET = 0.05  # the fraction of all cores' time that others may use during a valid measurement
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of all workers together. `how` says where they come from, `warning` why they may be too low, for people."""
+    """Rates of all workers together. `how` says where they come from, and `warning` why they may be too low; both are
+    for people.
+    """
 
     read_bytes_per_s: float
     flops: float  # a multiply-add counts as two
     threads: int
     how: str
-    link_bytes_per_s: float | None = None  # of each rank to its peers; None: ranks share one memory
-    cache_bytes_per_s: float | None = None  # the last shared cache; None: nobody measured it
+    link_bytes_per_s: float | None = None  # from each rank to the others; None if ranks share one memory
+    cache_bytes_per_s: float | None = None  # the last-level cache; None if it was not measured
     warning: str | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What so many threads of this machine's CPU reached at best, in `probes` measurements until `date`.
+    """The best rates that this number of threads reached on this CPU, in `probes` measurements until `date`.
 
-    `others`: the part of all cores' time that others took during the quietest of them; None: not known.
+    `others` is the fraction of all cores' time that other programs used during the quietest measurement; None if
+    unknown.
     """
 
     threads: int
@@ -51,7 +54,7 @@ class Measured:
         return self.others is None or self.others <= QUIET
 
     def better(self, earlier: Measured | None) -> Measured:
-        """The best of both: anything else on the machine only slows a measurement."""
+        """The best of both, because other programs only slow a measurement."""
         if earlier is None:
             return self
         known = [one for one in (self.others, earlier.others) if one is not None]
@@ -82,12 +85,12 @@ class Measured:
         )
 
 
-ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in all, about how many seconds) -> bytes/s
+ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in total, approximate seconds) -> bytes/s
 FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers
 
 
 def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
-    """This machine's own: the best of several probes of all workers."""
+    """Measure this machine: the best of several probes of all workers."""
     cache = last_level_cache()
     size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
     begin = busy.now()
@@ -102,7 +105,7 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
 
 
 def machine_ceilings(machine: Machine) -> Ceilings:
-    """The datasheet's (for `host`, nominal) rates."""
+    """The rates of the datasheet (nominal ones for `host`)."""
     return Ceilings(
         machine.memory_bytes_per_s,
         machine.matrix_flops,
@@ -114,7 +117,7 @@ def machine_ceilings(machine: Machine) -> Ceilings:
 
 
 def last_level_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the largest cache that Linux reports for core 0; a common size where it reports none."""
+    """The bytes of the largest cache that Linux reports for core 0, or a common size if it reports none."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = []
     for file in root.glob("index*/size"):

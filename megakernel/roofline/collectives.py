@@ -1,7 +1,7 @@
-"""Least time of collectives. `array_bytes` is the whole array, all shards together.
+"""The least time of collectives. `array_bytes` is the whole array, all shards together.
 
-Formulas from Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly, with the
-(N - 1) / N that the text drops; docs/roofline.md says where the two differ. Link rates are one direction.
+Formulas are from Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly, with the
+(N - 1) / N that the text drops; docs/roofline.md lists the differences. Link rates are in one direction.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ def all_to_all_s(array_bytes: float, members: int, egress_bytes_per_s: float) ->
 
 
 def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
-    """Seconds at each level of a gather over `members` GPUs, `inner` apart, whose inner axes shard the array already.
+    """The seconds at each level of a gather over `members` GPUs that lie `inner` apart; inner axes already shard the
+    array.
 
-    Out of a node every byte that its GPUs lack comes over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with
-    S GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or brought in:
-    B (d - 1) / (d Y W), d members in a node.
+    Every byte that the GPUs of a node lack enters over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with S
+    GPUs behind
+    the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or received: B (d - 1) / (d Y W),
+    with d
+    members per node.
     """
     out: dict[str, float] = {}
     for level in levels:
@@ -36,10 +39,11 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, nodes: int = 0) -> dict[str, float]:
-    """Seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts of them.
+    """The seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts among them.
 
-    An all-to-all over a level's M children of min(k, M) copies of each row: once to each child that has an expert.
-    Where a router lets a row's experts lie on so many `nodes`, no more copies leave a node.
+    Over a level with M children, this is an all-to-all of min(k, M) copies of each row: one to each child with a chosen
+    expert. If
+    a router restricts a row's experts to some `nodes`, no more copies than that leave a node.
     """
     out: dict[str, float] = {}
     children = 1
@@ -52,14 +56,15 @@ def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, n
 
 
 def latency_s(hops: int, hop_s: float, transfer_s: float) -> float:
-    """hops x t_hop + B / W: what a small message waits for, added to what a large one takes."""
+    """hops x t_hop + B / W: the latency of a small message plus the transfer time of a large one."""
     return hops * hop_s + transfer_s
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """Seconds of a collective within a node by the machine's measured curve; None where nobody measured.
+    """The seconds of a collective within a node by the machine's measured curve; None if it was not measured.
 
-    Bus bandwidth counts what each member sends, so an all-reduce is two `passes`, a gather or a reduce-scatter one.
+    Bus bandwidth counts what each member sends, so an all-reduce is two `passes`, and a gather or a reduce-scatter is
+    one.
     """
     curve = hardware.curve("all_reduce", members)
     if curve is None:

@@ -1,4 +1,4 @@
-"""The book's numbered questions with its own figures, as words after `megakernel roofline`."""
+"""The book's numbered questions with its own figures, as arguments of `megakernel roofline`."""
 
 from __future__ import annotations
 

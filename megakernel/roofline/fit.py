@@ -1,4 +1,4 @@
-"""Whether a step's buffers fit a device, and how many sequences would."""
+"""Checks whether a step's buffers fit a device, and how many sequences would fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on the rank that needs most. `sequences_at_most`: of the step's context, beside weights and activations."""
+    """Bytes on the rank that needs the most. `sequences_at_most`: sequences of the step's context that fit with weights
+    and
+    activations.
+    """
 
     weight_bytes: float
     kv_bytes: float
@@ -29,7 +32,9 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """`weight_bytes` of a rank, `sequences` of `context` tokens each in the KV cache, what the step itself needs."""
+    """The fit of a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's
+    own buffers.
+    """
     one = max(float(d.layers * d.rank_kv_heads * context * kv_bytes(d)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

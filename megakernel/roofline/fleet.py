@@ -1,4 +1,4 @@
-"""A cluster that serves one model, on paper: groups of GPUs, each a replica, and what a token costs."""
+"""A cluster that serves one model, on paper: groups of GPUs as replicas, and the cost of a token."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .shapes import Shape
 
 SECONDS_PER_HOUR = 3600.0
 TOKENS_PRICED = 1e6
-_EQUAL = 1e-6  # throughputs that differ by less are the same
+_EQUAL = 1e-6  # throughputs that differ by less count as equal
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One size of replica, `tp` x `ep` GPUs, at one batch, on the whole fleet.
+    """One size of replica, `tp` x `ep` GPUs, with one batch size, over the whole fleet.
 
-    `prefill_tokens_per_s` is what the fleet's arithmetic could read of prompts instead of decoding.
+    `prefill_tokens_per_s` is the number of prompt tokens that the fleet's arithmetic could process instead of decoding.
     """
 
     tp: int
     ep: int
     replicas: int
     batch: int  # sequences of a replica
-    step_s: float  # between a sequence's tokens
+    step_s: float  # time between two tokens of a sequence
     tokens_per_s: float  # of the fleet, decoding
     prefill_tokens_per_s: float
     bound: str
@@ -36,23 +36,27 @@ class Serving:
 
     @property
     def gpus(self) -> int:
-        """Those that serve; what is left over idles."""
+        """The GPUs that serve; the rest are idle."""
         return self.tp * self.ep * self.replicas
 
     def gpu_seconds_per_token(self) -> float:
         return self.gpus / self.tokens_per_s
 
     def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
-        """Price of a GPU-hour in, price of a million generated tokens out; linear, so 1 gives the factor."""
+        """The price of a million generated tokens from the price of a GPU-hour. It is linear, so a price of 1 gives the
+        factor.
+        """
         return usd_per_gpu_hour * self.gpu_seconds_per_token() / SECONDS_PER_HOUR * TOKENS_PRICED
 
     def tokens_per_joule(self, board_w: float) -> float:
-        """With every board at its limit."""
+        """Tokens per joule with every board at its power limit."""
         return 1 / (self.gpu_seconds_per_token() * board_w)
 
 
 def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float, ep: int = 1) -> int:
-    """Sequences of `context` tokens whose KV fits beside the weights of a group; 0 where these do not fit."""
+    """The number of sequences of `context` tokens whose KV fits with the weights of a group; 0 if not even the
+    weights fit.
+    """
     one = decode_step(shape, hardware, Layout(tp=tp, ep=ep), 1, context).bytes_per_gpu
     per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads) / ep
     room = hardware.chip.hbm_bytes - (one - per_sequence)
@@ -60,7 +64,7 @@ def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float, ep:
 
 
 def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float, ep: int = 1) -> Serving:
-    """`gpus` in groups of `tp` x `ep`; what is left over serves nothing."""
+    """Divide `gpus` into groups of `tp` x `ep`; remaining GPUs serve nothing."""
     replicas = gpus // (tp * ep)
     time = decode_step(shape, hardware, Layout(tp=tp, ep=ep), batch, context)
     times = {"math": time.math_s, "memory": time.memory_s, "comms": max(time.comms_s.values(), default=0.0)}
@@ -79,7 +83,7 @@ def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, cont
 
 
 def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
-    """Every group size that holds the model, at batches by powers of four up to what memory holds."""
+    """Every group size that can hold the model, with batches in powers of four up to the memory's limit."""
     out: list[Serving] = []
     for tp, ep, most in _groups(shape, hardware, gpus, context):
         batches = {1 << i for i in range(0, most.bit_length(), 2)} | {most}
@@ -88,11 +92,14 @@ def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[S
 
 
 def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
-    """The most tokens per second with steps of at most `step_s`; of equals the quickest step.
+    """The choice with the most tokens per second whose steps take at most `step_s`; among equals the one with the
+    shortest step.
 
-    A larger batch takes longer and makes no fewer tokens per second. So of each group size the largest batch that is
-    quick enough says what it can make, and the smallest that makes as much is taken. Raises MegakernelError where none
-    is quick enough.
+    A larger batch takes longer and never generates fewer tokens per second. So for each group size, the largest batch
+    that is fast
+    enough gives the throughput, and the smallest batch with that throughput is chosen. Raises MegakernelError if none
+    is fast
+    enough.
     """
     found: list[Serving] = []
     groups = _groups(shape, hardware, gpus, context)
@@ -115,9 +122,10 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
 
 
 def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int, int]]:
-    """(tensor-parallel ways, expert-parallel ways, largest batch) of the groups that hold the model and a sequence.
+    """(tensor-parallel ways, expert-parallel ways, largest batch) of the groups that can hold the model and one
+    sequence.
 
-    Tensor parallelism stays inside a node; experts may lie on several whole ones.
+    Tensor parallelism stays inside a node; experts may be on several whole nodes.
     """
     node = hardware.node.gpus
     sizes = [
@@ -137,5 +145,5 @@ def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list
 
 
 def _joins(hardware: Hardware, gpus: int) -> bool:
-    """Whether so many GPUs are a part of a node, or whole nodes that something joins."""
+    """Whether this number of GPUs is a part of a node, or whole nodes with a network."""
     return gpus <= hardware.node.gpus or (gpus % hardware.node.gpus == 0 and hardware.fabric is not None)

@@ -1,4 +1,4 @@
-"""What was measured of this machine before: one file in the cache folder, which any process may read and replace."""
+"""Keeps the measured ceilings of this machine: one file in the cache folder, which any process may read and replace."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-_MOST = 1e18  # of a rate; a wrong one that is larger than what the machine does would be kept for good
+_MOST = 1e18  # the most that a rate may be, because a wrong rate that is too large would be kept forever
 log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """The one place where measured ceilings lie."""
+    """The file with the measured ceilings."""
     return cache_folder() / "ceilings.json"
 
 
 def this_machine(simd: str) -> str:
-    """What the figures are of; another machine that shares the folder has another name."""
+    """A name for this machine. Another machine that shares the folder gets another name."""
     return f"{processor()}, {cpu_count()} cores, {last_level_cache() >> 20} MiB of cache, {simd}"
 
 
 def recall(machine: str, threads: int) -> Measured | None:
-    """What was measured of so many threads. A damaged file counts as none, with one line that says so."""
+    """The earlier measurement for this number of threads. A damaged file counts as missing and is reported in
+    one line.
+    """
     found = _read().get(machine, {}).get(str(threads))
     return None if found is None else _measured(found, threads)
 
 
 def keep(machine: str, found: Measured) -> None:
-    """Keep it beside what was measured of others. Where the folder cannot be written, one line says so."""
+    """Save a measurement, keeping those of other machines. If the folder cannot be written, one line says so."""
     everything = _read()
     everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
     try:
@@ -68,7 +70,7 @@ def _damaged(why: str) -> dict[str, dict[str, object]]:
 
 
 def _measured(found: object, threads: int) -> Measured | None:
-    """`found` as it was written, or None where it cannot have been."""
+    """`found` as a Measured, or None if it cannot have been written by `keep`."""
     try:
         if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measured)}:
             raise ValueError("a figure is missing or unknown")

@@ -1,7 +1,8 @@
-"""Ways to lay a model over GPUs, and the least time of a step of training or of decoding laid out so.
+"""Layouts of a model over GPUs, and the least time of a training step or a decoding step with a layout.
 
-Axes from the innermost: tensor, expert, pipeline, data. A gather over an axis moves less through a link the more
-ways the axes inside it shard the array already.
+The axes from the innermost are tensor, expert, pipeline, data. A gather over an axis moves less through a link the more
+ways
+the inner axes already shard the array.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from .shapes import Shape
 _BF16 = OPERAND_BYTES["bf16"]
 WEIGHT_BYTES = 2.0  # bf16
 OPTIMIZER_BYTES = 8.0  # Adam's two moments in fp32
-_GATHERS_PER_LAYER = 4  # of a layer's forward: a gather and a scatter around attention, and around the MLP
+# in a layer's forward pass: a gather and a scatter around attention, and another pair around the MLP
+_GATHERS_PER_LAYER = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`zero`: 0 every data-parallel rank has all state, 1 the optimizer is sharded over them, 3 the weights too."""
+    """`zero` is 0 if every data-parallel rank has all state, 1 if the optimizer state is sharded over them, 3 if the
+    weights are too.
+    """
 
     tp: int = 1
     ep: int = 1
@@ -41,7 +45,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutTime:
-    """Least times of a step. `comms_s` per level of the network; `fixed_s` overlaps with nothing (bubble, hops)."""
+    """The least times of a step. `comms_s` is per level of the network. `fixed_s` overlaps with nothing
+    (bubbles, hops).
+    """
 
     layout: Layout
     microbatches: int
@@ -61,13 +67,17 @@ class LayoutTime:
 
 
 def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, sequence_tokens: int) -> LayoutTime:
-    """A step over a batch of `tokens`: 6 FLOPs per active parameter and token, attention's scores left out.
+    """A training step over a batch of `tokens`: 6 FLOPs per active parameter and token, without attention scores.
 
-    Forward and backward each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the weights in
-    both and scatters gradients; less sharded state gathers and scatters once, under the backward pass. A replica's
-    sequences go in microbatches, each of which reads the weights; their number is the best of n, n/2, n/4 ..: more
-    mean a smaller bubble between stages. Memory: weights, optimizer and one checkpoint per layer and token of the
-    microbatches under way.
+    The forward and the backward pass each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the
+    weights in
+    both passes and scatters gradients; other stages gather and scatter once, during the backward pass. A replica's
+    sequences are
+    divided into microbatches, each of which reads the weights. Their number is the best of n, n/2, n/4, ...: more of
+    them shrink
+    the bubbles between stages. Memory holds weights, optimizer state, and one checkpoint per layer and token of the
+    microbatches in
+    flight.
     """
     most = max(1, int(tokens / (layout.dp * layout.ep) // sequence_tokens))
     counts = [most >> i for i in range(most.bit_length())]
@@ -118,15 +128,18 @@ def _train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float,
 
 
 def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: float, context: float) -> LayoutTime:
-    """A step that adds a token to each of `sequences`, which have `context` KV tokens each. bf16 but for weights.
+    """A step that adds one token to each of `sequences`, which have `context` KV tokens each. Everything but the
+    weights is bf16.
 
-    Each data-parallel replica has its share of them, each stage a microbatch at a time, so a token passes all stages in
-    a step. Weights are read once per microbatch; of experts only those that some token chose. KV heads are copied where
-    there are more tensor-parallel ranks than heads. Activations take no memory.
+    Each data-parallel replica has a share of the sequences, and each stage one microbatch at a time, so a token passes
+    all stages in
+    a step. Weights are read once per microbatch; experts only if some token chose them. If there are more
+    tensor-parallel ranks than
+    KV heads, heads are copied. Activations take no memory.
     """
     y, e, z = layout.tp, layout.ep, layout.pp
     replica = sequences / layout.dp
-    rows = replica / z  # of a microbatch, over all of the replica's expert-parallel ranks
+    rows = replica / z  # of a microbatch, over all expert-parallel ranks of the replica
     peak = hardware.flops_per_s("bf16")
     stage = shape.layers / z
     kv_ways = min(y, shape.kv_heads)
@@ -165,16 +178,18 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
 
 
 def _exchange(shape: Shape, hardware: Hardware, array_bytes: float, tp: int, ep: int) -> dict[str, float]:
-    """Of a replica's rows with their experts, one way."""
+    """The seconds to exchange a replica's rows with their experts in one direction."""
     if ep == 1:
         return {}
     return exchange_seconds(array_bytes, hardware.levels(tp * ep), shape.active, shape.router_nodes)
 
 
 def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:
-    """A layer's, from one gather's: four gathers and scatters, or for few tokens two exchanges of whole partial sums.
+    """The seconds of a layer's tensor-parallel exchange, from those of one gather: four gathers and scatters, or, for
+    few tokens, two
+    exchanges of whole partial sums.
 
-    The latter move as much as a gather from each rank to every other, in half of the hops.
+    The latter move as much as a gather from each rank to every other one, with half of the hops.
     """
     lowerings = (
         _with_hops(hardware, gather, _GATHERS_PER_LAYER, _GATHERS_PER_LAYER),
@@ -188,7 +203,7 @@ def _with_hops(hardware: Hardware, seconds: dict[str, float], transfers: int, ho
 
 
 def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
-    """Of one GPU; `tokens` of its replica are between forward and backward."""
+    """The bytes of one GPU; `tokens` of its replica are between forward and backward."""
     inside, replicas = layout.tp * layout.pp, layout.dp * layout.ep
     total = _BF16 * tokens * shape.hidden * ceil(shape.layers / layout.pp) / layout.tp
     groups = ((shape.dense_parameters / inside, replicas), (shape.expert_parameters / (inside * layout.ep), layout.dp))
@@ -199,7 +214,7 @@ def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
 
 
 def _stage_bytes_per_s(hardware: Hardware, stage_gpus: int, gpus: int) -> float:
-    """What a stage can send to the next: its GPUs' links in a node, their network cards beyond."""
+    """The rate from one stage to the next: of the GPUs' links inside a node, of their network cards beyond it."""
     inside = stage_gpus < hardware.node.gpus or gpus <= hardware.node.gpus
     per_gpu = hardware.link.egress_bytes_per_s if inside else hardware.node.nic_bytes_per_s_per_gpu
     return stage_gpus * per_gpu
@@ -222,7 +237,7 @@ def _times(a: dict[str, float], factor: float) -> dict[str, float]:
 def _why(
     hardware: Hardware, math_s: float, memory_s: float, comms: dict[str, float], bubble: float, held: float
 ) -> str:
-    """One line: what rejects it, or what its time goes to."""
+    """One line with the reason for a refusal, or with the largest part of the time."""
     if held > hardware.chip.hbm_bytes:
         return f"needs {held / 1e9:.1f} GB of {hardware.chip.hbm_bytes / 1e9:.0f} GB per GPU"
     times = {"arithmetic": math_s, "memory": memory_s} | {f"the {name} network": s for name, s in comms.items()}
@@ -234,13 +249,13 @@ def _why(
 
 
 def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
-    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them, on the critical path.
+    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them are on the critical path.
 
-    Each takes a microbatch's activations to the next stage: 2 B D / (W N_mb).
+    Each sends a microbatch's activations to the next stage: 2 B D / (W N_mb).
     """
     return (microbatches + stages - 2) * 2.0 * tokens * model / (bytes_per_s * microbatches)
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """Part of a pass in which a stage has nothing to do, simple schedule: (s - 1) / (m + s - 1)."""
+    """The fraction of a pass in which a stage is idle, with the simple schedule: (s - 1) / (m + s - 1)."""
     return (stages - 1) / (microbatches + stages - 1)

@@ -1,4 +1,4 @@
-"""Every way to lay a model over so many GPUs, the impossible ones refused, the others by time."""
+"""All layouts of a model over a number of GPUs: the impossible ones with a reason, the others sorted by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_GPUS = 1 << 24
 
 @dataclass(frozen=True)
 class Refusal:
-    """A layout that cannot be. `bytes_per_gpu` is None where something else than memory forbids it."""
+    """A layout that is impossible. `bytes_per_gpu` is None if the reason is not memory."""
 
     layout: Layout
     why: str
@@ -32,15 +32,17 @@ class Plan:
 
 
 def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
-    """The layouts of `gpus` GPUs for a step, and those that are faster than all of them with some GPUs left idle.
+    """The layouts of `gpus` GPUs for a step, and those with idle GPUs that are faster than all of them.
 
-    Training: a batch of `tokens` in sequences of `context`. Decoding: `tokens` sequences with `context` KV tokens each.
-    Of equally fast layouts the one with fewer axes comes first, then the one that takes less memory. Raises
-    MegakernelError where no layout is possible.
+    Training has a batch of `tokens` in sequences of `context`. Decoding has `tokens` sequences with `context` KV tokens
+    each. Among
+    equally fast layouts, the one with fewer axes comes first, then the one that takes less memory. Raises
+    MegakernelError if no
+    layout is possible.
     """
     if gpus > _MOST_GPUS:
         raise MegakernelError(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan takes")
-    hardware.levels(gpus)  # whether so many can be joined at all
+    hardware.levels(gpus)  # raises an error if this many GPUs cannot be joined
     ranked: list[LayoutTime] = []
     refused: list[Refusal] = []
     for layout in layouts(shape, gpus, training=training):
@@ -67,7 +69,7 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
 def price(
     shape: Shape, hardware: Hardware, layout: Layout, tokens: int, context: int, *, training: bool
 ) -> LayoutTime | Refusal:
-    """What one layout takes, or why it cannot be."""
+    """The time of one layout, or the reason why it is impossible."""
     reason = _impossible(shape, hardware, layout, tokens)
     if reason:
         return Refusal(layout, reason)
@@ -78,7 +80,9 @@ def price(
 
 @dataclass(frozen=True)
 class Loss:
-    """A layout beside the best. `rank` counts from 1. `cause`: what costs most of `slower_s` more, and how much."""
+    """A layout compared with the best. `rank` counts from 1. `cause` is the part that contributes most to `slower_s`,
+    and its amount.
+    """
 
     time: LayoutTime
     rank: int
@@ -91,9 +95,9 @@ class Loss:
 def asked(
     shape: Shape, hardware: Hardware, layout: Layout, found: Plan, tokens: int, context: int, *, training: bool
 ) -> Loss:
-    """A layout that somebody asks for, beside `found`. Raises MegakernelError where it cannot be.
+    """A layout that the user asks for, compared with `found`. Raises MegakernelError if it is impossible.
 
-    Where it says nothing of state that is sharded, that is sharded as much as it has to be.
+    If the layout does not say how far state is sharded, it is sharded as far as necessary.
     """
     if (shape.heads % layout.tp) or (shape.experts % layout.ep) or layout.pp > shape.layers:
         raise MegakernelError(
@@ -121,16 +125,16 @@ def asked(
 
 
 def _binding(time: LayoutTime) -> str:
-    """What the part of a step that overlaps waits for."""
+    """The limit of the part of a step that overlaps."""
     times = {"arithmetic": time.math_s, "memory": time.memory_s}
     times |= {f"the {name} network": seconds for name, seconds in time.comms_s.items()}
     return max(times, key=lambda name: times[name])
 
 
 def _idling(shape: Shape, gpus: int, node: int, *, training: bool) -> Iterator[Layout]:
-    """Layouts with even stages that leave some GPUs idle, each with as many replicas as there is room for.
+    """Layouts with even stages that leave some GPUs idle, each with as many replicas as possible.
 
-    Beyond a node they fill whole nodes.
+    Beyond one node they fill whole nodes.
     """
     for tp in _divisors(shape.heads):
         for ep in _divisors(shape.experts):
@@ -147,14 +151,16 @@ def _idling(shape: Shape, gpus: int, node: int, *, training: bool) -> Iterator[L
 
 
 def _with_state(layout: Layout, *, training: bool) -> Iterator[Layout]:
-    """Its state sharded in each way that there is."""
+    """The layout with each possible sharding of its state."""
     copies = layout.dp * layout.ep > 1
     levels = ((0, 1, 3) if layout.pp == 1 else (0, 1)) if training and copies else (0,)
     yield from (replace(layout, zero=zero) for zero in levels)
 
 
 def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
-    """All factorisations of `gpus`: heads divide by TP, experts by EP, stages have at least a layer."""
+    """All factorisations of `gpus` in which TP divides the heads, EP divides the experts, and each stage has at least
+    one layer.
+    """
     for tp in _divisors(gpus):
         if shape.heads % tp:
             continue
@@ -169,7 +175,7 @@ def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
 
 
 def _impossible(shape: Shape, hardware: Hardware, layout: Layout, tokens: int) -> str | None:
-    """What else than memory forbids a layout."""
+    """The reason, other than memory, why a layout is impossible."""
     try:
         for gpus in (layout.tp, layout.tp * layout.ep, layout.gpus):
             hardware.levels(gpus)

@@ -1,4 +1,4 @@
-"""The roofline figure: FLOP/s over FLOPs per byte, both logarithmic, as one SVG without references to anything else."""
+"""Draws the roofline figure: FLOP/s over FLOPs per byte, both logarithmic, as one SVG without external references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 64, 60
 _TITLE, _LEGEND = 24, 47  # baselines
 _CHARACTER, _LINE = 6.6, 15.0  # of a label, in pixels
 _NEAR = 9.0  # pixels within which points share a marker
-_NAMES = 3  # most that a shared marker's label spells out
+_NAMES = 3  # the most names that a shared marker's label lists
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "bf16": "bf16 matrix", "fp32": "fp32"}
 _STYLE = """
@@ -35,7 +35,7 @@ text { fill: currentColor; } .dim { opacity: .65; } .title { font-size: 16px; fo
 
 
 class Mark(Enum):
-    """What a point stands for, and its shape: a dot, a diamond, a ring."""
+    """The kind of a point, and its shape: a dot, a diamond or a ring."""
 
     INSTRUCTION = "instruction"
     STEP = "whole step"
@@ -44,7 +44,7 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """`flops_per_s`: what the machine allows, or what was achieved. `flops_per_byte` counts bytes of main memory.
+    """`flops_per_s` is what the machine allows or what was achieved. `flops_per_byte` counts bytes of main memory.
 
     An instruction has the colour of its `family`.
     """
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Decades shown, and where they lie."""
+    """The visible decades and their position."""
 
     x_low: int
     x_high: int
@@ -78,7 +78,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def render_plot(hardware: Hardware, points: Sequence[Point], title: str, roof: str = "bf16") -> str:
-    """The figure as SVG text. `roof` is the rate that the points are held against; the others are dashed."""
+    """The figure as SVG text. `roof` is the rate that the points are compared with; other rates are dashed lines."""
     for point in points:
         if not (point.flops_per_byte > 0 and point.flops_per_s > 0):
             raise MegakernelError(f"the point {point.label!r} has no place in logarithms: its figures must be positive")
@@ -139,7 +139,7 @@ def _axes(frame: _Frame) -> list[str]:
 
 
 def _roofs(hardware: Hardware, frame: _Frame, roof: str) -> list[str]:
-    """The chosen roof with its slope, the other rates' level parts."""
+    """The chosen roof with its slope, and the level parts of the other rates."""
     bandwidth = hardware.chip.hbm_bytes_per_s
     left, right = 10.0**frame.x_low, 10.0**frame.x_high
     peak = hardware.flops_per_s(roof)
@@ -167,7 +167,7 @@ def _roofs(hardware: Hardware, frame: _Frame, roof: str) -> list[str]:
 
 
 def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
-    """Markers first, labels where they cover nothing that is there already."""
+    """Draw the markers first, then labels where they cover nothing."""
     out: list[str] = []
     groups = list(_near(points, frame))
     taken: list[Box] = []
@@ -202,7 +202,7 @@ def _shape(point: Point, x: float, y: float) -> str:
 
 
 def _legend(points: Sequence[Point]) -> list[str]:
-    """A marker for each family and each other kind that the figure has, in a row under the title, from the right."""
+    """A marker for each family and each other kind in the figure, in a row under the title, from the right."""
     kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else OperationFamily.CONTROL) for p in points)
     out, x = [], float(_WIDTH - _RIGHT)
     for mark, family in reversed(kinds):
@@ -215,7 +215,7 @@ def _legend(points: Sequence[Point]) -> list[str]:
 
 
 def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float, list[Point]]]:
-    """Points that one marker stands for: of a kind, and too near to be told apart."""
+    """The points that one marker represents: of one kind, and too close to be told apart."""
     groups: list[tuple[float, float, list[Point]]] = []
     for point in points:
         x, y = frame.x(point.flops_per_byte), frame.y(point.flops_per_s)
@@ -231,7 +231,7 @@ def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float
 
 
 def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, str]:
-    """(box, anchor) of a label: beside its marker, or above or below it as far as need be."""
+    """(box, anchor) of a label: beside its marker, or as far above or below as necessary."""
     width = len(text) * _CHARACTER
     for step in range(40):
         shift = (step + 1) // 2 * _LINE * (1 if step % 2 else -1)

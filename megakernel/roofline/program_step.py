@@ -1,4 +1,4 @@
-"""What the phases of a step cost, and the least time of the step on a machine."""
+"""The cost of a step's phases, and the least time of the step on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..isa.access import Columns
 from ..machine import Hardware
 from .collectives import latency_s, measured_s
 
-# Rates of the operands that programs compute with.
+# The rates for the operand types that programs compute with.
 RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 _Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
@@ -28,11 +28,11 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Work of the phase named `instruction` in a whole step, on the rank that has most of it, and its least times.
+    """The work of the phase named `instruction` in a whole step, on the rank with the most of it, and its least times.
 
-    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for.
-    `comms_measured_s`: at the bandwidth that collectives of such a size were measured to have; None where nobody
-    measured.
+    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for. `comms_measured_s`
+    uses the
+    measured bandwidth of collectives of that size; None if it was not measured.
     """
 
     instruction: str
@@ -59,10 +59,11 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """Least times of a step in seconds, each on the rank where it is longest.
+    """The least times of a step in seconds, each on the rank where it is longest.
 
-    `t_comms_s` = `t_latency_s`, hops that follow one another, + bytes / egress. `t_comms_measured_s`: with the
-    machine's measured collective bandwidth at the size of each message; None where nobody measured.
+    `t_comms_s` = `t_latency_s` (hops that follow one another) + bytes / egress. `t_comms_measured_s` uses the machine's
+    measured
+    collective bandwidth at the size of each message; None if it was not measured.
     """
 
     t_math_s: float
@@ -83,7 +84,7 @@ class StepRoofline:
 
     @property
     def step_without_overlap_s(self) -> float:
-        """One after the other."""
+        """The sum of the four times, without overlap."""
         return sum(self._times)
 
     @property
@@ -100,13 +101,13 @@ class StepRoofline:
 
 
 def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) -> str:
-    """Which of the four is the longest; of equals the first in BOUNDS."""
+    """The name of the longest of the four times; among equals the first in BOUNDS."""
     times = (math_s, vector_s, memory_s, comms_s)
     return BOUNDS[max(range(4), key=lambda i: times[i])]
 
 
 def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> StepRoofline:
-    """Of a step in which every token row attends to `context` KV tokens of its own."""
+    """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
     egress = hardware.link.egress_bytes_per_s
@@ -157,14 +158,14 @@ def _work(part: Part, context: float) -> _Work:
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
     if part.phase.operation is Operation.ATTENTION and d.rank_heads:
         flops, kv_bytes = attention_cost(d, d.tokens * d.rank_kv_heads, context)
-        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)  # a KV head may be shared by ranks
+        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)  # ranks may share a KV head
         memory += kv_bytes
     sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.tp > 1 else 0.0
     return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
 
 
 def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
-    """Each kind of work on the rank that has most of it."""
+    """For each kind of work, the amount on the rank that has most of it."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:
         a, b, c, d = sums.get(part.dims.rank, (0.0, 0.0, 0.0, 0.0))
@@ -174,7 +175,7 @@ def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Seconds of so many gathers of equal arrays, of which a rank sends its peers (N - 1) / N."""
+    """The seconds of this many gathers of equal arrays, of which a rank sends (N - 1) / N to its peers."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

@@ -1,4 +1,4 @@
-"""The sizes of a model that parallelism on paper needs, experts included. Only dense ones are compiled and run."""
+"""The sizes of a model that plans need, experts included. Only dense models can be compiled and run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts. `ffn` is one expert's where there are experts; `kv_width` values are kept per token and layer.
+    """Counts. `ffn` is that of one expert if there are experts; `kv_width` values are kept per token and layer.
 
-    `router_nodes`: most nodes that a token's experts may lie on; 0: no limit. `weight_bytes`: of each while decoding.
+    `router_nodes` is the most nodes on which a token's experts may lie (0: no limit). `weight_bytes` is per weight
+    while decoding.
     """
 
     name: str
@@ -25,21 +26,21 @@ class Shape:
     kv_heads: int
     kv_width: int
     parameters: float  # all of them
-    embedding_parameters: float  # looked up, not multiplied with
+    embedding_parameters: float  # looked up, not multiplied
     experts: int = 1
-    active: int = 1  # routed experts of a token
-    expert_parameters: float = 0.0  # of all routed experts together, a part of `parameters`
+    active: int = 1  # routed experts per token
+    expert_parameters: float = 0.0  # of all routed experts together; included in `parameters`
     router_nodes: int = 0
     weight_bytes: float = OPERAND_BYTES["bf16"]
 
     @property
     def dense_parameters(self) -> float:
-        """What every token uses, the lookup table included."""
+        """The parameters that every token uses, the embedding table included."""
         return self.parameters - self.expert_parameters
 
     @property
     def active_parameters(self) -> float:
-        """What multiplies one token."""
+        """The parameters that one token is multiplied with."""
         routed = self.expert_parameters * self.active / self.experts
         return self.dense_parameters - self.embedding_parameters + routed
 
@@ -64,8 +65,9 @@ def shape_of(name: str, config: ModelConfig) -> Shape:
     )
 
 
-# From the models' own config.json and reports. DeepSeek-V3 keeps 512 + 64 values per token and layer (its latent
-# attention) in one copy, its first three layers are dense, and a token's experts lie on four nodes at most.
+# From the models' own config.json and reports. DeepSeek-V3 keeps one copy of 512 + 64 values per token and layer (its
+# latent
+# attention), its first three layers are dense, and a token's experts lie on at most four nodes.
 _COLUMNS = (
     "name", "vocab", "layers", "hidden", "ffn", "heads", "head_dim", "kv_heads", "kv_width", "parameters",
     "experts", "active", "dense_layers", "router_nodes",
@@ -79,7 +81,9 @@ _PUBLISHED: tuple[tuple[Any, ...], ...] = (
 
 
 def _published(vocab: int, dense_layers: int, **row: Any) -> Shape:
-    """A model with a table of its own for its LM head, and gate, up and down of every expert in the other layers."""
+    """A model with a separate table for its LM head, and with gate, up and down matrices for every expert in
+    the other layers.
+    """
     expert = 3.0 * row["hidden"] * row["ffn"]
     return Shape(
         **row,

@@ -1,4 +1,4 @@
-"""The work that a step cannot avoid, the time it must take, and how close a measured time comes."""
+"""The work that a step cannot avoid, the least time for it, and how close a measured time comes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Work:
     flops: float
     weight_bytes: float
     kv_bytes: float
-    link_bytes: float = 0.0  # stored at other ranks
+    link_bytes: float = 0.0  # stored on other ranks
 
     @property
     def bytes(self) -> float:
@@ -28,10 +28,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Achieved:
-    """Rates of a measured step, and `fraction` = bound / measured. `limit` is the ceiling that binds.
+    """The rates of a measured step, and `fraction` = bound / measured. `limit` is the ceiling that limits it.
 
-    `error` is None, or says that the fraction is above 1: then the ceilings or the time were measured wrongly, and
-    the figure means nothing.
+    `error` is None, or says that the fraction is above 1. Then the ceilings or the time were measured wrongly, and the
+    figure means
+    nothing.
     """
 
     fraction: float
@@ -42,7 +43,7 @@ class Achieved:
 
 
 def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
-    """Bytes of each weight buffer that phases of rank `dims.rank` name, all layers, as they lie in memory."""
+    """The bytes in memory of each weight buffer that the phases of rank `dims.rank` name, over all layers."""
     out: dict[Buffer, int] = {}
     for phase in phases:
         for buffer in (phase.weights, phase.norm, phase.bias):
@@ -57,15 +58,17 @@ def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
 def step_work(
     forward: Forward, dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
 ) -> Work:
-    """Necessary work of one step.
+    """The necessary work of one step.
 
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
 
-    FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, each row seeing
-    itself and what came before it. Norms, RoPE and softmax are left out: they are a few operations per element. Bytes:
-    every weight once, of the embedding table only the gathered rows (none if it is `tied` and the LM head reads all of
-    it), weights for logit rows only if there are such rows; K and V of every context token once. What goes to other
-    ranks: `_link_bytes`.
+    FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
+    sees itself
+    and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element. Bytes: every
+    weight once;
+    of the embedding table only the gathered rows (none if it is `tied` and the LM head reads all of it); LM head
+    weights only if
+    there are logit rows; K and V of every context token once. `_link_bytes` gives the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
@@ -94,12 +97,14 @@ def step_work(
 
 
 def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
-    """Bytes that each of Y ranks stores at the others, shards taken as even.
+    """The bytes that each of Y ranks stores on the others, with shards taken as equal.
 
-    A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the MLP's
-    reduction, and the attention output's, or its transpose, 1 / Y of that. Where all ranks have the whole residual
-    there are no gathers, and each exchange goes to everyone. Then the logit rows: gathered, and their logits in
-    float32 sent to where they are sampled.
+    A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the reduction of the
+    MLP, and that of
+    the attention output or its transpose, 1 / Y of that. If all ranks have the whole residual, there are no gathers,
+    and each
+    exchange goes to every rank. The logit rows follow: gathered, and their logits in float32 sent to the ranks that
+    sample them.
     """
     others = (dims.tp - 1) / dims.tp
     copies = dims.tp if dims.replicated_residual else 1
@@ -111,7 +116,7 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
 
 
 def bound(work: Work, ceilings: Ceilings) -> float:
-    """The least time of a step, in seconds: arithmetic, memory and link overlapped, the longest of them."""
+    """The least time of a step in seconds: the longest of arithmetic, memory and link, which overlap."""
     return max(_times(work, ceilings).values())
 
 
@@ -124,7 +129,7 @@ def _times(work: Work, ceilings: Ceilings) -> dict[str, float]:
 
 
 def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
-    """What a step that took `seconds` reached."""
+    """The rates that a step of `seconds` achieved."""
     times = _times(work, ceilings)
     limit = max(times, key=lambda name: times[name])
     fraction = times[limit] / seconds
@@ -133,7 +138,7 @@ def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
 
 
 def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
-    """Why a fraction of the roofline above 1 means nothing; None for any other."""
+    """The reason why a fraction of the roofline above 1 means nothing; None for other fractions."""
     if fraction <= 1:
         return None
     return f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
