@@ -18,8 +18,7 @@ from .options import Options
 from .tasks import Candidate
 
 # Room for attention in the step table: items per slot beyond one per row, so that few rows can be divided by KV head
-# and
-# KV block; rows whose long contexts may be split at the same time; and the largest number of partial results.
+# and KV block; rows whose long contexts may be split at the same time; and the largest number of partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
 # The limit up to which every slot's share may end inside a row's KV range, so that there are as many split rows as
@@ -36,8 +35,7 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
     All programs of an engine must use the same matmul units, because these belong to the numerics class. Dot products
     read weights faster than matrix units with few rows, but must hold all rows of a tile. So `auto` chooses dot
-    products
-    if one tile holds the whole bucket.
+    products if one tile holds the whole bucket.
     """
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
@@ -88,8 +86,7 @@ def program_dims(
     """The sizes of a bucket. The room in its step table depends only on the bucket and on the workers.
 
     `claims` is the number of attention slots per worker. Row blocks, and how ranks share the work, are initially those
-    of
-    a single rank.
+    of a single rank.
     """
     kv_blocks = ceil_div(max_context, KV_BLOCK)
     slots = machine.workers * claims
@@ -132,8 +129,7 @@ class Candidates:
 
     def fastest(self, dims: Dims) -> Candidate:
         """The form of the O projection belongs to the numerics class, so it must not depend on the bucket. It is chosen
-        for the
-        number of rows at which a machine's arithmetic takes as long as reading the weights.
+        for the number of rows at which a machine's arithmetic takes as long as reading the weights.
         """
         if dims.tp == 1:
             return self._normed(self._shared(dims, 0, 0))
@@ -170,8 +166,8 @@ class Candidates:
         """The candidate with the place of a layer's norms decided.
 
         A norm that sends its rows to all ranks runs during the last stage of the previous layer, if that stage has
-        enough
-        panels for the norm to follow it. Where every rank has the rows, a matmul of few rows may normalise them itself.
+        enough panels for the norm to follow it. Where every rank has the rows, a matmul of few rows may normalise them
+        itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
         shape = self._options.shape
@@ -194,8 +190,7 @@ class Candidates:
         """Predicted seconds of a layer, one phase after another. Of attention, only stores to other ranks are counted.
 
         A phase lasts as long as the slower of ranks 0 and 1 needs. No shard is larger than rank 0's. If only one rank
-        owns
-        rows, rank 1 is one of those that send to it.
+        owns rows, rank 1 is one of those that send to it.
         """
         slowest: dict[int, float] = {}
         dims, shape = candidate.dims, self._options.shape

@@ -45,10 +45,8 @@ def compile_program(
 
     `max_seqs` and `max_context` (tokens) are the engine's limits. They must agree with the backend that launches the
     program, and so must `options.matmul`: an engine calls `with_matmul` first. `weight_bits` gives the bits per element
-    of
-    weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the backend
-    must do
-    the same. The result depends only on the arguments. Raises MegakernelError for arguments out of range.
+    of weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the backend
+    must do the same. The result depends only on the arguments. Raises MegakernelError for arguments out of range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)

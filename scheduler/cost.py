@@ -18,8 +18,7 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
     """[n] predicted seconds of each instruction on one worker, which gets an equal share of the machine's rates.
 
     Loads overlap arithmetic inside a worker, so the slower of the two counts. Attention's work is in the step table;
-    here
-    attention costs only its dispatch.
+    here attention costs only its dispatch.
     """
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)

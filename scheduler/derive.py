@@ -44,8 +44,7 @@ class Group:
     selects.
 
     `tasks` is the index of its PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and
-    is the
-    same on every rank.
+    is the same on every rank.
     """
 
     segment: int

@@ -86,8 +86,7 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 def _all_to_all(program: Program) -> int:
     """The number of counters that a whole phase signals and a whole phase waits for, on the rank that has most. Signals
-    may
-    come from all ranks.
+    may come from all ranks.
 
     No counter of the body belongs to both its own layer and the next one.
     """

@@ -103,9 +103,8 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
     """Give the body a queue per rank, which holds the instructions of some phases or of all phases.
 
     Every worker of the rank drains the queue where the queue begins. In the common order of all streams, attention
-    follows
-    everything that its items may wait for and precedes everything that waits for it, so all of it may be claimed at
-    once.
+    follows everything that its items may wait for and precedes everything that waits for it, so all of it may be
+    claimed at once.
     """
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)

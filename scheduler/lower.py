@@ -125,10 +125,8 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
     tile.
 
     A tile holds at most tile_rows × tile_cols outputs, so short row blocks may have wide tiles; a phase then has about
-    one
-    tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels the
-    next
-    phase fills the last wave, so a partial wave counts only as its fraction.
+    one tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels
+    the next phase fills the last wave, so a partial wave counts only as its fraction.
     """
     blocks, units = len(rows.numbers), ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
@@ -147,8 +145,7 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     """One instruction per slot. `heads` are the tasks that compute q, k and v. KV heads are grouped only as far as
-    needed for
-    the signals of one of these tasks to fit its record.
+    needed for the signals of one of these tasks to fit its record.
     """
     slot = np.arange(d.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}

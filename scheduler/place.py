@@ -27,14 +27,12 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     """Place the tasks of one segment.
 
     Stages (matmuls and attention) run one after another. Inside a stage, panels of row blocks run in order, and inside
-    a
-    panel the tasks run column by column, so that a weight tile read from memory serves the whole panel. If one of two
+    a panel the tasks run column by column, so that a weight tile read from memory serves the whole panel. If one of two
     neighbouring stages is limited by arithmetic and the other by links or memory, they alternate panel by panel. Norms,
     reductions and sampling between two stages are placed so that their inputs are complete well before and their
-    consumers
-    follow well after, so neither side waits. Without interleaving, phases run one after another. The same holds if
-    waits for
-    other ranks are for whole phases, because what waits must then come after those phases in every stream.
+    consumers follow well after, so neither side waits. Without interleaving, phases run one after another. The same
+    holds if waits for other ranks are for whole phases, because what waits must then come after those phases in every
+    stream.
     """
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.shape)
@@ -66,11 +64,9 @@ def _turns(
     """The sort key of the first panel of each phase, and the step from one panel to the next.
 
     A stage spans one unit of keys. Phases that precede it lie about midway between the end of their panel in the
-    previous
-    stage and its start in this one. Two alternating stages share two units: the second lags behind the first by one
-    panel,
-    and by one more for each kind of phase between them. If a layer ends with the next layer's norm, nothing later waits
-    behind it, so the phases after its last stage follow panel by panel.
+    previous stage and its start in this one. Two alternating stages share two units: the second lags behind the first
+    by one panel, and by one more for each kind of phase between them. If a layer ends with the next layer's norm,
+    nothing later waits behind it, so the phases after its last stage follow panel by panel.
     """
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
@@ -100,9 +96,8 @@ def _turns(
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # The fraction of the room, between the end of a panel in one stage and its start in the next, that remains after the
-# phases
-# in between. It is less than one half, because an earlier panel may begin in the next stage at that time, which is more
-# urgent.
+# phases in between. It is less than one half, because an earlier panel may begin in the next stage at that time, which
+# is more urgent.
 _LEFT = 7 / 16
 
 
@@ -128,9 +123,8 @@ def _workers(
     """Assign each task, in the order of keys, to the worker that is free first. Attention tasks are assigned by slot.
 
     `parts` has a rank's tasks, with the panel and the key of each. With one panel, a phase starts when the previous one
-    has
-    ended, so all workers are free. With more, a phase begins while workers finish the previous one, so the load carries
-    over.
+    has ended, so all workers are free. With more, a phase begins while workers finish the previous one, so the load
+    carries over.
     """
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]

@@ -37,8 +37,7 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
     """[tasks, head groups]: which of the producer's tasks write data that attention items of their rows read, for each
-    group
-    of `group_heads` KV heads.
+    group of `group_heads` KV heads.
     """
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)

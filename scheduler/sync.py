@@ -265,8 +265,7 @@ class _Builder:
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
         # Some counters get signals from a previous layer but none from the prologue. A prologue task of the same rows
-        # signals them,
-        # so that no counter lacks arrivals.
+        # signals them, so that no counter lacks arrivals.
         prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
         by_block: dict[int, list[int]] = defaultdict(list)
         for g in prologue:

@@ -22,8 +22,7 @@ class PhaseTasks:
     """All instructions of one phase on one rank, as operand columns of equal length.
 
     `block` groups tasks that have the same dependencies: the row block that the instruction's rows lie in, counted in
-    token
-    rows, or in logit rows in the epilogue.
+    token rows, or in logit rows in the epilogue.
     """
 
     phase: Phase

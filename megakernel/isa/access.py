@@ -49,14 +49,12 @@ class Access:
     """Half-open boxes, one per instruction: rows [row, row_end) x columns [col, col_end) of `buffer`.
 
     Rows are token rows, also for K_CACHE and V_CACHE: the row whose K or V it is, which the step table maps to a
-    distinct
-    cache slot. They are logit rows for buffers shaped by these, and rows of the buffer itself for REDUCE. Columns are
-    elements
-    of a row. Only buffers that a step writes are listed, because weights and earlier KV do not change during a launch.
+    distinct cache slot. They are logit rows for buffers shaped by these, and rows of the buffer itself for REDUCE.
+    Columns are elements of a row. Only buffers that a step writes are listed, because weights and earlier KV do not
+    change during a launch.
 
     `rank` says whose copy is touched: OWN, EVERY, a rank, or an array with one rank per instruction. Copies of other
-    ranks are
-    only written, never read. In an ITEM access, None means the owner of each row block.
+    ranks are only written, never read. In an ITEM access, None means the owner of each row block.
     """
 
     buffer: Buffer

@@ -59,13 +59,11 @@ class BufferSpec:
     bf16).
 
     `layered` buffers have one copy per layer, in front of `shape`. The number of `pages` of the KV pool is known only
-    when a
-    program is bound, so it is an argument of `shape`.
+    when a program is bound, so it is an argument of `shape`.
 
     Quantised K and V are Q8_0, and their shape is in bytes. A page of a head has one block per KV_UNIT elements; the
-    last block
-    has the remaining elements. First come the scales of all tokens, then their values, ordered by element in K and by
-    token in V.
+    last block has the remaining elements. First come the scales of all tokens, then their values, ordered by element in
+    K and by token in V.
     """
 
     buffer: Buffer
@@ -91,8 +89,7 @@ _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
 # The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent: row 2i of a head is Hugging Face's row
-# i, and
-# row 2i+1 is its row i + head_dim/2 (the order of GGUF files). Attention scores do not depend on this order.
+# i, and row 2i+1 is its row i + head_dim/2 (the order of GGUF files). Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     BufferSpec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),

@@ -22,10 +22,8 @@ class Cost:
     """The work of each instruction, as float64 columns. A multiply-add counts as two FLOPs.
 
     `memory_bytes` are the weight and KV bytes that must pass through main memory once per step even with perfect
-    caches;
-    activations stay in caches. Attention's cost depends on the step table and is zero here; `attention_cost` gives it
-    for a
-    context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
+    caches; activations stay in caches. Attention's cost depends on the step table and is zero here; `attention_cost`
+    gives it for a context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
     """
 
     matrix_flops: NDArray[np.float64]
@@ -67,8 +65,7 @@ def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.flo
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
     """The cost of tiles of rows x cols outputs. The tiles of the rank's first row read the weights from memory, the
-    others find
-    them in a cache. A norm applied to the inputs is computed once per tile.
+    others find them in a cache. A norm applied to the inputs is computed once per tile.
     """
     place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # the position among the rank's rows
     products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)

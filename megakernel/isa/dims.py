@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from .dtypes import BLOCKS, Dtype
 
 # All shards of the FFN and of the vocabulary but the last are multiples of this: a quantisation group, and two panels
-# of
-# packed columns.
+# of packed columns.
 SHARD_UNIT = 32
 
 # The elements of a row of K or V that share a scale in a quantised cache (Q8_0), and the bytes of that scale.
@@ -42,18 +41,13 @@ class Dims:
     """The sizes of a step as one rank sees them. All are counts unless a unit is given.
 
     The first block comes from the model, the second from the numerics class and the machine, the third from the bucket
-    and the
-    engine's limits. The fourth says how `tp` ranks share the model and which rank's view this is, and the last what a
-    worker
-    computes with. `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
+    and the engine's limits. The fourth says how `tp` ranks share the model and which rank's view this is, and the last
+    what a worker computes with. `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
 
     Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards, larger ones first,
-    whose sizes
-    differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV heads that its
-    query heads
-    use, so neighbours may have the same one. Row block b of the token rows belongs to rank b % tp, or to every rank if
-    the
-    residual is replicated (`replicated_residual`).
+    whose sizes differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV
+    heads that its query heads use, so neighbours may have the same one. Row block b of the token rows belongs to rank b
+    % tp, or to every rank if the residual is replicated (`replicated_residual`).
     """
 
     vocab: int

@@ -26,8 +26,7 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
 # What a warp waits for: a counter, or a shared-memory barrier of a page or of an instruction (csrc/cuda/block.h). {} is
-# its
-# slot, or the index of the counter.
+# its slot, or the index of the counter.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",

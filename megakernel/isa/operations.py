@@ -1,8 +1,7 @@
 """The operations that interpreters know. Each phase of a model is one of them with parameters (`phases.py`).
 
 `csrc/common/isa.h` and `docs/instructions.md` are generated from these tables. A new operation, result or set of rows
-needs
-a case in every backend; a backend that lacks it does not compile.
+needs a case in every backend; a backend that lacks it does not compile.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         "says",
     ),
     # The q, k and v of `group_heads` consecutive KV heads form a group, which shares one counter per row block. The
-    # wait word names
-    # the grid [row block][group], the signal word the grid [row block].
+    # wait word names the grid [row block][group], the signal word the grid [row block].
     Operation.ATTENTION: OperationSpec(
         OperationFamily.ATTENTION,
         "Attention",

@@ -2,10 +2,9 @@
 
 All operands that the CUDA interpreter loads for matmuls and attention, and the outputs that it stores by tiles, pass
 through one ring of pages per block. An instruction takes a run of pages in an order that follows from its operands
-alone.
-The ring continues page by page with the next instruction, so an instruction can finish only if the pages that it holds
-at
-once fit the ring. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and stored in boxes of BOX_ROWS rows.
+alone. The ring continues page by page with the next instruction, so an instruction can finish only if the pages that it
+holds at once fit the ring. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and stored in boxes of BOX_ROWS
+rows.
 
 tensor  `dims.units` is TENSOR. For each chunk of CHUNK output columns (those of all matrices side by side) and each
         K_STEP of the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the
@@ -115,8 +114,7 @@ def first_rows(rows: Ints, dims: Dims) -> Ints:
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
     """The rows for which the matrix units of a worker are busy. An SM multiplies whole multiples of WARPGROUP_ROWS
-    rows, and the
-    second of two SMs waits for the first.
+    rows, and the second of two SMs waits for the first.
     """
     return dims.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
@@ -143,8 +141,7 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
     """The columns, over all matrices of a matmul by dots, whose weights are prefetched into the L2 cache before the
-    ring has room
-    for them: columns of whole units, and only where one copy loads a page.
+    ring has room for them: columns of whole units, and only where one copy loads a page.
     """
     if phase.inner(dims) % PIECE_INNER:
         return 0

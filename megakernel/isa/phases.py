@@ -1,9 +1,8 @@
 """A model's forward pass as data: the phases, in the order in which a step runs them.
 
 A model file (`megakernel/model/families`) lists the phases. Regions, costs, pages and dependencies follow from a
-phase's
-parameters. No code depends on a phase's name, which is only for people. The first byte of a record is its phase's
-number.
+phase's parameters. No code depends on a phase's name, which is only for people. The first byte of a record is its
+phase's number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The step table: everything that differs between launches, as one int32 array with a fixed layout.
 
 Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold float32 bits. A table is valid
-if it
-satisfies the invariants listed in `megakernel.runtime.step_check`; MEGAKERNEL_CHECK_STEPS=1 checks them before every
-launch.
+if it satisfies the invariants listed in `megakernel.runtime.step_check`; MEGAKERNEL_CHECK_STEPS=1 checks them before
+every launch.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ class StepTable:
     """One step's table as rank `dims.rank` sees it. Attributes are views into `words`, named as in STEP_FIELDS.
 
     A per-rank field shows this rank's own values; `rank` returns another rank's view of the same words. block_tables
-    and masks
-    are 2-D.
+    and masks are 2-D.
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:

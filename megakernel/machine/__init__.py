@@ -1,5 +1,5 @@
-"""Describes the hardware. `Machine` is what a compiler needs to know of one device; `Hardware` is everything
-that is known.
+"""Describes the hardware. `Machine` is what a compiler needs to know of one device; `Hardware` is everything that is
+known.
 """
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load

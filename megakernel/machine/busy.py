@@ -35,8 +35,8 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The fraction of all cores' time between two moments that other programs used, stolen time included; None
-    if unknown.
+    """The fraction of all cores' time between two moments that other programs used, stolen time included; None if
+    unknown.
     """
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None

@@ -45,8 +45,7 @@ def read(name: str, cores: int | None = None) -> Hardware:
     """Read a known machine, a node with some of its GPUs (`h100x8`), a TOML file, or `host` with this many `cores`.
 
     A file has the form of those in `known/`. With `base = NAME` it states only the differences; lists are replaced as a
-    whole.
-    All figures must be positive. `[[source]]` names the sources of figures. Raises MegakernelError.
+    whole. All figures must be positive. `[[source]]` names the sources of figures. Raises MegakernelError.
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)

@@ -1,8 +1,7 @@
 """Declares what is known of hardware: chips, links, nodes, networks, and the cost of synchronisation.
 
 Names of figures include their unit. Rates are per second, link rates are in one direction, and FLOP rates are dense,
-with a
-multiply-add counted as two. The tables, with a source for each figure, are `known/*.toml`.
+with a multiply-add counted as two. The tables, with a source for each figure, are `known/*.toml`.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type; None if the chip lacks the type. bf16, fp8 (or int8) and fp4 are rates of the
-    matrix unit.
+    """FLOP/s by operand type; None if the chip lacks the type. bf16, fp8 (or int8) and fp4 are rates of the matrix
+    unit.
     """
 
     bf16: float
@@ -136,8 +135,7 @@ class Core:
     """The rates that one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
 
     Rates of arithmetic are given by rows of a matmul tile, and by (row, head) pairs of an attention item. Between two
-    sizes they
-    are interpolated linearly in log(rows).
+    sizes they are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: float

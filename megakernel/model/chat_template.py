@@ -22,8 +22,8 @@ class ChatTemplate:
     """A template. Its process starts at the first rendering and ends with this object.
 
     The sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless loops
-    or huge
-    numbers. Jinja computes constants while it compiles, so only the syntax is checked here, outside the process.
+    or huge numbers. Jinja computes constants while it compiles, so only the syntax is checked here, outside the
+    process.
     """
 
     def __init__(self, source: str, origin: str) -> None:

@@ -52,9 +52,8 @@ class Checkpoint(Protocol):
     """The weights of one model.
 
     `dtype` is the type its matrices are stored in, or the nearest one that is computed in. `storage` lists the matrices
-    that a
-    backend may keep in memory in their own types: `stored` returns them in these types, `load` in the same form as all
-    others.
+    that a backend may keep in memory in their own types: `stored` returns them in these types, `load` in the same form
+    as all others.
     """
 
     name: str
@@ -66,8 +65,7 @@ class Checkpoint(Protocol):
         """One weight buffer (of one layer if layered) in the shape that `megakernel.isa.buffers` gives.
 
         Float buffers with a declared type have that type whatever `dtype` says; bfloat16 is returned as uint16. q and k
-        rows are in
-        the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
+        rows are in the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
         """
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:

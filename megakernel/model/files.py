@@ -34,8 +34,8 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end) as 2-D (a vector is one column). bfloat16 is uint16; quantised blocks are returned
-        as bytes.
+        """Rows [start, end) as 2-D (a vector is one column). bfloat16 is uint16; quantised blocks are returned as
+        bytes.
         """
 
 
@@ -122,8 +122,8 @@ class FileCheckpoint:
             out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
 
     def _check_finite(self, name: str, rows: NDArray[np.generic]) -> None:
-        """Refuse NaN and infinity: one such weight would make every token meaningless, and no later message
-        could name it.
+        """Refuse NaN and infinity: one such weight would make every token meaningless, and no later message could name
+        it.
         """
         if not all_finite(rows, self._tensors.dtype(name)):
             raise MegakernelError(

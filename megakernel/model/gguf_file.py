@@ -1,8 +1,7 @@
 """Reads GGUF files, versions 2 and 3: metadata, tensor table, and dequantised rows.
 
 The layout is described in ggml's `docs/gguf.md`. The reader of the `gguf` package trusts every count and length and
-keeps an
-array per string; this reader first checks each against the file's size. Dequantisation uses the package.
+keeps an array per string; this reader first checks each against the file's size. Dequantisation uses the package.
 """
 
 from __future__ import annotations

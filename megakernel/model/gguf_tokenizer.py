@@ -15,8 +15,7 @@ from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
 # The published splitting rules. Qwen2's is Llama 3's, except that each digit stands alone. Tekken is Mistral's and also
-# splits
-# between a lower-case and an upper-case letter.
+# splits between a lower-case and an upper-case letter.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -41,8 +41,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     """`folder/config.json`, with the end-of-text ids of `generation_config.json` added if that file exists.
 
     A key that is neither read nor known to be harmless is refused by name, unless its value is null or false, because
-    it may
-    change the result. Raises MegakernelError.
+    it may change the result. Raises MegakernelError.
     """
     path = folder / "config.json"
     raw = read_json(path)

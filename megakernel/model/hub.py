@@ -66,8 +66,8 @@ def fetch(spec: str, *, weights: bool) -> Path:
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Raise a MegakernelError unless the repo has safetensors and the disk has room for those that are not in
-    the cache.
+    """Raise a MegakernelError unless the repo has safetensors and the disk has room for those that are not in the
+    cache.
     """
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:

@@ -20,12 +20,10 @@ class Ended(Exception):
 
 class LimitedProcess:
     """Runs `script` in a process with limits: `seconds` of processor time per answer, and `memory_bytes`. Further
-    arguments are
-    passed to the script.
+    arguments are passed to the script.
 
     The process starts at the first request, with `begin` as its first input line, and ends with this object. An answer
-    is one
-    line of JSON, {kind: text}. After the answer "broken", the process is replaced by a new one.
+    is one line of JSON, {kind: text}. After the answer "broken", the process is replaced by a new one.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:

@@ -29,8 +29,7 @@ MOST_METADATA_ELEMENTS = 1 << 22
 # Bytes of a string in a GGUF file. The longest one is the chat template.
 MOST_STRING_BYTES = 1 << 22
 # A SentencePiece vocabulary is turned into merges by splitting each token at every place. Published tokens have up to
-# 512
-# characters.
+# 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 

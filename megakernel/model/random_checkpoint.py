@@ -33,8 +33,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
 }
 
 # Fixing the upper exponent bits turns random bits into bfloat16: the sign, the lowest exponent bit and the mantissa
-# stay random,
-# and the magnitude lies in [2^-7, 2^-5). The deviation is 0.019, near the 0.02 of Llama's initialisation.
+# stay random, and the magnitude lies in [2^-7, 2^-5). The deviation is 0.019, near the 0.02 of Llama's initialisation.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
 _CHUNK = 1 << 18  # 64-bit words of four weights
@@ -45,10 +44,8 @@ class RandomCheckpoint:
     """A Checkpoint of bfloat16 weights (and biases) with log-uniform magnitudes and random signs.
 
     Norm weights are float32, uniform in [0.5, 1.5): if all were 1, a norm that used another norm's weights would pass
-    every
-    check. Activations stay finite at any depth. Each buffer of each layer has its own random stream, a pure function of
-    (seed,
-    buffer, layer), so each can be generated alone, as fast as the generator runs.
+    every check. Activations stay finite at any depth. Each buffer of each layer has its own random stream, a pure
+    function of (seed, buffer, layer), so each can be generated alone, as fast as the generator runs.
     """
 
     dtype = Dtype.BF16

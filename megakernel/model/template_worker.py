@@ -1,10 +1,8 @@
 """Renders one chat template in a process of its own, because a template is a program from an unknown author.
 
 The first line of standard input is the template. Each further line has the values to render, and is answered by one
-line of
-JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or takes too
-much
-memory. The script imports nothing of the package, so that the process starts quickly.
+line of JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or
+takes too much memory. The script imports nothing of the package, so that the process starts quickly.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ class Tokenizer:
         """The ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
 
         `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
-        the answer
-        then continues.
+        the answer then continues.
         """
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
@@ -220,8 +219,7 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
     """Returns the bytes of a piece of the vocabulary, and whether the first space of a text is dropped.
 
     A vocabulary uses one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
-    "▁" is a
-    space and "<0x0A>" a byte.
+    "▁" is a space and "<0x0A>" a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])

@@ -68,8 +68,7 @@ class Part:
     """A segment's records with their stream, their position in the stream's part of the segment, and decoded words.
 
     The body's records are followed by those of the queues, as in a trace. Queue records belong to no stream: `queue` is
-    their
-    queue, counted over all ranks (-1 for records of streams), and `position` is the position in the queue.
+    their queue, counted over all ranks (-1 for records of streams), and `position` is the position in the queue.
     """
 
     def __init__(self, program: Program, name: str) -> None:

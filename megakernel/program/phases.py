@@ -1,9 +1,8 @@
 """Checks that a program's phases make sense on every rank.
 
 A program contains its phases, and all proofs about its records rely on them. So a phase must name exactly the buffers
-that
-its operation uses, with the right space, type and shape. Otherwise the declared boxes would not describe what a backend
-touches.
+that its operation uses, with the right space, type and shape. Otherwise the declared boxes would not describe what a
+backend touches.
 """
 
 from __future__ import annotations

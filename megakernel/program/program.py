@@ -1,20 +1,16 @@
 """A compiled program: a stream of instruction records per rank and worker, and the counters that order them.
 
 A program has three segments: prologue, body and epilogue. The body is stored once and runs `dims.layers` times. Run l
-uses the
-layer-l copy of layered buffers and counter block l. A word with the NEXT bit refers to block l + 1. The prologue
-signals
-block 0 with plain words, and the epilogue runs on block `dims.layers`, so a body always finds the counters it starts
-with in
-its own block. Every rank has its own copy of every block, which has `counters` counters.
+uses the layer-l copy of layered buffers and counter block l. A word with the NEXT bit refers to block l + 1. The
+prologue signals block 0 with plain words, and the epilogue runs on block `dims.layers`, so a body always finds the
+counters it starts with in its own block. Every rank has its own copy of every block, which has `counters` counters.
 
 The total of a counter is the number of arrivals it gets per launch. In block 0, arrivals from the previous layer come
-from
-the prologue, and the last block has no body. Totals are therefore stored for the first, the middle and the last block.
+from the prologue, and the last block has no body. Totals are therefore stored for the first, the middle and the last
+block.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
-instructions
-claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
+instructions claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
 
 `forward` has the phases that records name by number.
 
@@ -95,8 +91,7 @@ class Program:
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
         """For each rank and phase with records in segment `index`: the phase, the rank's sizes, the places of the
-        records in
-        `numbered`, and their operands.
+        records in `numbered`, and their operands.
         """
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
@@ -109,10 +104,8 @@ class Program:
         """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
 
         Running the phases one after another, with a barrier over all ranks behind each and the body repeated for each
-        layer, is the
-        sequential meaning of the program; it needs no counters. Joins and drains are removed, and a queue's
-        instructions are dealt to
-        the workers of its rank.
+        layer, is the sequential meaning of the program; it needs no counters. Joins and drains are removed, and a
+        queue's instructions are dealt to the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])

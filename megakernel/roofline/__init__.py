@@ -1,8 +1,7 @@
 """How close a step comes to the limits of the machine, and what these limits allow.
 
 `work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a program. The other
-modules
-estimate on paper: collectives, layouts of a model over GPUs, plans and fleets.
+modules estimate on paper: collectives, layouts of a model over GPUs, plans and fleets.
 """
 
 from . import ask_chip, ask_model, ask_network

@@ -1,12 +1,9 @@
 """The formulas of a book about GPUs, with the inputs that the book's questions have; `ask` uses them.
 
 The formulas are those of Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly,
-with the
-(N - 1) / N that the text drops; docs/roofline.md lists the differences. `array_bytes` is a whole array, all shards
-together.
-Link rates are in one direction. `alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B, D] W_in[D, F]
-W_out[F, D]
-in bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F.
+with the (N - 1) / N that the text drops; docs/roofline.md lists the differences. `array_bytes` is a whole array, all
+shards together. Link rates are in one direction. `alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B,
+D] W_in[D, F] W_out[F, D] in bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from ..errors import MegakernelError
 from ..machine import OPERAND_BYTES, Chip, Hardware, Level
 
 # Figures that price nothing in a program: the book's anatomy of an SM, its table of GPUs, and its measurement of an
-# in-network
-# all-reduce. Links are from DGX datasheets, those of hosts also from the datasheets of GH200 and GB200.
+# in-network all-reduce. Links are from DGX datasheets, those of hosts also from the datasheets of GH200 and GB200.
 REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
 # Per SM: bytes of shared memory and L1 together, and 32-bit registers.
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
@@ -89,8 +85,8 @@ def matmul(hardware: Hardware, rows: int, inner: int, cols: int, dtype: str = "b
 
 
 def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
-    """The sum of two fp32 vectors: one operation, two reads and one write per element. Only SMs that have
-    elements compute.
+    """The sum of two fp32 vectors: one operation, two reads and one write per element. Only SMs that have elements
+    compute.
     """
     chip = hardware.chip
     filled = min(chip.sms, ceil(elements / (chip.fp32_lanes // chip.sms))) / chip.sms
@@ -158,8 +154,8 @@ def alpha_beyond(hardware: Hardware) -> float:
 def data_parallel(
     tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float, *, exact: bool = False
 ) -> Times:
-    """The backward pass of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights,
-    scatter gradients).
+    """The backward pass of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights, scatter
+    gradients).
     """
     share = (members - 1) / members if exact else 1.0
     return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share)
@@ -202,8 +198,7 @@ def parts(hardware: Hardware, gpus: int) -> Parts:
     """The switches of a fat tree with full bisection over whole units.
 
     Each leaf has half of its ports down and half up. Two levels suffice while a spine switch has a port for each leaf.
-    Beyond that,
-    the spine also has half of its ports up, to a core layer.
+    Beyond that, the spine also has half of its ports up, to a core layer.
     """
     fabric, per_node = hardware.fabric, hardware.node.gpus
     if fabric is None:

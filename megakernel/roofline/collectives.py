@@ -21,10 +21,8 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
     array.
 
     Every byte that the GPUs of a node lack enters over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with S
-    GPUs behind
-    the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or received: B (d - 1) / (d Y W),
-    with d
-    members per node.
+    GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or received: B (d -
+    1) / (d Y W), with d members per node.
     """
     out: dict[str, float] = {}
     for level in levels:
@@ -42,8 +40,7 @@ def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, n
     """The seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts among them.
 
     Over a level with M children, this is an all-to-all of min(k, M) copies of each row: one to each child with a chosen
-    expert. If
-    a router restricts a row's experts to some `nodes`, no more copies than that leave a node.
+    expert. If a router restricts a row's experts to some `nodes`, no more copies than that leave a node.
     """
     out: dict[str, float] = {}
     children = 1

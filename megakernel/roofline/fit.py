@@ -12,8 +12,7 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 @dataclass(frozen=True)
 class Fit:
     """Bytes on the rank that needs the most. `sequences_at_most`: sequences of the step's context that fit with weights
-    and
-    activations.
+    and activations.
     """
 
     weight_bytes: float
@@ -32,8 +31,8 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """The fit of a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's
-    own buffers.
+    """The fit of a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's own
+    buffers.
     """
     one = max(float(d.layers * d.rank_kv_heads * context * kv_bytes(d)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)

@@ -96,10 +96,8 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
     shortest step.
 
     A larger batch takes longer and never generates fewer tokens per second. So for each group size, the largest batch
-    that is fast
-    enough gives the throughput, and the smallest batch with that throughput is chosen. Raises MegakernelError if none
-    is fast
-    enough.
+    that is fast enough gives the throughput, and the smallest batch with that throughput is chosen. Raises
+    MegakernelError if none is fast enough.
     """
     found: list[Serving] = []
     groups = _groups(shape, hardware, gpus, context)

@@ -1,8 +1,7 @@
 """Layouts of a model over GPUs, and the least time of a training step or a decoding step with a layout.
 
 The axes from the innermost are tensor, expert, pipeline, data. A gather over an axis moves less through a link the more
-ways
-the inner axes already shard the array.
+ways the inner axes already shard the array.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutTime:
-    """The least times of a step. `comms_s` is per level of the network. `fixed_s` overlaps with nothing
-    (bubbles, hops).
+    """The least times of a step. `comms_s` is per level of the network. `fixed_s` overlaps with nothing (bubbles,
+    hops).
     """
 
     layout: Layout
@@ -70,14 +69,10 @@ def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, 
     """A training step over a batch of `tokens`: 6 FLOPs per active parameter and token, without attention scores.
 
     The forward and the backward pass each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the
-    weights in
-    both passes and scatters gradients; other stages gather and scatter once, during the backward pass. A replica's
-    sequences are
-    divided into microbatches, each of which reads the weights. Their number is the best of n, n/2, n/4, ...: more of
-    them shrink
-    the bubbles between stages. Memory holds weights, optimizer state, and one checkpoint per layer and token of the
-    microbatches in
-    flight.
+    weights in both passes and scatters gradients; other stages gather and scatter once, during the backward pass. A
+    replica's sequences are divided into microbatches, each of which reads the weights. Their number is the best of n,
+    n/2, n/4, ...: more of them shrink the bubbles between stages. Memory holds weights, optimizer state, and one
+    checkpoint per layer and token of the microbatches in flight.
     """
     most = max(1, int(tokens / (layout.dp * layout.ep) // sequence_tokens))
     counts = [most >> i for i in range(most.bit_length())]
@@ -132,10 +127,8 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     weights is bf16.
 
     Each data-parallel replica has a share of the sequences, and each stage one microbatch at a time, so a token passes
-    all stages in
-    a step. Weights are read once per microbatch; experts only if some token chose them. If there are more
-    tensor-parallel ranks than
-    KV heads, heads are copied. Activations take no memory.
+    all stages in a step. Weights are read once per microbatch; experts only if some token chose them. If there are more
+    tensor-parallel ranks than KV heads, heads are copied. Activations take no memory.
     """
     y, e, z = layout.tp, layout.ep, layout.pp
     replica = sequences / layout.dp
@@ -186,8 +179,7 @@ def _exchange(shape: Shape, hardware: Hardware, array_bytes: float, tp: int, ep:
 
 def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:
     """The seconds of a layer's tensor-parallel exchange, from those of one gather: four gathers and scatters, or, for
-    few tokens, two
-    exchanges of whole partial sums.
+    few tokens, two exchanges of whole partial sums.
 
     The latter move as much as a gather from each rank to every other one, with half of the hops.
     """

@@ -35,10 +35,8 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
     """The layouts of `gpus` GPUs for a step, and those with idle GPUs that are faster than all of them.
 
     Training has a batch of `tokens` in sequences of `context`. Decoding has `tokens` sequences with `context` KV tokens
-    each. Among
-    equally fast layouts, the one with fewer axes comes first, then the one that takes less memory. Raises
-    MegakernelError if no
-    layout is possible.
+    each. Among equally fast layouts, the one with fewer axes comes first, then the one that takes less memory. Raises
+    MegakernelError if no layout is possible.
     """
     if gpus > _MOST_GPUS:
         raise MegakernelError(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan takes")

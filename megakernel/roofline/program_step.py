@@ -31,8 +31,7 @@ class PhaseCost:
     """The work of the phase named `instruction` in a whole step, on the rank with the most of it, and its least times.
 
     `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for. `comms_measured_s`
-    uses the
-    measured bandwidth of collectives of that size; None if it was not measured.
+    uses the measured bandwidth of collectives of that size; None if it was not measured.
     """
 
     instruction: str
@@ -62,8 +61,7 @@ class StepRoofline:
     """The least times of a step in seconds, each on the rank where it is longest.
 
     `t_comms_s` = `t_latency_s` (hops that follow one another) + bytes / egress. `t_comms_measured_s` uses the machine's
-    measured
-    collective bandwidth at the size of each message; None if it was not measured.
+    measured collective bandwidth at the size of each message; None if it was not measured.
     """
 
     t_math_s: float

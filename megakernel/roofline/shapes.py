@@ -66,8 +66,7 @@ def shape_of(name: str, config: ModelConfig) -> Shape:
 
 
 # From the models' own config.json and reports. DeepSeek-V3 keeps one copy of 512 + 64 values per token and layer (its
-# latent
-# attention), its first three layers are dense, and a token's experts lie on at most four nodes.
+# latent attention), its first three layers are dense, and a token's experts lie on at most four nodes.
 _COLUMNS = (
     "name", "vocab", "layers", "hidden", "ffn", "heads", "head_dim", "kv_heads", "kv_width", "parameters",
     "experts", "active", "dense_layers", "router_nodes",
@@ -81,8 +80,8 @@ _PUBLISHED: tuple[tuple[Any, ...], ...] = (
 
 
 def _published(vocab: int, dense_layers: int, **row: Any) -> Shape:
-    """A model with a separate table for its LM head, and with gate, up and down matrices for every expert in
-    the other layers.
+    """A model with a separate table for its LM head, and with gate, up and down matrices for every expert in the other
+    layers.
     """
     expert = 3.0 * row["hidden"] * row["ffn"]
     return Shape(

@@ -31,8 +31,7 @@ class Achieved:
     """The rates of a measured step, and `fraction` = bound / measured. `limit` is the ceiling that limits it.
 
     `error` is None, or says that the fraction is above 1. Then the ceilings or the time were measured wrongly, and the
-    figure means
-    nothing.
+    figure means nothing.
     """
 
     fraction: float
@@ -63,12 +62,10 @@ def step_work(
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
 
     FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
-    sees itself
-    and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element. Bytes: every
-    weight once;
-    of the embedding table only the gathered rows (none if it is `tied` and the LM head reads all of it); LM head
-    weights only if
-    there are logit rows; K and V of every context token once. `_link_bytes` gives the bytes sent to other ranks.
+    sees itself and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element.
+    Bytes: every weight once; of the embedding table only the gathered rows (none if it is `tied` and the LM head reads
+    all of it); LM head weights only if there are logit rows; K and V of every context token once. `_link_bytes` gives
+    the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
@@ -100,11 +97,9 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
     """The bytes that each of Y ranks stores on the others, with shards taken as equal.
 
     A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the reduction of the
-    MLP, and that of
-    the attention output or its transpose, 1 / Y of that. If all ranks have the whole residual, there are no gathers,
-    and each
-    exchange goes to every rank. The logit rows follow: gathered, and their logits in float32 sent to the ranks that
-    sample them.
+    MLP, and that of the attention output or its transpose, 1 / Y of that. If all ranks have the whole residual, there
+    are no gathers, and each exchange goes to every rank. The logit rows follow: gathered, and their logits in float32
+    sent to the ranks that sample them.
     """
     others = (dims.tp - 1) / dims.tp
     copies = dims.tp if dims.replicated_residual else 1

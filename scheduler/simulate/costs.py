@@ -1,8 +1,7 @@
 """The simulator's costs: rates that are reached in practice, latencies, and room on the chip.
 
 Fractions and latencies are published measurements by others, named below. `megakernel doctor --calibrate` measures
-those
-of a CPU. None was fitted to a step time; docs/simulator.md compares predictions with measurements.
+those of a CPU. None was fitted to a step time; docs/simulator.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Costs:
 
     def paired(self) -> Costs:
         """Costs of a worker that is two SMs. All weights of a tile and half of its rows pass through the port of each
-        SM. For a tile
-        with as many rows as columns, the two ports carry three parts, of which two count as loads.
+        SM. For a tile with as many rows as columns, the two ports carry three parts, of which two count as loads.
         """
         return replace(
             self,

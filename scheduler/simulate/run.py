@@ -2,8 +2,7 @@
 
 Each worker has a controller, a loader, consumers and a storer, which process its instructions in order. Workers share
 memory, the last-level cache, links and their switch; each is divided equally among its users at any moment. A wait
-lasts
-until the signals that the program names have arrived. docs/simulator.md has the rules and the omissions.
+lasts until the signals that the program names have arrived. docs/simulator.md has the rules and the omissions.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ class Simulation:
     """The result of a simulated step.
 
     `step_s` is the time from the launch to the last event. Bytes (including those written back and loaded again) and
-    FLOPs are
-    sums over all ranks. `events` counts the events of the simulation. For the activity of workers and shares of peaks,
-    use
-    megakernel.timeline on the trace, as for any other trace.
+    FLOPs are sums over all ranks. `events` counts the events of the simulation. For the activity of workers and shares
+    of peaks, use megakernel.timeline on the trace, as for any other trace.
     """
 
     step_s: float
@@ -71,8 +68,7 @@ def simulate(
     """Run one step of `program`, described by `table`, on `machine`.
 
     `costs` defaults to those of the machine. With `trace`, every interval is kept, about 200 bytes per instruction.
-    Raises
-    MegakernelError if the program never ends or if a counter gets more signals than its total.
+    Raises MegakernelError if the program never ends or if a counter gets more signals than its total.
     """
     program.check()
     if program.processors != machine.workers:

@@ -2,10 +2,8 @@
 
 A task is an instruction or an attention work item; consecutive single rows of a slot form one task. Everything follows
 from the program's phases: loads and stores from the declared accesses, arithmetic from the declared costs, attention
-from
-the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a sequence in one
-layer,
-or a row block of an activation buffer.
+from the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a sequence in one
+layer, or a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -276,8 +274,7 @@ def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: Costs
 ) -> None:
     """Add the attention of one rank. K and V of earlier steps come from memory once per sequence, even if several items
-    share
-    them.
+    share them.
     """
     dims = view.dims
     task, item, _ = _items(phase, records, first, view)
@@ -330,8 +327,7 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """For each item, whether it starts a task. Otherwise it joins the previous item of its slot: single whole rows of
-    one row
-    block that wait for the same counters.
+    one row block that wait for the same counters.
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]

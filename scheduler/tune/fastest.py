@@ -40,12 +40,9 @@ class Fastest:
     """`compile_program` with everything fixed except the bucket.
 
     If `options.queue` is auto, the simulator chooses it, all other auto options and interleaving, once for each number
-    of
-    tokens. With `one_class`, all buckets share the form of the O projection, as an engine requires; the engine fixes
-    the
-    matmul units itself. A CPU gains nothing from a queue, because a thread runs whichever stream is ready, so its
-    programs
-    use the cost model's choice.
+    of tokens. With `one_class`, all buckets share the form of the O projection, as an engine requires; the engine fixes
+    the matmul units itself. A CPU gains nothing from a queue, because a thread runs whichever stream is ready, so its
+    programs use the cost model's choice.
     """
 
     def __init__(
@@ -87,8 +84,7 @@ class Fastest:
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
         """Predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
-        predictions, by options
-        and by the hash of the program.
+        predictions, by options and by the hash of the program.
         """
         if options not in known:
             try:

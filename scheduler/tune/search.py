@@ -1,9 +1,8 @@
 """Searches for faster sizes of tiles, panels and lags (`compile --search`), in addition to the choices of `Fastest`.
 
 One size after another is changed to a neighbouring value, and changes that simulate faster are kept, until the time is
-up.
-The cache folder keeps results under the program that the search began with and everything else that its times depend
-on.
+up. The cache folder keeps results under the program that the search began with and everything else that its times
+depend on.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
 reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but one may
-begin
-before the previous one ends. Two kinds of virtual events represent decisions of the step table:
+begin before the previous one ends. Two kinds of virtual events represent decisions of the step table:
 
 item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, in whichever slot.
 It
@@ -71,10 +70,9 @@ class Events:
     """The events of one segment: its records, followed by virtual events. Counters are flat: rank * counters + counter.
 
     `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). The (event, event) pairs
-    of
-    `may_wait` and `after` exist for some step tables or claims only: they count against freedom from deadlock and prove
-    nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream` has their
-    streams.
+    of `may_wait` and `after` exist for some step tables or claims only: they count against freedom from deadlock and
+    prove nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream` has
+    their streams.
     """
 
     def __init__(self, part: Part) -> None:
@@ -165,8 +163,8 @@ class Events:
         same = part.queue[records[1:]] == part.queue[records[:-1]]
         self.after.append((records[:-1][same], records[1:][same]))
         # A worker may claim a record before earlier instructions of its stream have ended, so a record follows only the
-        # begins of
-        # all drains that may claim it. A stream's next drain of a queue continues where the previous one ended.
+        # begins of all drains that may claim it. A stream's next drain of a queue continues where the previous one
+        # ended.
         done = _ended_before(part.stream[drains] * program.rank_queues + queue, end)
         busy = done < end
         self.after.append((begin[busy], (first[queue] + done)[busy]))
@@ -271,8 +269,7 @@ class Unrolled:
         """For every stream, the last row that does work or is waited for, and the last row of all.
 
         They differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
-        time, and what
-        it waited for remains true.
+        time, and what it waited for remains true.
         """
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]

@@ -1,8 +1,7 @@
 """Proves that a program is right for every valid step table, or lists what is wrong with it.
 
 The verifier reads the finished program and shares no code with the scheduler. The program's phases define what its
-records
-do and what a step means. It proves the following, over all ranks:
+records do and what a step means. It proves the following, over all ranks:
 
 phases    Every phase names buffers that its operation can use, in a meaningful order.
 form      Every record decodes, stays in bounds and names counters of its block. Each attention slot appears once.
@@ -23,57 +22,36 @@ its
 epochs    With several ranks, every stream ends after all work of all ranks.
 
 Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
-first
-one ends. So two accesses of the same data need a counter between them even on one worker. From the end of an
-instruction,
-order leads to the ends of later instructions of its stream and to the counters they signal; from a counter to the
-begins of
-those that wait for it; from a begin to later begins. Overlap cannot cause a deadlock: take all events in an order that
-program order and counters allow. The first event that has not ended has everything that it waits for.
+first one ends. So two accesses of the same data need a counter between them even on one worker. From the end of an
+instruction, order leads to the ends of later instructions of its stream and to the counters they signal; from a counter
+to the begins of those that wait for it; from a begin to later begins. Overlap cannot cause a deadlock: take all events
+in an order that program order and counters allow. The first event that has not ended has everything that it waits for.
 
 Queues. The records of a queue are claimed in order, by any worker whose drain covers them, once it has started
-everything
-before the drain. No claim can block forever. Take the events in an order in which a record follows the previous record
-of
-its queue and the begins of all drains that may claim it, and in which the end of a drain follows all records before its
-end.
-The first event of that order that has not happened can happen: if it is a record, then all earlier records of the queue
-are
-finished, and so is everything before those drains in their streams. The worker that has claimed the record runs it, or,
-if
-nobody has, each worker at one of those drains is free to claim it.
+everything before the drain. No claim can block forever. Take the events in an order in which a record follows the
+previous record of its queue and the begins of all drains that may claim it, and in which the end of a drain follows all
+records before its end. The first event of that order that has not happened can happen: if it is a record, then all
+earlier records of the queue are finished, and so is everything before those drains in their streams. The worker that
+has claimed the record runs it, or, if nobody has, each worker at one of those drains is free to claim it.
 
 Three layers prove any number of layers. A run of the body waits only on its own block and signals only its own block
-and the
-next one, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the last
-block). A
-cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the epilogue, and all layers
-after
-the first have the same edges. A path between events of layers l and l + 1 stays in these two layers, so for l >= 1 it
-exists
-for every l or for none. Every layer writes the same elements, so two accesses of an element without a write between
-them are
-at most one layer apart. If neighbouring layers are ordered, all accesses of an element are. The only exception is data
-that
-the prologue writes and every layer reads: its reader in layer 0 must follow the write, and each later reader must
-follow its
-own counterpart one layer earlier. The partial results of split attention belong to one (row, KV head), so the order of
-items
-in successive layers, proved for ATTN, orders them too.
+and the next one, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the
+last block). A cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the epilogue, and
+all layers after the first have the same edges. A path between events of layers l and l + 1 stays in these two layers,
+so for l >= 1 it exists for every l or for none. Every layer writes the same elements, so two accesses of an element
+without a write between them are at most one layer apart. If neighbouring layers are ordered, all accesses of an element
+are. The only exception is data that the prologue writes and every layer reads: its reader in layer 0 must follow the
+write, and each later reader must follow its own counterpart one layer earlier. The partial results of split attention
+belong to one (row, KV head), so the order of items in successive layers, proved for ATTN, orders them too.
 
 One launch proves any number of launches. Between two launches comes the host (one rank) or the final barrier.
-Everything
-that a stream does in launch k + 1 comes after everything that any rank does in launch k, except joins at the end of a
-stream, which only wait for conditions that stay true. So when an instruction of launch k + 1 begins, every counter has
-exactly k times its total, every queue has been claimed exactly k times its length, the last item of every split has
-reset
-its SPLITS word to 0, and all reads of launch k are done. Launch k + 1 finds the same state as launch 1, and its waits,
-for
-k + 1 times the total, need all of its own arrivals. An aborted launch may stop anywhere. The backend then ends all
-workers of
-all ranks and resets counters, claims and SPLITS to 0, the state before launch 1. Activations need no reset, because
-nothing
-reads what its launch did not write.
+Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except joins at the
+end of a stream, which only wait for conditions that stay true. So when an instruction of launch k + 1 begins, every
+counter has exactly k times its total, every queue has been claimed exactly k times its length, the last item of every
+split has reset its SPLITS word to 0, and all reads of launch k are done. Launch k + 1 finds the same state as launch 1,
+and its waits, for k + 1 times the total, need all of its own arrivals. An aborted launch may stop anywhere. The backend
+then ends all workers of all ranks and resets counters, claims and SPLITS to 0, the state before launch 1. Activations
+need no reset, because nothing reads what its launch did not write.
 """
 
 from __future__ import annotations
@@ -98,8 +76,7 @@ _MOST = 50  # the most violations that are printed in full
 @dataclass(frozen=True)
 class Report:
     """The result of a proof. `checked` counts the instructions of a launch over all ranks and layers. Without
-    violations, the
-    program is proved.
+    violations, the program is proved.
     """
 
     checked: int
