@@ -1,12 +1,12 @@
-"""A language model's forward pass compiled into one program of instruction streams, and interpreters that run it."""
+"""Compiles a language model's forward pass into one program of instruction streams, and interprets that program."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Installed, scheduler and serving lie inside this package. In a checkout, which Python prefers when it is the current
-# folder, they lie beside it.
+# When installed, scheduler and serving lie inside this package. In a checkout, which Python prefers if it is the
+# current folder, they lie next to it.
 if not (Path(__file__).parent / "scheduler").exists():
     __path__.append(str(Path(__file__).parents[1]))
 

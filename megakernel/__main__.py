@@ -1,4 +1,4 @@
-"""`python -m megakernel`: the console script, where it is not on the path."""
+"""Runs the console script as `python -m megakernel`, for shells that do not have it on the path."""
 
 from __future__ import annotations
 

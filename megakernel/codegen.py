@@ -1,11 +1,11 @@
-"""Writes what other languages and readers need of the declared tables: `python -m megakernel.codegen [--check]`.
+"""Generates files from the declared tables: `python -m megakernel.codegen [--check]`.
 
 csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
 csrc/cuda/params.h      arguments of a launch of the CUDA interpreter, pages of shared memory
 docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
 
-All are committed; `--check` exits with 1 where a committed file differs from what the tables say.
+All of them are committed; `--check` exits with 1 if a committed file differs from the tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .isa.phases import NO_BUFFER
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
 
-# Constants of C++: under the names that they have in these modules, or after `=` there, and before it in C++.
+# C++ constants, under the names that they have in these modules; `cpp=python` gives both names where they differ.
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     *((record, _WORDS), (dims, "shard_unit kv_unit kv_scale"), (phases, "max_phases"), (record, "next indexed")),
@@ -74,7 +74,7 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
     return [f"constexpr int32_t k{name} = {value};" for name, value in values.items()]
 
 
-# Methods of Dims that C++ has too, translated from their Python. What is derived is worked out once for each program.
+# Methods of Dims that C++ has too, translated from Python. Derived sizes are computed once per program.
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
@@ -86,7 +86,7 @@ _HELPERS = ("ceil_div", "shard_units", "share", "start")
 
 
 def _c(node: ast.expr) -> str:
-    """A Python expression over whole numbers that are not negative, in C++."""
+    """Translate a Python expression over non-negative integers to C++."""
     match node:
         case ast.BinOp(left, op, right):
             signs = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"}
@@ -137,7 +137,7 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Dims with what is derived from them as fields, under the same names."""
+    """Dims with its derived sizes as fields, under the same names."""
     return [
         "// Dims, and what is derived from them, worked out once: that takes divisions.",
         "struct Sizes : Dims {",
@@ -303,7 +303,7 @@ def params() -> str:
 
 
 def _columns(titles: str) -> list[str]:
-    """The head of a table in Markdown."""
+    """The header of a Markdown table."""
     return [f"| {titles} |", f"| {' | '.join('---' for _ in titles.split('|'))} |"]
 
 

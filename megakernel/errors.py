@@ -1,4 +1,4 @@
-"""The one exception that a user sees: a sentence that says what failed, where, and the remedy."""
+"""The one exception that users see: a sentence that says what failed, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 class MegakernelError(Exception):
     """Bad input or a failed operation. The command line prints its text as one line and exits with 1.
 
-    A file may have named what an error names. So characters that a terminal would obey are shown as their codes.
+    Names in an error may come from a file, so characters that would control a terminal are shown as their codes.
     """
 
     def __str__(self) -> str:
@@ -20,7 +20,7 @@ class MegakernelError(Exception):
 
 @contextmanager
 def file_errors(task: str) -> Iterator[None]:
-    """Raises MegakernelError for an OSError in the block: "cannot `task`", and what the system says."""
+    """Raises MegakernelError for an OSError in the block: "cannot `task`", with the system's message."""
     try:
         yield
     except OSError as e:
@@ -29,10 +29,10 @@ def file_errors(task: str) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` when the block ends: a reader never sees half of it.
+    """A file to write, which replaces `path` when the block ends, so that a reader never sees a partial file.
 
-    Where the disk is full, what was there stays, and nothing else is left. A device is written itself. Raises
-    MegakernelError: "cannot write `what`", and what the system says.
+    If the disk is full, the old file stays and nothing else is left behind. A device is written directly. Raises
+    MegakernelError: "cannot write `what`", with the system's message.
     """
     part = path if path.exists() and not path.is_file() else path.with_name(path.name + ".part")
     with file_errors(f"write {what}"):

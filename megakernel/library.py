@@ -1,4 +1,4 @@
-"""Where the native library is. Who calls it declares the functions it calls."""
+"""Finds the native library. The modules that call it declare its functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load() -> ctypes.CDLL:
     """The loaded library. Calls release the GIL."""
     path = Path(__file__).parents[1] / _FILE
     try:
-        # A checkout that is imported from the current folder has no library of its own: take the installed one.
+        # A checkout that is imported from the current folder has no library of its own, so the installed one is used.
         return ctypes.CDLL(str(path if path.exists() else distribution("megakernel").locate_file(_FILE)))
     except PackageNotFoundError:
         raise MegakernelError("the native library is not built: run `pip install .` in the checkout") from None

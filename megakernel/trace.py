@@ -1,4 +1,4 @@
-"""What happened and when: one 32-byte record per interval, the same from every executor.
+"""Declares the trace: one 32-byte record per interval, the same from every executor.
 
 `megakernel.codegen` writes the C++ struct from FIELDS.
 """
@@ -18,9 +18,9 @@ from .errors import MegakernelError, file_errors, whole_file
 
 
 class Role(IntEnum):
-    """Which part of a worker. A CPU thread is all of them and reports WORKER.
+    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER.
 
-    LOADER brings weights and waits for pages only; INPUT_LOADER waits for counters, then brings activations.
+    LOADER loads weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
     """
 
     WORKER = 0
@@ -59,7 +59,8 @@ Intervals = NDArray[np.void]
 if DTYPE.itemsize != 32:
     raise AssertionError("a trace record is 32 bytes")
 
-# The times of a header, in seconds: no clock has ticks below a femtosecond, and no reading of it takes a second.
+# Limits of the times in a header, in seconds: no clock ticks faster than a femtosecond, and reading it takes less than
+# a second.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
 _MOST_WORK = 1e30  # FLOPs or bytes of an attention slot: sums of them stay finite
 
@@ -68,10 +69,10 @@ _MAGIC = b"MKTRACE1"
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """`program` is the program's hash; ticks are `tick_s` seconds; `read_s` is the cost of reading the clock.
+    """`program` is the program's hash. Ticks are `tick_s` seconds. `read_s` is the cost of reading the clock.
 
-    `clock_error_s` bounds the offset between ranks after alignment (0 within one clock); `dropped` intervals did
-    not fit. `source` is reference, cpu, cuda, protocol or simulator.
+    `clock_error_s` bounds the offset between ranks after alignment (0 within one clock); `dropped` intervals did not
+    fit. `source` is reference, cpu, cuda, protocol or simulator.
     """
 
     program: str
@@ -83,7 +84,7 @@ class TraceHeader:
 
 
 def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
-    """Raise ValueError for what no executor writes."""
+    """Raise ValueError for records that no executor writes."""
     if not all(isinstance(text, str) and text.isprintable() for text in (header.program, header.source)):
         raise ValueError("program and source are not printable text")
     for name, least in (("tick_s", _LEAST_TICK_S), ("read_s", 0.0), ("clock_error_s", 0.0)):
@@ -99,8 +100,7 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 @dataclass(frozen=True)
 class Trace:
     """`attention`: [launches, ranks, slots, 2] FLOPs, and bytes of K and V, of each attention slot's items in a layer,
-    which the program does not tell; None where it was not recorded. In a file it follows the header, which has its
-    shape.
+    which do not follow from the program; None if not recorded. In a file it follows the header, which has its shape.
     """
 
     header: TraceHeader

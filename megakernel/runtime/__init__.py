@@ -1,4 +1,4 @@
-"""Launching programs: step tables, and a folder for each backend."""
+"""Launches programs: step tables, and a folder for each backend."""
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine, registered

@@ -1,15 +1,15 @@
-"""Attention work items: a step's (rows x KV heads x KV tokens) cut into equal shares, one for each attention slot.
+"""Divides a step's attention (rows x KV heads x KV tokens) into equal shares of work, one for each attention slot.
 
-Each rank has items of its own, for the KV heads that its query heads use.
+Each rank has its own items, for the KV heads that its query heads use.
 
-Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work then lies on one line: tile
-after tile, within a tile part after part. Slot s gets the s-th of equal lengths of it. Where a share ends inside a tile
-the tile is cut: between two parts, or inside one part, between rows or (a split) between KV blocks. So there are at
-most three items a slot more than tiles.
+Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then laid out on one line:
+tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. Where a share
+ends inside a tile, the tile is cut: between two parts, or inside a part, either between rows or (a split) between KV
+blocks. So the number of items is at most that of tiles plus three per slot.
 
-A CPU core takes one KV head after the other, so a part is one head. An SM computes `pages.UNITS` units of
-`pages.QUERY_TILE` query rows x heads side by side: its tiles are so high that one KV head fills all units, and where a
-tile has fewer rows a part has more heads.
+A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units of
+`pages.QUERY_TILE` query rows x heads side by side. Its tiles have enough rows for one KV head to fill all units; if a
+tile has fewer rows, a part has more heads.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div, pages, target_of
 
 Ints = NDArray[np.signedinteger]
-# By number of a rank's KV heads, since equal shares are dealt alike: items by step-table field, and slot_items.
+# By number of KV heads of a rank, because equal shares give equal items: items by step-table field, and slot_items.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
-# Rows of a query tile on a CPU. Its rows share each read of K and V: from 32 rows on, a loaded element feeds enough
-# multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's first-level cache.
+# Rows of a query tile on a CPU. They share each read of K and V: from 32 rows on, a loaded element feeds enough
+# multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's L1 cache.
 QUERY_TILE = 32
-# KV blocks of the smallest piece of a split on a CPU: below, its merge and hand-off cost more than it saves. (On a GPU
-# it is one: a block alone keeps a unit busy for longer than the hand-off, and with few rows most SMs are idle.)
+# KV blocks of the smallest item of a split on a CPU. A smaller one costs more for merge and hand-off than it saves. (On
+# a GPU it is one: a single block keeps a unit busy for longer than the hand-off takes, and with few rows most SMs are
+# idle.)
 SPLIT_GRAIN = 2
-# An SM computes a pass over a KV block in about the time in which its share of the memory brings K and V of so many
-# heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax make 3 us; 64 KiB at 36 GB/s 1.8 us.
+# An SM computes a pass over a KV block in about the time in which its share of memory delivers K and V of this many
+# heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax take 3 us; 64 KiB at 36 GB/s take
+# 1.8 us.
 PASS_HEADS = 2
-# A cut this near to a part's border, in shares, moves there: less balance, but no split and fewer items.
+# A cut this close to a part's border, as a fraction of a share, moves to the border: less balance, but no split and
+# fewer items.
 SLACK = 1 / 8
 
 
@@ -50,7 +53,7 @@ class _Cut(Enum):
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Runs of rows of one chunk, or of padding (`seq` -1), inside one row block; one array element a tile."""
+    """Runs of rows of one chunk, or of padding (`seq` -1), inside one row block; one array element per tile."""
 
     row: Ints
     rows: Ints
@@ -63,8 +66,8 @@ class _Tiles:
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     """Every rank's items, for chunks of `count` rows of sequence `seq` from position `start`.
 
-    Chunks are in row order. Cuts more coarsely where `items` is scarce, splits less where `partials` is. Raises
-    MegakernelError where not even one item for each chunk in each row block fits.
+    Chunks are in row order. Cuts become coarser if `items` is too small, and splits fewer if `partials` is. Raises
+    MegakernelError if not even one item per chunk and row block fits.
     """
     ranks = (dims if rank == dims.rank else replace(dims, rank=rank) for rank in range(dims.tp))
     by_heads = {rank.rank_kv_heads: rank for rank in ranks if rank.rank_kv_heads}
@@ -72,7 +75,7 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
 
 
 def write_items(table: StepTable, dealt: Dealt) -> None:
-    """Fill every rank's slot_items and item_* with what `deal_items` has dealt."""
+    """Write the result of `deal_items` into every rank's slot_items and item_* fields."""
     for rank in range(table.dims.tp):
         view = table.rank(rank)
         view.item_split[:] = -1
@@ -96,7 +99,7 @@ def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, In
 
 def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _Tiles:
     live = int(count.sum())
-    # Padding is one more chunk at the end.
+    # Padding is treated as one more chunk at the end.
     chunk_row = np.append(np.cumsum(count) - count, live)
     seq, start = np.append(seq, -1), np.append(start, 0)
     run = np.union1d(chunk_row, np.arange(0, dims.tokens, dims.row_block))
@@ -115,26 +118,27 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
 
 @dataclass(frozen=True)
 class _Parts:
-    """How tiles are divided into parts; one array element a tile."""
+    """How tiles are divided into parts; one array element per tile."""
 
-    wide: Ints  # KV heads of a part; they divide the rank's
+    wide: Ints  # KV heads of a part; a divisor of the rank's number
     cost: Ints  # of a part
-    by_blocks: NDArray[np.bool_]  # a part is cut between KV blocks, not between rows
-    grain_blocks: int  # KV blocks of the smallest piece
+    by_blocks: NDArray[np.bool_]  # a part is cut between KV blocks instead of rows
+    grain_blocks: int  # KV blocks of the smallest item
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Of a CPU core: the cost is that of its multiply-adds, rows x KV tokens."""
+    """The parts for a CPU core, whose cost is its multiply-adds: rows x KV tokens."""
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
     share = dims.rank_kv_heads * int(cost.sum()) / dims.attention_slots
     return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
 
 
 def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Of an SM. A part of a block or of a pass takes it as long as all of it, so parts are cut between KV blocks.
+    """The parts for an SM. A fraction of a block or of a pass takes as long as a whole one, so parts are cut between KV
+    blocks.
 
-    A part has as many KV heads as there are units, if a block of it is so small that cuts between blocks are fair; but
-    if there are blocks enough for all slots, so many that the units do not keep the memory waiting.
+    If one block of a part is so small that cuts between blocks are fair, the part has as many KV heads as there are
+    units. If there are enough blocks for all slots, it has only as many heads as keep memory busy.
     """
     heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
@@ -149,7 +153,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     """Items by step-table field, and the slot of each, ascending.
 
-    A part is `grains` long on the line: rows, or runs of KV blocks (`by_blocks`).
+    A part has a length of `grains` on the line: rows, or runs of KV blocks (`by_blocks`).
     """
     divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
     wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
@@ -161,7 +165,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         grains = np.ones_like(grains)
     line = np.append(0, np.cumsum(parts * grains))
 
-    # Where each share ends: which tile, which part of it, how far into the part.
+    # The end of each share: which tile, which part of it, how far into the part.
     cost_end = np.cumsum(parts * cost)
     at = share * np.arange(1, dims.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
@@ -175,7 +179,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     border = nearest.astype(np.int64) * grains[tile]
     grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
-    # Splits take partials, first come first served; the others' cuts move to the part's border.
+    # Splits need partials, first come first served; the cuts of those that get none move to the part's border.
     number = first_part[tile] + part
     inside = (grain > 0) & (grain < grains[tile])
     split = np.unique(number[inside & by_blocks[tile]])

@@ -1,4 +1,4 @@
-"""The seam between an engine and an executor: weights and state bound once, one launch per step."""
+"""The interface between an engine and an executor: weights and state are bound once, and each step is one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..trace import Trace
 
 
 class Logits(Protocol):
-    """Rows of logits: an array, or what is copied from a device when it is read."""
+    """Rows of logits: an array, or data that is copied from a device when it is read."""
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
@@ -23,7 +23,7 @@ class Logits(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """What one launch leaves for the host. Arrays are the launch's own until the next one; copy to keep."""
+    """The results of a launch on the host. The next launch overwrites the arrays; copy them to keep them."""
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
@@ -33,26 +33,28 @@ class Output:
 
 
 class Launch(Protocol):
-    """A launch under way."""
+    """A running launch."""
 
     def wait(self) -> Output:
-        """Its outcome, once. Ctrl-C aborts it within a second; the next launch works."""
+        """Return the output, once. Ctrl-C aborts the launch within a second; the next launch works."""
 
     def abort(self) -> None:
-        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
+        has ended.
+        """
 
 
 class Backend(Protocol):
     """An executor with one model's weights and one KV pool.
 
-    Made by `megakernel.runtime.create`. Programs of any bucket may be launched in any order; they must agree
-    with the backend in every model dimension, page size and limit.
+    `megakernel.runtime.create` makes it. Programs of any bucket may be launched in any order; they must agree with the
+    backend in every model dimension, page size and limit.
     """
 
     name: str
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
-        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""
@@ -61,4 +63,4 @@ class Backend(Protocol):
         """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
 
     def close(self) -> None:
-        """Abort what runs, release threads and memory. Further launches are errors."""
+        """Abort a running launch; release threads and memory. Further launches are errors."""

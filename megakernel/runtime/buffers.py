@@ -1,4 +1,6 @@
-"""What every backend does alike with its buffers: allocate them, write prompts into them, refuse what does not fit."""
+"""Buffer functions that all backends share: allocate buffers, write prompts into them, refuse programs that do
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from ..program import Program
 from ..settings import SETTINGS
 from .step_check import check_step
 
-# What programs of one backend may differ in; everything else is the model, its numerics and the engine's limits.
+# The sizes in which programs of one backend may differ. All others belong to the model, its numerics or the engine's
+# limits.
 _BUCKET = {
     "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "mask_rows",
     "replicated_residual",
@@ -19,26 +22,26 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """A zeroed array in the buffer's dtype (bfloat16 as uint16); layered buffers have the layer axis in front."""
+    """A zeroed array in the buffer's dtype (bfloat16 as uint16); the first axis of a layered buffer is the layer."""
     spec = BUFFERS[buffer]
     layers = (dims.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """HISTORY[slot, start : start + len(tokens)] = tokens. Raises MegakernelError where there is no such place."""
+    """HISTORY[slot, start : start + len(tokens)] = tokens. Raises MegakernelError if this place does not exist."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 
 
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
-    """Raise MegakernelError where a HISTORY of `shape` has no place for `count` tokens."""
+    """Raise MegakernelError if a HISTORY of `shape` has no room for `count` tokens there."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(f"history of slot {slot} has no room for {count} tokens at {start}")
 
 
 def check_program(dims: Dims, program: Program) -> None:
-    """Raise MegakernelError naming the size in which `program` differs from a backend made for `dims`."""
+    """Raise MegakernelError that names the size in which `program` differs from a backend made for `dims`."""
     if program.ranks != dims.tp:
         raise MegakernelError(
             f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: "
@@ -53,7 +56,7 @@ def check_program(dims: Dims, program: Program) -> None:
 
 
 def check_table(program: Program, table: StepTable, pages: int) -> None:
-    """Raise MegakernelError unless `table` was made for `program` and names pages of a pool of `pages` only."""
+    """Raise MegakernelError unless `table` was made for `program` and names only pages of a pool of `pages`."""
     if table.dims != program.dims:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:

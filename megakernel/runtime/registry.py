@@ -1,6 +1,6 @@
-"""Every backend, registered once: `--backend`, `doctor`, the engine and the benchmarks read this table.
+"""All backends, registered once: `--backend`, `doctor`, the engine and the benchmarks read this table.
 
-A backend's modules are imported when it is used, so that a machine without GPU packages runs the others.
+The modules of a backend are imported when it is used, so that a machine without GPU packages can run the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ RANKS = ("threads", "processes")
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is made from. `threads` of a CPU, `ranks` (one of RANKS) says what executes the ranks there."""
+    """The inputs of a backend. For a CPU, `threads` is its number of threads, and `ranks` (one of RANKS) says whether
+    ranks are threads or processes.
+    """
 
     checkpoint: Checkpoint
     dims: Dims
@@ -36,13 +38,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Registered:
-    """`lack` says why a model, computed in a type, cannot run on it here; `machine` is one rank's share of the machine,
-    by the threads that are asked for and the number of ranks.
+    """`lack` returns why a model, computed in a type, cannot run on it here. `machine` is one rank's share of the
+    machine, by the number of threads and of ranks.
 
-    `dtype` is the type it computes in where nobody asks for one; None: the checkpoint's own. `target`: what programs
-    are compiled for. `stores`: weights and KV cache may have types of their own in memory; else all have the compute
-    type. `automatic`: `auto` may take it. `devices`: each rank has memory of its own. `arithmetic`: results mean
-    something.
+    `dtype` is its compute type by default; None means the checkpoint's own. `target` is the target that programs are
+    compiled for. `stores`: weights and KV cache may have their own types in memory; otherwise all have the compute
+    type. `automatic`: `auto` may choose it. `devices`: each rank has its own memory. `arithmetic`: results are
+    meaningful.
     """
 
     what: str
@@ -57,7 +59,7 @@ class Registered:
     arithmetic: bool = True
 
     def refuses(self, weights: str, kv_cache: str = "auto") -> str | None:
-        """Why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` ask."""
+        """The reason why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` request."""
         if not self.stores and weights != "auto":
             return f"weights in {weights} are not supported on {self.what}: use --weights auto"
         if not self.stores and kv_cache != "auto":
@@ -66,7 +68,9 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One worker per thread, but no more workers than cores: two workers that share a core only wait for each other."""
+    """One worker per thread, but at most one per core, because two workers that share a core only wait for
+    each other.
+    """
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 
@@ -109,7 +113,7 @@ def _cuda_lack(config: ModelConfig, dtype: Dtype) -> str | None:
     return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
 
 
-# `auto` takes the first that it may and that lacks nothing.
+# `auto` takes the first one that is `automatic` and lacks nothing.
 REGISTRY: dict[str, Registered] = {
     "cuda": Registered(
         "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, HOPPER, stores=False, automatic=True, devices=True
@@ -122,24 +126,24 @@ BACKENDS = ("auto", *REGISTRY)
 
 
 def registered(name: str) -> Registered:
-    """The backend `name`. Raises MegakernelError where there is none."""
+    """The backend `name`. Raises MegakernelError if it does not exist."""
     if name not in REGISTRY:
         raise MegakernelError(f"unknown backend {name!r}: known are {', '.join(BACKENDS)}")
     return REGISTRY[name]
 
 
 def backend_for(target: str) -> Registered:
-    """What runs programs of a target."""
+    """The backend that runs programs of a target."""
     return next(backend for backend in REGISTRY.values() if backend.automatic and backend.target.name == target)
 
 
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """`auto` made definite, and the type to compute in; None is the checkpoint's own. `weights` and `kv_cache`: what
-    `--weights` and `--kv-cache-dtype` ask.
+    """The backend that `auto` stands for, and the compute type; None means the checkpoint's own. `weights` and
+    `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
-    Raises MegakernelError where `name` is unknown or cannot run this model here.
+    Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
     candidates = [n for n, r in REGISTRY.items() if r.automatic] if name == "auto" else [name]
     lack = None
@@ -162,7 +166,7 @@ def create(
     threads: int | None = None,
     ranks: str = "threads",
 ) -> Backend:
-    """The backend `name` (auto as `choose_backend` says) with the checkpoint's weights and a KV pool of `pages` pages.
+    """The backend `name` (`auto` as in `choose_backend`) with the checkpoint's weights and a KV pool of `pages` pages.
 
     `threads` defaults to the cores this process may use; the reference backend has one. In a torchrun job, ranks on a
     CPU are always its processes, and the call returns on rank 0 only. Raises MegakernelError for a backend that is
@@ -176,12 +180,14 @@ def create(
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """What one of `ranks` ranks has of this machine: to compile for."""
+    """The share of this machine that one of `ranks` ranks has, for the compiler."""
     return registered(name).machine(threads, ranks)
 
 
 def join_ranks(tp: int) -> bool:
-    """In a torchrun job of `tp` ranks, what every process calls first; only rank 0 goes on. False elsewhere."""
+    """In a torchrun job of `tp` ranks, every process calls this first, and only rank 0 continues. Does nothing
+    elsewhere.
+    """
     from .cpu.processes import join_ranks as join
 
     return join(tp)

@@ -1,4 +1,4 @@
-"""What a step computes, as arrays, and how a step table says so."""
+"""The rows of a step as arrays, and how they are written into a step table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sampling import Ints, Sampling
 
 @dataclass(eq=False)
 class Lineup:
-    """Who takes part in a step with how much: chunks of tokens, each of another slot, and logit rows of them."""
+    """The sequences of a step and their work: chunks of tokens, each of another slot, and logit rows of them."""
 
     # -- of each chunk
     slot: Ints
@@ -23,35 +23,35 @@ class Lineup:
     # -- of each logit row, in the order of token rows
     chunk: Ints  # which chunk it belongs to
     index: Ints  # which token of the chunk
-    place: Ints  # how to sample, in `Sampling`
+    place: Ints  # the place in `Sampling` that says how to sample
     target: Ints  # token to score; -1: sample
-    store: NDArray[np.bool_]  # whether HISTORY gets what is sampled
+    store: NDArray[np.bool_]  # whether HISTORY gets the sampled token
 
 
 @dataclass(eq=False, slots=True)
 class Rows:
-    """What a step computes. Steps in which the same sequences go on alike share their lineup."""
+    """The rows of a step. Consecutive steps in which the same sequences continue share their lineup."""
 
     lineup: Lineup
-    start: Ints  # of each chunk, its first token's position
-    tokens: Ints  # of each token, chunk by chunk; -1: HISTORY[slot][position]
+    start: Ints  # for each chunk, its first token's position
+    tokens: Ints  # for each token, chunk by chunk; -1: HISTORY[slot][position]
 
     @property
     def position(self) -> Ints:
-        """Of each logit row: the number of tokens before the one that it is about."""
+        """For each logit row, the number of tokens before the one it predicts."""
         return self.start[self.lineup.chunk] + self.lineup.index + 1
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise MegakernelError where a step needs more of a program's `capacity` than `limit`."""
+    """Raise MegakernelError if a step needs more of a program's `capacity` than `limit`."""
     if wanted > limit:
         raise MegakernelError(f"step needs {capacity} = {wanted}, the program was compiled for {limit}")
 
 
 def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
-    """Write everything of `table` but pages and attention items; the rest of its rows becomes padding.
+    """Write all fields of `table` except pages and attention items; remaining rows become padding.
 
-    Raises MegakernelError naming the capacity (a field of Dims) that is exceeded.
+    Raises MegakernelError that names the exceeded capacity (a field of Dims).
     """
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.tokens)
@@ -74,7 +74,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: Rows) -> None:
-    """Write tokens and positions into a table that was filled for the same lineup."""
+    """Write only tokens and positions into a table that was filled for the same lineup."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
@@ -85,7 +85,7 @@ def move_rows(table: StepTable, rows: Rows) -> None:
 
 
 def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:
-    """`values` and then -1, up to `length`."""
+    """`values` followed by -1, up to `length`."""
     out = np.full(length, -1)
     out[: len(values)] = values
     return out

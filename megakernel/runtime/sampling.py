@@ -1,4 +1,4 @@
-"""How logit rows are sampled: as one object for each row, or as columns for many."""
+"""How logit rows are sampled: one object per row, or columns for many rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Logits wanted at token `index` of a chunk, and what to do with them. Defaults sample greedily.
+    """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
 
-    `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position
-    after the row's. Rows with penalties read the tokens before that position from HISTORY, so of several such rows of
-    one chunk none may store.
+    `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position after the
+    row's. Rows with penalties read the earlier tokens from HISTORY, so if a chunk has several such rows, none of them
+    may store.
     """
 
     index: int
@@ -42,14 +42,14 @@ class SampleRow:
 
     @property
     def penalised(self) -> bool:
-        """Whether its choice depends on which tokens HISTORY has."""
+        """Whether its choice depends on the tokens in HISTORY."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 class Sampling:
-    """Ways to sample, each at a place of its own. The last place keeps the defaults, for rows that do not sample.
+    """Ways to sample, each at its own place. The last place has the defaults, for rows that do not sample.
 
-    `columns` are named as fields of the step table.
+    `columns` are named like fields of the step table.
     """
 
     def __init__(self, places: int) -> None:
@@ -63,7 +63,7 @@ class Sampling:
         self.bias_values: NDArray[np.float32] = np.zeros((places, 0), np.float32)
 
     def set(self, place: int, row: SampleRow) -> None:
-        """Sample at `place` as `row` says."""
+        """Set `place` to sample like `row`."""
         for name in (*_INTS, *FLOATS):
             self.columns[name][place] = getattr(row, name)
         low, high = np.array([row.seed & _WORD, row.seed >> 32 & _WORD], np.uint32).view(np.int32)

@@ -1,4 +1,4 @@
-"""From a description of chunks to a valid step table."""
+"""Builds a valid step table from a list of chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sampling import SampleRow, Sampling
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence: a prefill piece, or one decode row with the tokens proposed after it.
+    """Consecutive tokens of one sequence: a part of a prefill, or one decode row with proposed tokens after it.
 
     `slot` is its block-table row and HISTORY slot. A token of -1 means HISTORY[slot][position]. `pages` are the
     sequence's page ids from its start, enough for `start + len(tokens)`.
@@ -31,11 +31,11 @@ class Chunk:
 
 
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-    """The step table that runs `chunks`, each in its own slot; `check_step` says what holds of it.
+    """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
-    Chunks take token rows, and their samples logit rows, in order; the rest is padding. Raises MegakernelError
-    naming the capacity (a field of Dims) that a chunk or all of them together exceed, or a token outside the
-    vocabulary, which would read what is not the embedding's.
+    Chunks take token rows, and their samples take logit rows, in order; the rest is padding. Raises MegakernelError
+    that names a capacity (a field of Dims) that a chunk or all of them exceed, or a token outside the vocabulary, which
+    would read beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

@@ -1,4 +1,4 @@
-"""What makes a step table valid: the invariants that programs, verifier and backends rely on."""
+"""The invariants of a step table, on which programs, the verifier and backends rely."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _check_rows(t: StepTable) -> None:
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
-    """Sequences `seq` write positions `start` to `last` and read all before."""
+    """Check that sequences `seq`, which write positions `start` to `last` and read all earlier ones, have
+    valid pages.
+    """
     index = np.arange(t.dims.pages_per_seq)
     tables = t.block_tables[seq]
     used = index <= (last // t.dims.kv_page)[:, None]
@@ -86,7 +88,7 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
     foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
     _require(~foreign, "a page that one sequence writes is used by another")
-    # Nor may a sequence meet a page that it writes again among its older ones.
+    # A sequence must not have a page that it writes among its older pages either.
     older = used & ~written
     at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
     _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
@@ -134,7 +136,9 @@ def _check_items(t: StepTable) -> None:
 
 
 def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
-    """Check split items; a mask of the items that count in the partition: unsplit ones and each split's first."""
+    """Check split items; returns a mask of the items that count in the partition: unsplit ones and the first
+    of each split.
+    """
     d = t.dims
     once = np.ones(n, bool)
     taken = np.zeros(d.partials, bool)

@@ -1,4 +1,4 @@
-"""The tables of successive steps, of which only what has changed is written."""
+"""Writes the tables of successive steps, changing only what differs from the previous one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .sampling import Sampling
 
 
 class Pages:
-    """Page ids of each slot's sequence; `count` of a row of `ids` are valid.
+    """The page ids of each slot's sequence; the first `count` of a row of `ids` are valid.
 
-    Whoever changes a row says so in `changed`, which has a row for each of the two tables that `Steps` writes in turn.
+    Any change of a row must be marked in `changed`, which has a row for each of the two tables that `Steps` writes in
+    turn.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -26,7 +27,7 @@ class Pages:
 
 @dataclass
 class _Kept:
-    """A table and what it was last written for; no rows and no deal after an exception."""
+    """A table and the rows it was last written for; empty after an exception."""
 
     table: StepTable
     rows: Rows | None = None
@@ -34,10 +35,11 @@ class _Kept:
 
 
 class Steps:
-    """Writes the tables of an engine's steps into two tables in turn: a launch reads one while the other is written.
+    """Writes the tables of an engine's steps alternately into two tables: a launch reads one while the other is
+    written.
 
-    While a lineup goes on by one token each, a table needs new tokens and positions only, and its attention items stay
-    as they are until a row enters its next KV block.
+    While every sequence of a lineup continues by one token, a table needs only new tokens and positions. Its attention
+    items stay the same until a row enters its next KV block.
     """
 
     def __init__(self, pages: Pages, sampling: Sampling) -> None:
@@ -46,9 +48,9 @@ class Steps:
         self._turn = 0  # which of the two is next
 
     def build(self, dims: Dims, rows: Rows) -> StepTable:
-        """The table of a step of `rows`, which the call after the next one overwrites.
+        """The table of a step of `rows`. The call after the next one overwrites it.
 
-        Raises MegakernelError naming the capacity (a field of Dims) that is exceeded.
+        Raises MegakernelError that names the exceeded capacity (a field of Dims).
         """
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
@@ -76,7 +78,7 @@ class Steps:
 
 
 def _goes_on(last: Rows, rows: Rows) -> bool:
-    """Whether each chunk is the token after the one that its sequence had in `last`."""
+    """Whether each chunk is the token that follows its sequence's token in `last`."""
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)

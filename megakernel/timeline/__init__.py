@@ -1,4 +1,4 @@
-"""Where the time went: metrics, a page, a Perfetto file and a terminal table, from a program and its trace."""
+"""Shows where the time went: metrics, a page, a Perfetto file and a terminal table, from a program and its trace."""
 
 from .compare import compare
 from .html import page, write_html

@@ -1,8 +1,8 @@
-"""Two traces side by side: predicted and measured, or before and after a change.
+"""Compares two traces: predicted and measured, or before and after a change.
 
 The counterpart of an executed instruction has a phase of the same name and the same operands, layer, rank and launch,
-wherever it was placed and whenever it ran. So programs of one bucket that were compiled differently can be compared as
-well.
+wherever it was placed and whenever it ran. Programs of one bucket that were compiled differently can therefore be
+compared too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .resolve import Resolved, resolve
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """COMPUTE time of the matched instructions of one phase: mean of both, and second / first."""
+    """The COMPUTE time of the matched instructions of one phase: the mean in each trace, and second / first."""
 
     name: str
     count: int
@@ -34,7 +34,7 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """First begin and last end of a phase in one layer over all workers, in seconds since its launch began."""
+    """The first begin and the last end of a phase in one layer over all workers, in seconds since its launch began."""
 
     layer: int | None
     instruction: str
@@ -44,9 +44,10 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`step_s` of both and their ratio, second / first; of `instructions` only those with a counterpart are timed.
+    """`step_s` of both traces and their ratio, second / first. Times of `instructions` cover only those with a
+    counterpart.
 
-    `phases` are of the last launch, in the order in which the first trace began them.
+    `phases` are those of the last launch, in the order in which the first trace began them.
     """
 
     first: str
@@ -75,7 +76,9 @@ class _Executed:
 
 
 def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comparison:
-    """All of it; MegakernelError if a trace does not fit its program or the two have no instruction in common."""
+    """Compare two traces. Raises MegakernelError if a trace does not fit its program or the two share no
+    instruction.
+    """
     a, b = resolve(*first), resolve(*second)
     phases, places = in_common((a.program, b.program))
     one, two = (_executed(*each) for each in zip((a, b), places, strict=True))
@@ -103,7 +106,9 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
 
 
 def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
-    """The phases of all programs, one of each name, and for each program their places in that list, by number."""
+    """The phases of all programs, one per name, and for each program the position of its phases in that list,
+    by number.
+    """
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
     place = {name: at for at, name in enumerate(phases)}
@@ -111,7 +116,9 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np
 
 
 def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of the two arrays that are equal: indices into both. Of equal rows in one array the first counts."""
+    """The rows that are equal in both arrays, as indices into both. If one array repeats a row, its first
+    occurrence counts.
+    """
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
     for side, ids in enumerate((at.ravel()[: len(one)], at.ravel()[len(one) :])):
@@ -122,7 +129,9 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
 
 
 def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows, words] what an executed instruction shares with its counterpart. `places`: of its phase, `in_common`."""
+    """[rows, words] the identity that an executed instruction shares with its counterpart. `places` is its phase's
+    position `in_common`.
+    """
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
     own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)
@@ -130,7 +139,9 @@ def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int
 
 
 def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
-    """Of every instance with a COMPUTE that is not control; those of one identity may be several (none in practice)."""
+    """All executed instructions that have a COMPUTE and are not control instructions. In practice, identities
+    do not repeat.
+    """
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     rows = chosen[first]

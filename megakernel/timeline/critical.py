@@ -1,4 +1,4 @@
-"""The critical path: which instructions, one after the other, made the step as long as it is."""
+"""The critical path: the chain of instructions that determined the length of the step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .resolve import Resolved
 
 @dataclass(frozen=True)
 class Link:
-    """One instruction of the chain, in seconds since the launch began. `after` says what it had to follow.
+    """One instruction of the chain, with times in seconds since the launch began. `after` says what it had to follow.
 
-    `instruction` is the name of its phase. `begin_s` and `end_s` are its part of the path, and `gap_s` lies between the
-    link before and `begin_s`. `after` is "wait" (the link before released it), "order" (the link before is earlier in
-    its worker) or "start". `interval` is the row in the trace.
+    `instruction` is the name of its phase. `begin_s` and `end_s` are its part of the path, and `gap_s` is the time
+    between the previous link and `begin_s`. `after` is "wait" (the previous link released it), "order" (the previous
+    link is earlier in its worker) or "start". `interval` is the row in the trace.
     """
 
     rank: int
@@ -33,11 +33,12 @@ class Link:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Of the last launch, from its begin to its end. `seconds` = sum of `by_instruction` + `gap_s`, to the tick.
+    """The path of the last launch, from its begin to its end. `seconds` = sum of `by_instruction` + `gap_s`, to the
+    tick.
 
-    A link ends where it lets the next one go: the next of its worker when it is computed, one that waits for it when it
-    is stored. It begins there too, or where it begins to compute if that is later. The gaps between are signals,
-    dispatch, and loads that nothing hid.
+    A link ends where it lets the next one continue: after COMPUTE for the next instruction of its worker, after STORE
+    for one that waits for it. The next link begins there, or at its own COMPUTE if that is later. The gaps between are
+    signals, dispatch, and loads that nothing hid.
     """
 
     seconds: float
@@ -47,7 +48,8 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArray[np.int64]) -> CriticalPath:
-    """Walk back from the launch's last interval: to the later of what released an instruction and its predecessor.
+    """Walk back from the launch's last interval, each time to the later of an instruction's releaser and its
+    predecessor.
 
     finish: last interval of each instance (-1: not in the trace); releaser: of each interval (-1: none).
     """
@@ -78,7 +80,7 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
         before = int(previous[node])
         if before >= 0 and before not in seen:
             choices.append((int(done[before]), "order", before))
-        # Clocks are read after a signal is sent, so a releaser may seem to end late; it never seems to begin late.
+        # Clocks are read after a signal is sent, so a releaser may seem to end late, but it never seems to begin late.
         if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
             choices.append((int(resolved.end[finish[parent]]), "wait", parent))
         let_go, after, next_node = max(choices[1:] or choices)
@@ -107,7 +109,7 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
 
 
 def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance lets the next one of its worker go on: its last end but for what a storer still stores."""
+    """When each instance lets the next one of its worker continue: its last end, not counting stores by a storer."""
     done = np.full(len(finish), -1)
     inline = ~resolved.stored
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -115,7 +117,7 @@ def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance's COMPUTE begins; without one, its last interval."""
+    """When each instance's COMPUTE begins, or its last interval if it has no COMPUTE."""
     begin = np.full(len(finish), np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])
@@ -127,7 +129,7 @@ def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
 def _previous_on_lane(
     resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The instance that began before each on the same lane in the same launch, or -1."""
+    """For each instance, the one that began before it on the same lane in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))
     instance, lane = instance[order], resolved.lane[nodes[order]]

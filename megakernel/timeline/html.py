@@ -1,4 +1,4 @@
-"""The timeline as one HTML file that opens from a disk: template, styles, scripts and packed data in one."""
+"""Writes the timeline as one HTML file that works offline, with template, styles, scripts and packed data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .waits import Causes, causes, finishes, releasers
 
 _SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
-_OWNERS = -3  # beside OWN and EVERY: the ranks that own the rows
+_OWNERS = -3  # in addition to OWN and EVERY: the ranks that own the rows
 _LAYOUT = {
     "words": rec.WORDS,
     "operand": rec.OPERAND_WORD,
@@ -40,7 +40,7 @@ _LAYOUT = {
     "prologue": PROLOGUE,
     "epilogue": EPILOGUE,
 }
-_CURVE_MOST = 2**16 - 1  # stands for a curve's highest moment: see `tops`
+_CURVE_MOST = 2**16 - 1  # represents a curve's highest value (see `tops`)
 _MIN_BINS, _MAX_BINS = 512, 8192
 
 Columns = dict[str, NDArray[Any]]
@@ -48,8 +48,9 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page says about it. `places`: of its phases in the page's list, by number.
-    `peaks`: of RESOURCES; `curves`: shares of them, [ranks, RESOURCES, bins]."""
+    """A trace and everything that the page shows of it. `places`: positions of its phases in the page's list, by
+    number. `peaks`: of RESOURCES. `curves`: fractions of the peaks, [ranks, RESOURCES, bins].
+    """
 
     resolved: Resolved
     places: NDArray[np.int64]
@@ -66,7 +67,7 @@ class _Source:
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
         peak = peaks(machine or machine_of(program), program.processors)
-        # A resource without a known peak has no share.
+        # A resource whose peak is unknown has no fraction.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]
         summary = summarise_resolved(resolved, cause, finish, releaser, machine)
@@ -81,7 +82,7 @@ def write_html(
     *,
     machine: Machine | None = None,
 ) -> None:
-    """Write `page` to a file. Raises MegakernelError as it does, and where the file cannot be written."""
+    """Write `page` to a file. Raises MegakernelError as `page` does, or if the file cannot be written."""
     text = page(program, trace, other, machine=machine)
     with whole_file(path, f"timeline {path}") as part:
         part.write_text(text, encoding="utf-8")
@@ -90,10 +91,10 @@ def write_html(
 def page(
     program: Program, trace: Trace, other: tuple[Program, Trace] | None = None, *, machine: Machine | None = None
 ) -> str:
-    """The page, `other` below the first trace where given. `machine`: whose rates are the peaks, as in
-    `summarise`; of `other` too, where that names the same machine.
+    """The page, with `other` below the first trace if given. `machine` provides the peak rates, as in `summarise`, also
+    for `other` if that names the same machine.
 
-    MegakernelError if a trace does not fit its program, or the two have nothing in common.
+    Raises MegakernelError if a trace does not fit its program, or if the two have nothing in common.
     """
     pairs = [(program, trace), *([other] if other else [])]
     phases, places = in_common([program for program, _ in pairs])
@@ -107,7 +108,7 @@ def page(
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
         "comparison": asdict(compare(*pairs)) if other else None,
     }
-    # Widest elements first in `_columns`, so every column starts on a multiple of its own element size.
+    # `_columns` has the widest elements first, so every column is aligned to its element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
     parts = {
         "STYLE": _asset("viewer.css"),
@@ -126,7 +127,9 @@ def _asset(name: str) -> str:
 
 
 def _unit_s(sources: list[_Source]) -> float:
-    """Seconds of the page's unit of time: the first trace's tick, or as many as let any moment fit 32 bits."""
+    """The page's unit of time in seconds: the first trace's tick, or a multiple with which every moment fits
+    32 bits.
+    """
     tick = sources[0].resolved.trace.header.tick_s
     longest = max(s.resolved.period * s.resolved.trace.header.tick_s for s in sources)
     return tick * float(np.ceil(longest / tick / 2**32))
@@ -192,13 +195,13 @@ def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
 
 
 def _bins(resolved: Resolved) -> int:
-    """Bins of the curves in the page: a power of two, finer for longer traces."""
+    """The number of bins of the curves: a power of two, more for longer traces."""
     wanted = 1 << max(len(resolved) // 32, 1).bit_length()
     return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Columns of all traces one after the other: intervals, records, lanes and causes are numbered through."""
+    """The columns of all traces one after another; intervals, records, lanes and causes are numbered consecutively."""
     parts = [_columns(s, unit_s) for s in sources]
     shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
     for source, part in zip(sources, parts, strict=True):
@@ -217,9 +220,9 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Typed columns in the page's order: per interval, per record (all segments in a row) and per region.
+    """Typed columns in the page's order: per interval, per record (all segments one after another) and per region.
 
-    The first word of a record is the place of its phase in the page's list.
+    The first word of a record is the position of its phase in the page's list.
     """
     resolved, cause, rows = source.resolved, source.cause, source.resolved.rows
     factor = _moments(source, unit_s)[0]
@@ -249,7 +252,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
 
 
 def _twins(sources: list[_Source]) -> NDArray[np.int32]:
-    """Of each COMPUTE its counterpart in the other trace (see compare.py); -1: none."""
+    """For each COMPUTE, its counterpart in the other trace (see compare.py); -1: none."""
     total = sum(len(s.resolved) for s in sources)
     twin = np.full(total, -1, dtype=np.int32)
     if len(sources) == 2:
@@ -261,9 +264,9 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
 
 
 def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index, rank).
+    """The non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index, rank).
 
-    The rank is whose copy: a number, or OWN, EVERY or OWNERS.
+    The rank says whose copy it is: a number, or OWN, EVERY or OWNERS.
     """
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):

@@ -1,4 +1,4 @@
-"""Several launches of one program: which is the typical one, and in what the others differ."""
+"""Compares several launches of one program: which one is typical, and how the others differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from .summary import Summary
 
 @dataclass(frozen=True)
 class Difference:
-    """Seconds of one bar of the waterfall: in the median launch, the least and the most of all, and where the most."""
+    """One bar of the waterfall in seconds: its median, its minimum and its maximum over launches, and the launch of the
+    maximum.
+    """
 
     name: str
     median_s: float
@@ -21,7 +23,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Launches:
-    """`step_s` in the order of the launches, `median` the place of the median one; greatest differences first."""
+    """`step_s` in the order of the launches, `median` is the index of the median launch; the largest
+    differences come first.
+    """
 
     step_s: list[float]
     median: int
@@ -29,7 +33,7 @@ class Launches:
 
 
 def compare_launches(summaries: Sequence[Summary]) -> Launches:
-    """Of traces of one program, a launch each."""
+    """Compare traces of one program with one launch each."""
     steps = [s.step_s for s in summaries]
     median = sorted(range(len(steps)), key=lambda n: steps[n])[len(steps) // 2]
     parts = [{bar.name: bar.seconds for bar in s.waterfall.bars} for s in summaries]

@@ -1,4 +1,6 @@
-"""Instructions that took far longer than the others of their phase, as one does that the system interrupts."""
+"""Finds instructions that took far longer than others of their phase, for example because the system
+interrupted them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ FAR = 8  # times the median of the phase
 
 @dataclass(frozen=True)
 class Outliers:
-    """`median`: by phase number the median length in ticks of its COMPUTE, 0 without any. `chosen`: which intervals are
-    a COMPUTE that took more than FAR times that."""
+    """`median`: by phase number, the median length in ticks of COMPUTE (0 without any). `chosen`: which intervals are a
+    COMPUTE that took more than FAR times the median.
+    """
 
     median: NDArray[np.float64]
     chosen: NDArray[np.bool_]
 
     def beyond(self, resolved: Resolved) -> NDArray[np.float64]:
-        """Ticks that each interval took beyond the median of its phase."""
+        """The ticks by which each interval exceeded the median of its phase."""
         ticks: NDArray[np.float64] = resolved.end - resolved.begin - self.median[resolved.number]
         return ticks
 

@@ -1,4 +1,6 @@
-"""Overlaps, each with its formula. |S| is the length of a set of moments; None where the divisor is zero."""
+"""Measures of overlap, each with its formula. |S| is the total length of a set of times; None if the divisor
+is zero.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Overlap:
 
 
 def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
-    """Union of the chosen intervals per lane, lanes end to end."""
+    """The union of the chosen intervals per lane, with lanes laid end to end."""
     base = resolved.lane[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
@@ -35,9 +37,9 @@ def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
 def inside_worker(resolved: Resolved) -> float | None:
     """Loads hidden = sum over LOAD of |ahead and (waits or COMPUTE of the worker)| / sum of |ahead|.
 
-    ahead = [begin, min(end, own COMPUTE's begin)): what must have come before the instruction can start. A load is
-    hidden while its worker waits for counters or pages, or computes an earlier instruction. What a long instruction
-    still loads under its own COMPUTE says nothing about neighbours: see `loads_under_compute`.
+    ahead = [begin, min(end, own COMPUTE's begin)): the part of a load that must be finished before the instruction can
+    start. A load is hidden while its worker waits for counters or pages, or computes an earlier instruction. Data that
+    a long instruction loads during its own COMPUTE says nothing about neighbours; see `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -62,7 +64,7 @@ def _covered(
     end: NDArray[np.int64],
     cover: NDArray[np.bool_],
 ) -> float | None:
-    """Share of [begin, end) of the chosen intervals that lies under `cover` of the same lane."""
+    """The fraction of [begin, end) of the chosen intervals that `cover` covers on the same lane."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
@@ -71,7 +73,7 @@ def _covered(
 def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> float:
     """sum over workers of |counter waits released by another rank, without COMPUTE| / (workers x steps' time).
 
-    releaser: of each interval (-1: none). A wait of a loader under its worker's COMPUTE costs nothing.
+    releaser: of each interval (-1: none). A loader's wait during its worker's COMPUTE costs nothing.
     """
     rank = resolved.rows["rank"]
     remote = (releaser >= 0) & (rank[releaser] != rank)
@@ -83,10 +85,10 @@ def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> fl
 
 
 def compute_bound(program: Program, machine: Machine) -> set[int]:
-    """Numbers of phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
+    """The numbers of phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
 
-    The balance is matrix_flops / memory_bytes_per_s. The rest is memory-bound: norms, gathers and sampling do no
-    matrix work, and attention declares none (its work is in the step table).
+    The balance is matrix_flops / memory_bytes_per_s. All other phases are memory-bound: norms, gathers and sampling do
+    no matrix work, and attention declares none (its work is in the step table).
     """
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(program):
@@ -110,7 +112,7 @@ def across_workers(resolved: Resolved, machine: Machine) -> float | None:
 def phases(resolved: Resolved) -> float | None:
     """|workers compute instructions of >= 2 (layer, phase) at once| / |some worker computes|.
 
-    A program with a grid barrier after every phase has 0.
+    It is 0 for a program with a grid barrier after every phase.
     """
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
@@ -118,7 +120,8 @@ def phases(resolved: Resolved) -> float | None:
 def across_ranks(resolved: Resolved) -> float | None:
     """|ranks compute instructions of >= 2 (layer, phase) at once| / |some worker computes|; None for one rank.
 
-    Where ranks wait for each other by whole phases it tends to 0: nobody begins a phase before all have ended the last.
+    It tends to 0 if ranks wait for each other by whole phases, because no rank begins a phase before all have ended the
+    last.
     """
     if resolved.program.ranks == 1:
         return None
@@ -129,7 +132,7 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """Share of the time in which somebody is busy that two or more are, in two or more (layer, phase)."""
+    """The fraction of the busy time in which two or more are busy, with two or more (layer, phase)."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.number
     base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period  # phases end to end

@@ -1,4 +1,4 @@
-"""The timeline as a Perfetto file: TrackEvent protobuf, opened at ui.perfetto.dev or with any offline copy of it."""
+"""Writes the timeline as a Perfetto file: TrackEvent protobuf, for ui.perfetto.dev or an offline copy of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
 
 _SEQUENCE = 1
-# Slices of one track must nest, so what can overlap in time inside a worker has tracks of its own.
+# Slices of one track must nest, so kinds that can overlap in time inside a worker have tracks of their own.
 _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("compute", (IntervalKind.COMPUTE,)),
     ("store", (IntervalKind.STORE,)),
@@ -35,8 +35,8 @@ _BINS = 2048  # samples of a resource's counter
 def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
-    Timestamps are nanoseconds since the first interval. Flows lead from what released a wait to the work after it.
-    Each rank has a counter per resource: what it did of it, in its unit.
+    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after it.
+    Each rank has a counter per resource: its use, in the resource's unit.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -76,7 +76,7 @@ def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Intervals of a lane by what cannot overlap: kinds of a thread that is all roles, else each role's kinds."""
+    """The tracks of a lane's intervals: by kind for a thread that has all roles, otherwise by role and kind."""
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -87,7 +87,7 @@ def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int
 
 
 def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
-    """Deal intervals in order of begin to as few rows as keep each row free of overlap."""
+    """Deal intervals in order of begin to as few rows as possible without overlap in a row."""
     rows: list[list[int]] = []
     free: list[int] = []
     for i in chosen[np.argsort(resolved.begin[chosen], kind="stable")].tolist():
@@ -101,7 +101,9 @@ def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Flow ids that start and end at each interval: from the releaser to the first work of what it released."""
+    """The flow ids that start and end at each interval: from a releaser to the first work after the wait it
+    released.
+    """
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
@@ -116,7 +118,7 @@ def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, l
 
 
 class _Labels:
-    """Names of slices: the phase, or for a wait what it waits for."""
+    """The names of slices: the phase, or the cause of a wait."""
 
     def __init__(self, resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> None:
         self._resolved, self._names, self._releaser = resolved, cause.names, releaser
@@ -146,7 +148,7 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
     clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     packet.track_descriptor.uuid = uuid
     packet.track_descriptor.process.pid = rank + 1
-    # Perfetto sorts processes by name: as many digits in each keep the ranks in order.
+    # Perfetto sorts processes by name, so all ranks get the same number of digits.
     packet.track_descriptor.process.process_name = f"rank {rank:0{len(str(ranks - 1))}}{clocks}"
     packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
     return packet
@@ -155,7 +157,7 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
 def _counter(
     resolved: Resolved, uuid: int, parent: int, resource: int, amount: NDArray[np.float64]
 ) -> Iterator[TracePacket]:
-    """A resource's rate over time, a sample where it changes."""
+    """A resource's rate over time, with a sample at each change."""
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

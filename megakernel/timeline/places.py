@@ -1,4 +1,4 @@
-"""The worst places of a figure: where a person should look for it."""
+"""The worst places of a figure, where a user should look first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 12
 class Place:
     """A stretch of one worker's time, in seconds since the trace's first interval.
 
-    `interval` is the row in the trace that it is a part of, or beside, where nothing was recorded.
+    `interval` is the trace row that contains it, or the neighbouring row if nothing was recorded there.
     """
 
     rank: int
@@ -28,14 +28,14 @@ class Place:
 
 
 def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[Place]:
-    """The longest of the chosen pieces, longest first; of equal ones the earliest."""
+    """The longest of the chosen stretches, longest first, ties by time."""
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST]]
     return [_place(resolved, pieces, int(row)) for row in rows]
 
 
 def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[Place]:
-    """The intervals `rows` with the greatest `by`, greatest first."""
+    """The intervals `rows` with the largest `by`, largest first."""
     order = np.argsort(-by, kind="stable")[:_MOST]
     found = ((int(i), int(resolved.begin[i]), int(resolved.end[i])) for i in rows[order])
     return [_stretch(resolved, int(resolved.lane[i]), begin, end, i) for i, begin, end in found]
@@ -43,7 +43,7 @@ def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64])
 
 def _place(resolved: Resolved, pieces: Pieces, row: int) -> Place:
     lane, interval = int(pieces.lane[row]), int(pieces.interval[row])
-    # A gap lies before the next piece of its worker; at the end of a step, after the one before.
+    # A gap belongs to the next interval of its worker, or, at the end of a step, to the previous one.
     for beside in (row + 1, row - 1):
         if interval < 0 and 0 <= beside < len(pieces.lane) and pieces.lane[beside] == lane:
             interval = int(pieces.interval[beside])

@@ -1,4 +1,4 @@
-"""A trace's intervals joined with the program that made them: which instruction, on which lane, when."""
+"""Joins a trace's intervals with the program that made them: which instruction, on which lane, when."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
 _SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
-MOST_TICKS = 1 << 48  # three days of nanoseconds; times the lanes of a program they fit int64
+MOST_TICKS = 1 << 48  # three days in nanoseconds; multiplied by the lanes of a program it fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Columns, one entry per interval of `rows`.
+    """Columns with one entry per interval of `rows`.
 
     `begin`, `end`: ticks since the first interval. `lane` = rank x workers + worker. `segment`: index into SEGMENTS.
     `block`: the counter block of its run (the layer; 0 in the prologue, `layers` in the epilogue). `instance` numbers
-    executed instructions: launch x program.instructions + place in the unrolled program.
+    executed instructions: launch x program.instructions + position in the unrolled program.
     """
 
     program: Program
@@ -55,34 +55,34 @@ class Resolved:
 
     @property
     def period(self) -> int:
-        """Ticks that hold every interval: the length of a lane when lanes are laid end to end."""
+        """A number of ticks that exceeds every interval: the length of a lane when lanes are laid end to end."""
         return int(self.end.max()) + 1
 
     @cached_property
     def records(self) -> Records:
-        """Records of all segments in a row, numbered as in traces within each."""
+        """The records of all segments one after another, numbered within each as in traces."""
         return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
     def record(self) -> NDArray[np.int64]:
-        """Row in `records` of each interval's instruction."""
+        """For each interval, the row of its instruction in `records`."""
         starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
         index: NDArray[np.int64] = starts[self.segment] + self.rows["instruction"]
         return index
 
     @cached_property
     def number(self) -> NDArray[np.int32]:
-        """Number of the phase of each interval's instruction."""
+        """For each interval, the phase number of its instruction."""
         return rec.phase_number(self.records)[self.record]
 
     @cached_property
     def control(self) -> NDArray[np.bool_]:
-        """Intervals of instructions that compute nothing."""
+        """Which intervals belong to instructions that compute nothing."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
     @cached_property
     def stored(self) -> NDArray[np.bool_]:
-        """STORE by a storer, which holds up nobody else in its worker."""
+        """Which intervals are a STORE by a storer, which delays nobody else in its worker."""
         chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
         return chosen
 
@@ -92,7 +92,7 @@ class Resolved:
 
     @cached_property
     def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """(`of_attention`, [n, 2] FLOPs and bytes of K and V of their instances); None where the trace lacks them."""
+        """(`of_attention`, [n, 2] FLOPs and bytes of K and V of their instances); None if the trace lacks them."""
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -103,7 +103,7 @@ class Resolved:
         return np.isin(self.rows["kind"], kinds)
 
     def launch_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First begin and last end of each launch, in ticks."""
+        """The first begin and last end of each launch, in ticks."""
         first = np.full(self.launches, np.iinfo(np.int64).max)
         last = np.zeros(self.launches, dtype=np.int64)
         np.minimum.at(first, self.launch, self.begin)
@@ -118,7 +118,7 @@ class Resolved:
         return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.phase(i).operands)}
 
     def layer(self, i: int) -> int | None:
-        """Layer of interval i; None outside the layer body."""
+        """The layer of interval i; None outside the body."""
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
@@ -132,7 +132,7 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64],
 
 
 def resolve(program: Program, trace: Trace) -> Resolved:
-    """Join the two; MegakernelError if the trace is empty, damaged or another program's."""
+    """Join the two. Raises MegakernelError if the trace is empty, damaged or another program's."""
     rows = trace.intervals
     if trace.header.program != program.hash:
         raise MegakernelError(f"the trace is of program {trace.header.program}, not of {program.hash}: record it again")

@@ -1,4 +1,4 @@
-"""How busy each resource was over time: declared work of the instructions, spread over the intervals that did it."""
+"""How busy each resource was over time: the declared work of instructions, spread over the intervals that did it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .resolve import Resolved, by_phase
 
 Amounts = NDArray[np.float64]
 
-# Name and unit of its rate. The cache is the last shared one, a GPU's L2. A link has a direction: what a rank sends,
-# what it gets.
+# The resources with the unit of their rate. The cache is the last-level one (a GPU's L2). A link has a direction: bytes
+# that a rank sends, and bytes that it receives.
 RESOURCES = (
     ("matrix", "FLOP/s"),
     ("vector", "FLOP/s"),
@@ -27,17 +27,17 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# What bounds any program; how much of the cache's rate it takes depends on its tiles.
+# The resources that limit any program; how much a program needs of the cache's rate depends on its tiles.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # of the curves in `Resource`
 
 
 @dataclass(frozen=True)
 class Resource:
-    """One resource. `rate`: units per second, mean over ranks and the steps' time; `fraction` = rate / `peak`.
+    """One resource. `rate`: units per second, the mean over ranks and the steps' time; `fraction` = rate / `peak`.
 
-    `peak`: see `peaks`. `curve` cuts the trace into BINS equal parts: mean rate / peak of each,
-    over all ranks. `ranks` is each rank's fraction.
+    `peak`: see `peaks`. `curve` divides the trace into BINS equal parts, with the mean of rate / peak over all ranks in
+    each. `ranks` has each rank's fraction.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """The most that `workers` of a device can do of each of RESOURCES: workers share a device's rates evenly.
+    """The peak rate of each of RESOURCES for `workers` of a device, which share the device's rates equally.
 
-    0: the machine's description lacks it.
+    0 means that the machine file lacks it.
     """
     share = min(1.0, workers / machine.workers)
     device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
@@ -60,7 +60,7 @@ def peaks(machine: Machine, workers: int) -> list[float]:
 
 
 def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
-    """Of each resource that the program uses. Attention's are what the trace tells of its items."""
+    """Every resource that the program uses. Attention's use is what the trace says about its items."""
     amounts = curves(resolved, BINS)
     first, last = resolved.launch_spans()
     tick = resolved.trace.header.tick_s
@@ -89,9 +89,9 @@ def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
 def curves(resolved: Resolved, bins: int) -> Amounts:
     """[ranks, RESOURCES, bins] FLOPs or bytes in each of `bins` equal parts of the trace.
 
-    FLOPs run evenly over an instruction's COMPUTE, link bytes over its STORE where it has one, else over COMPUTE,
-    memory and cache bytes over the LOADs of a loader, else over COMPUTE (a CPU's prefetch brings a part of them only).
-    Through the cache goes all that is loaded, of attention the K and V.
+    FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
+    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader, otherwise over COMPUTE (a CPU's prefetch
+    brings only a part of them). Everything that is loaded passes through the cache, including attention's K and V.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -110,14 +110,15 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     for resource, (chosen, amount) in enumerate(own):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
-        # All senders' bytes for one receiver make one row.
+        # The bytes of all senders to one receiver make one row.
         out[peer, -1] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
     return out
 
 
 def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
-    """Of each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes, loaded bytes], and [ranks] bytes sent to
-    each rank."""
+    """For each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes, loaded bytes], and [ranks] bytes sent
+    to each rank.
+    """
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):
@@ -131,7 +132,7 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
 
 
 def issue_seconds(program: Program, machine: Machine) -> Amounts:
-    """[records, roles] what the roles of a worker take to issue each of `Resolved.records`; 0 where nobody says so."""
+    """[records, roles] the time that each role of a worker takes to issue each of `Resolved.records`; 0 if unknown."""
     found = np.zeros((sum(len(program.numbered(segment)[0]) for segment in range(3)), 3))
     for phase, dims, rows, columns in by_phase(program):
         roles = issued(phase, columns, dims, machine.issue) if machine.issue else None
@@ -141,7 +142,7 @@ def issue_seconds(program: Program, machine: Machine) -> Amounts:
 
 
 def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`wanted` intervals, and the `other` ones of instances that have none."""
+    """The `wanted` intervals, and the `other` intervals of instances that have no wanted ones."""
     has = np.zeros(resolved.launches * resolved.program.instructions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
@@ -151,18 +152,20 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
 def _spread(
     resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
 ) -> Amounts:
-    """[ranks, bins]: the amount of each interval's instance, spread evenly over its chosen intervals, added up in its
-    row."""
+    """[ranks, bins]: the amount of each interval's instance, spread evenly over its chosen intervals and added
+    up in its row.
+    """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
-    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an instant is a tick long
+    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an instant counts as one tick
     whole = np.bincount(resolved.instance[i], length, resolved.launches * resolved.program.instructions)
     rate = amount[i] / whole[resolved.instance[i]]
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # Within one bin the whole length; else a part of the first, a part of the last and all of those between.
+    # Within one bin it is the whole length; otherwise a part of the first bin, a part of the last, and all bins
+    # between.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

@@ -1,6 +1,6 @@
 """Sets of disjoint half-open intervals on one integer line.
 
-Lanes are laid end to end on the line (position = lane * period + tick), so one array operation serves all of them.
+Lanes are laid end to end on the line (position = lane * period + tick), so one array operation handles all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Spans:
 
     @staticmethod
     def union(begin: Ticks, end: Ticks) -> Spans:
-        """The union of any intervals; empty ones vanish."""
+        """The union of any intervals; empty ones are dropped."""
         some = end > begin
         begin, end = begin[some], end[some]
         order = np.argsort(begin, kind="stable")
@@ -33,7 +33,7 @@ class Spans:
         return Spans(begin[first], reach[last])
 
     def covered(self, begin: Ticks, end: Ticks) -> Ticks:
-        """Ticks of this set inside each [begin, end)."""
+        """The ticks of this set inside each [begin, end)."""
         before = np.concatenate([[0], np.cumsum(self.end - self.begin)])
 
         def below(at: Ticks) -> Ticks:
@@ -48,19 +48,21 @@ class Spans:
         return int((self.end - self.begin).sum())
 
     def without(self, begin: Ticks, end: Ticks) -> Spans:
-        """What is left of the set when disjoint parts of it, in order, are taken away."""
+        """The set minus disjoint intervals in order."""
         starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
         stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
         some = stops > starts
         return Spans(starts[some], stops[some])
 
     def moments(self, period: int) -> tuple[Ticks, Ticks]:
-        """Begins and ends as ticks, lanes on top of each other."""
+        """Begins and ends as ticks, with lanes on top of each other."""
         return self.begin % period, self.end % period
 
 
 def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
-    """Cut time at every begin and end: lengths of the pieces, and how many intervals of each group cover each piece."""
+    """Cut time at every begin and end: the lengths of the pieces, and how many intervals of each group cover
+    each piece.
+    """
     edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
     counts = []
     for begin, end in groups:
@@ -72,7 +74,7 @@ def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
 
 
 def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks]:
-    """Intervals in order of begin, each cut to what those before it do not cover; empty ones vanish."""
+    """The intervals in order of begin, each cut to the part that earlier ones do not cover; empty ones are dropped."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)
@@ -82,7 +84,7 @@ def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks
 
 
 def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """What the intervals, disjoint and in order, have in common with the set: begin, end, index into both."""
+    """The intersections of the set with disjoint intervals in order: begin, end, index into both."""
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at = np.repeat(np.arange(len(begin)), count)

@@ -1,4 +1,4 @@
-"""What each worker does at each moment of a step: the one notion of busy, waiting and idle that all numbers share."""
+"""What each worker does at each moment of a step. All numbers about busy, waiting and idle time are based on this."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .spans import Spans, Ticks, disjoint, overlaps
 
 
 class State(IntEnum):
-    """What a worker does at a moment. Where it does several things at once, the first in this list counts."""
+    """What a worker does at a moment. If it does several things at once, the first in this list counts."""
 
     COMPUTE = 0
     STORE = 1
-    WAIT = 2  # for a signal; of several waits the consumers' counts, because theirs holds up the arithmetic
+    WAIT = 2  # for a signal; if several roles wait, the consumers' wait counts, because it delays the arithmetic
     PAGE = 3  # a loader waits for a page
     LOAD = 4
-    IDLE = 5  # nothing was recorded, or the fetch of an instruction
+    IDLE = 5  # nothing was recorded, or an instruction was fetched
     END = 6  # the same after the worker's last interval of the step
 
 
@@ -31,10 +31,10 @@ BLOCKED = (State.WAIT, State.PAGE)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Disjoint pieces of the workers' time, which cover every launch of every worker.
+    """Disjoint pieces of the workers' time, which together cover every launch of every worker.
 
-    Columns, in order of (lane, begin): `lane`, `begin` and `end` in ticks as in `Resolved`, `state`, and `interval`, of
-    which the piece is a part; -1 in IDLE and END.
+    The columns, in order of (lane, begin), are `lane`, `begin` and `end` in ticks as in `Resolved`, `state`, and
+    `interval`, the interval that the piece belongs to (-1 in IDLE and END).
     """
 
     lane: NDArray[np.int64]
@@ -52,13 +52,13 @@ class Pieces:
         return chosen
 
     def per_lane(self, lanes: int, *states: State) -> Ticks:
-        """Ticks of each lane in any of the states."""
+        """The ticks of each lane in any of the given states."""
         here = self.of(*states)
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Cut the workers' time into pieces, state by state: each gets what the states before it have left."""
+    """Divide the workers' time state by state: each state gets what earlier states have left."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans()
@@ -80,7 +80,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
-    """Intervals of each state, the first of which counts where they overlap."""
+    """The intervals of each state; where they overlap, the first one counts."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -94,7 +94,7 @@ def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
 
 
 def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
-    """IDLE or END of what nothing covers."""
+    """IDLE or END for time that nothing covers."""
     lane = free.begin // resolved.period
     begin = free.begin - lane * resolved.period
     launch = np.searchsorted(resolved.launch_spans()[0], begin, side="right") - 1

@@ -1,4 +1,4 @@
-"""The numbers of a trace: one JSON-able object that the terminal table, the page and `--json` share."""
+"""The numbers of a trace: one object, ready for JSON, that the terminal table, the page and `--json` share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .waterfall import Waterfall, waterfall
 
 @dataclass(frozen=True)
 class Worker:
-    """Fractions of the step, adding up to 1: see `Summary`."""
+    """Fractions of the step that add up to 1; see `Summary`."""
 
     rank: int
     worker: int
@@ -36,10 +36,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """COMPUTE and STORE time of one phase over all workers; `share` of all such time.
+    """The COMPUTE and STORE time of one phase over all workers; `share` is its fraction of all such time.
 
-    `median_s`: of its COMPUTE. `outliers`: how many took more than FAR times that, and `outliers_s` what they took
-    beyond it.
+    `median_s` is the median of its COMPUTE. `outliers` counts those that took more than FAR times that, and
+    `outliers_s` is their time beyond it.
     """
 
     name: str
@@ -55,10 +55,10 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """What waits of phase `instruction` for `cause`, the phases that signal the counter met last, cost.
+    """The cost of waits of phase `instruction` for `cause`, the phases that signal the counter that was satisfied last.
 
-    That is time in which the worker did nothing else. `count`: of the waits that cost anything. `share` of all such
-    time. `places`: the longest.
+    The cost is the time in which the worker did nothing else. `count` counts waits with a cost. `share` is the fraction
+    of all such time. `places` has the longest ones.
     """
 
     instruction: str
@@ -71,13 +71,15 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace says. Times in seconds, fractions of 1; over all launches, the critical path of the last one.
+    """The numbers of a trace. Times are in seconds and fractions relative to 1, over all launches; the critical path is
+    the last launch's.
 
     `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time (states.py): busy = |COMPUTE,
     STORE, LOAD|, wait = |WAIT, PAGE|, idle = |IDLE, END|. `busy` is the mean over workers, `computing` that of COMPUTE.
-    `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer; `clock_error_s` bounds
-    the offset between ranks, so of anything across ranks. `without_attention`: the trace does not tell what its items
-    came to, so resources lack it. The rest is the function or class of the same name.
+    `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer. `clock_error_s` bounds
+    the offset between ranks, and so the error of everything across ranks. `without_attention`: the trace lacks
+    attention's work, so resources lack it too. The other fields are explained at the function or class of the same
+    name.
     """
 
     step_s: float
@@ -106,7 +108,7 @@ class Summary:
 
 
 def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
-    """All metrics. `machine` sets the balance between memory- and compute-bound; by default the program's own.
+    """All metrics. `machine` sets the balance between memory-bound and compute-bound; it defaults to the program's own.
 
     Raises MegakernelError if the trace is empty, damaged or another program's.
     """
@@ -122,7 +124,7 @@ def summarise_resolved(
     releaser: NDArray[np.int64],
     machine: Machine | None = None,
 ) -> Summary:
-    """`summarise` for a caller that already has the joined trace."""
+    """`summarise` for callers that have already joined trace and program."""
     program, header = resolved.program, resolved.trace.header
     first, last = resolved.launch_spans()
     steps = int((last - first).sum())
@@ -165,7 +167,9 @@ def summarise_resolved(
 
 
 def machine_of(program: Program) -> Machine:
-    """The machine that the program names; one that came from a file is not at hand, so this one stands in."""
+    """The machine that the program names. If that came from a file, which is not available, this machine
+    replaces it.
+    """
     return MACHINES.get(program.machine) or machines.host()
 
 
@@ -178,7 +182,7 @@ def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """What cost most without its outliers first."""
+    """The phases, those with the most time apart from outliers first."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
@@ -205,7 +209,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
-    """Index into `cause.names` of each counter wait; -1 for other intervals and for waits on nothing."""
+    """For each counter wait, an index into `cause.names`; -1 for other intervals and for waits on nothing."""
     result = np.full(len(resolved), -1, dtype=np.int64)
     chosen = resolved.kind(IntervalKind.COUNTER_WAIT)
     for segment in range(3):
@@ -218,7 +222,7 @@ def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
 
 
 def _blocked(resolved: Resolved, cause: Causes, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
-    """Of each piece, what its worker waits for, as an index into the names; -1 where it does not wait."""
+    """For each piece of time, the cause of its worker's wait as an index into the names; -1 if it does not wait."""
     names = [*cause.names, "a page", "a signal of no phase"]
     of_interval = wait_causes(resolved, cause)
     of_interval[of_interval < 0] = len(names) - 1
@@ -235,7 +239,7 @@ def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: l
     interval = found.interval[chosen]
     pairs, at = np.unique(np.stack([resolved.number[interval], which[chosen]]), axis=1, return_inverse=True)
     ticks = np.bincount(at.ravel(), found.length[chosen], minlength=pairs.shape[1])
-    # A wait that work interrupts is one wait.
+    # A wait that is interrupted by work counts as one wait.
     first = np.unique(interval, return_index=True)[1]
     counts = np.bincount(at.ravel()[first], minlength=pairs.shape[1])
     waits = []

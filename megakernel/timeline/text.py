@@ -1,4 +1,4 @@
-"""The terminal's view of a summary: one screen."""
+"""Prints a summary in the terminal on one screen."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .spans import Spans
 from .summary import Summary
 from .waterfall import Bar, Cause
 
-_LANES = 16  # lanes of the map; more are thinned out evenly
+_LANES = 16  # lanes of the map; if there are more, evenly spaced ones are shown
 _WAITS = 6  # rows of the wait table
-_WIDE = 110  # columns that hold both tables
-# Black on black would vanish: a terminal's own foreground stands in for it.
+_WIDE = 110  # columns of a terminal that fits both tables
+# Black on black would be invisible, so the terminal's own foreground colour replaces it.
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
 
@@ -33,7 +33,7 @@ def render(summary: Summary, program: Program, trace: Trace, console: Console) -
 
 
 def render_figures(summary: Summary, console: Console) -> None:
-    """Print what needs no look at the trace: the waterfall, resources, overlaps and the critical path."""
+    """Print the figures that need only the summary: the waterfall, resources, overlaps and the critical path."""
     console.print(Group(_waterfall(summary, console.width), Text()))
     _figures(summary, console)
 
@@ -62,7 +62,7 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def render_launches(launches: Launches, console: Console) -> None:
-    """Print in what launches differ: the step, then the waterfall's bars that differ by a hundredth of it."""
+    """Print how launches differ: the step, then the waterfall's bars that differ by at least a hundredth of it."""
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
     title = f"{len(steps)} launches; what is shown is number {launches.median + 1}, the median"
@@ -104,7 +104,9 @@ def _headline(s: Summary) -> Text:
 
 
 def _map(resolved: Resolved, console_width: int) -> Text:
-    """A row per lane: each cell has the colour of the family with most time in it, a light shade where it waits."""
+    """A row per lane: each cell has the colour of the family with the most time in it, and a light shade where
+    the lane waits.
+    """
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
     families = list(OperationFamily)
@@ -163,11 +165,11 @@ def _waits(s: Summary) -> Table:
     return table
 
 
-_CAUSES = 6  # waits of the waterfall that get a row of their own
+_CAUSES = 6  # waits of the waterfall that get their own row
 
 
 def _waterfall(s: Summary, width: int) -> Table:
-    """From the least time to the step; each bar begins where the one before ends."""
+    """The bars from the least time to the step; each begins where the previous one ends."""
     rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
     if len(waits) > _CAUSES:
@@ -198,7 +200,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """Rate and share of the peak; the curve over the trace, its axis ending at its highest moment."""
+    """The rate and the fraction of the peak; the curve over the trace, with its maximum as the top of the axis."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))
@@ -219,7 +221,7 @@ def scaled(value: float) -> str:
 
 
 def _tables(left: Table, right: Table, width: int) -> RenderableType:
-    """Next to each other where the terminal is wide enough, else one below the other."""
+    """Print tables next to each other if the terminal is wide enough, otherwise one below the other."""
     if width < _WIDE:
         return Group(left, Text(), right, Text())
     grid = Table.grid(padding=(0, 4))

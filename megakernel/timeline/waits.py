@@ -1,4 +1,6 @@
-"""What a wait waited for: the program tells which phases signal a counter, the trace which instruction came last."""
+"""Finds what a wait waited for: the program tells which phases signal a counter, the trace which instruction
+came last.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from .resolve import Resolved
 
 _GROUPS = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
 
-# Counters of block 0, of the blocks between and of the last block have different producers (see program/program.py).
+# Counters of block 0, of the middle blocks and of the last block have different producers (see program/program.py).
 _FIRST, _MIDDLE, _LAST = range(3)
 
 
 @dataclass(frozen=True)
 class Causes:
-    """Per wait word, the phases that signal its counter, as an index into `names`; -1 where there is no wait.
+    """For each wait word, the phases that signal its counter, as an index into `names`; -1 if there is no wait.
 
     `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. A name lists several
-    phases with commas. A join stands for what it waits for, and for itself where it waits for nothing.
+    phases separated by commas. A join is replaced by what it waits for, or counts itself if it waits for nothing.
     """
 
     names: list[str]
@@ -45,7 +47,7 @@ class _Signals:
     rank: NDArray[np.int64]
     counter: NDArray[np.int64]
     ahead: NDArray[np.int64]  # 1: the next block
-    maybe: NDArray[np.bool_]  # one of several counters, which the step table picks
+    maybe: NDArray[np.bool_]  # one of several counters, which the step table selects
 
 
 def _signals(program: Program, segment: int) -> _Signals:
@@ -68,7 +70,7 @@ def _signals(program: Program, segment: int) -> _Signals:
 
 
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First counter of each wait word (-1: none) and how many counters it may name: [records, WAITS] each."""
+    """The first counter of each wait word (-1: none) and the number of counters it may name: [records, WAITS] each."""
     records = program.numbered(segment)[0]
     words = rec.waits(records)
     attention = np.isin(rec.phase_number(records), program.forward.numbers(Operation.ATTENTION))
@@ -78,12 +80,13 @@ def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArr
 
 
 def causes(program: Program) -> Causes:
-    """Derive them from the records alone: bit sets of phases per counter, joins replaced by what they wait for."""
+    """Derive the causes from the records alone: bit sets of phases per counter, with joins replaced by what
+    they wait for.
+    """
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
     ranks = [program.numbered(s)[1] for s in range(3)]
-    # What a record stands for: its phase's bit; the set of a join that waits grows from nothing until it no longer
-    # changes.
+    # A record's set is its phase's bit; the set of a join that waits starts empty and grows until it no longer changes.
     numbers = [rec.phase_number(program.numbered(s)[0]) for s in range(3)]
     waiting = [(n == JOIN.number) & (w[0] >= 0).any(axis=1) for n, w in zip(numbers, waits, strict=True)]
     stands = [np.where(w, 0, np.int64(1) << n.astype(np.int64)) for n, w in zip(numbers, waiting, strict=True)]
@@ -109,7 +112,7 @@ def causes(program: Program) -> Causes:
 
 
 def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Bit sets of the phases that arrive at each counter: [first/middle/last block, rank, counter]."""
+    """Bit sets of the phases that signal each counter: [first/middle/last block, rank, counter]."""
     sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
     for segment, blocks in ((0, (_FIRST,)), (1, (_FIRST, _MIDDLE)), (2, (_LAST,))):
         s = signals[segment]
@@ -125,7 +128,7 @@ def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np
 def _waited(
     waits: tuple[NDArray[np.int64], NDArray[np.int64]], ranks: NDArray[np.int64], produced: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Phase sets of each wait word: [records, WAITS]."""
+    """The set of phases for each wait word: [records, WAITS]."""
     first, members = waits
     result: NDArray[np.int64] = np.where(first >= 0, produced[ranks[:, None], first], 0)
     for r, w in zip(*np.nonzero((first >= 0) & (members > 1)), strict=True):
@@ -135,7 +138,9 @@ def _waited(
 
 
 def finishes(resolved: Resolved) -> NDArray[np.int64]:
-    """Interval that ends last of each executed instruction; -1 where the trace has none. [launches x instructions]"""
+    """For each executed instruction, its interval that ends last; -1 if the trace has none. [launches x
+    instructions]
+    """
     order = np.lexsort((resolved.rows["kind"], resolved.end))
     last = np.full(resolved.launches * resolved.program.instructions, -1, dtype=np.int64)
     last[resolved.instance[order]] = order
@@ -143,10 +148,11 @@ def finishes(resolved: Resolved) -> NDArray[np.int64]:
 
 
 def releasers(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each counter wait, the interval whose end released it: the last arrival at the counter it met last.
+    """For each counter wait, the interval whose end released it: the last arrival at the counter that was satisfied
+    last.
 
-    -1 for other kinds, and where the trace lacks the producer. An INDEXED word names counters that the step table
-    picked and the trace does not hold: there it is the last arrival, among all possible ones, that the wait outlived.
+    -1 for other kinds, and if the trace lacks the producer. An INDEXED word names counters that the step table selects,
+    which the trace does not contain; the releaser is then the last possible arrival before the wait ended.
     """
     program = resolved.program
     key, interval, maybe = _arrivals(resolved, finish)

@@ -1,4 +1,6 @@
-"""Why is a step not at the limit? From its least time to the time it took, cause by cause; the parts add up exactly."""
+"""Explains why a step is not at its limit: from the least time to the measured time, cause by cause. The parts
+add up exactly.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from .states import Pieces, State
 
 
 class Cause(StrEnum):
-    """What a bar is made of."""
+    """The kinds of bars."""
 
-    LEAST = "least"  # the time at the peak of the resource that bounds any program
-    RESOURCE = "resource"  # what another resource needs beyond that: the cache's peak, the warps that issue
+    LEAST = "least"  # the least time at the peak of the limiting resource
+    RESOURCE = "resource"  # what another resource needs beyond that: the cache's peak, or the warps that issue
     WORK = "work"
     WAIT = "wait"
     IDLE = "idle"
@@ -29,7 +31,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """One cause and its part of a step in seconds. `places`: where it is worst."""
+    """One cause and its part of a step in seconds. `places` are its worst places."""
 
     name: str
     kind: Cause
@@ -39,11 +41,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """`bars` add up to the step. `least_s` is what the fastest machine with these peaks needs, bound by `bound`.
+    """`bars` add up to the step. `least_s` is the time of the fastest possible machine with these peaks, limited by
+    `bound`.
 
-    `times`: of each resource, the seconds that its peak needs on the rank that asks most of it; of "issue", those in
-    which the busiest role of a rank's mean worker issues what its instructions need. `beyond`: the least time is more
-    than the step, so the machine's description or the clock is wrong; then the first bar is the step.
+    `times`: for each resource, the seconds that its peak needs on the rank that uses it most; for "issue", those of the
+    busiest role of a rank's mean worker. `beyond`: the least time exceeds the step, so the machine file or the clock is
+    wrong; the first bar is then the whole step.
     """
 
     least_s: float
@@ -62,13 +65,14 @@ def waterfall(
     outliers: Outliers,
     machine: Machine,
 ) -> Waterfall:
-    """`causes`: of each piece that waits, an index into `names`; -1 for others. `used`: what `resources` gives.
+    """`causes`: for each piece of time that waits, an index into `names`; -1 for others. `used` is the result of
+    `resources`.
 
-    The mean worker's step is what it computes and, beside that, stores, loads, waits and idles. Of what it computes the
-    least time is the first part; a resource that needs more than that is the next; the rest is work that was slower
-    than every limit, where what outliers took beyond their phase's median is a bar of its own. If loads or sends go on
-    while workers wait, the least time is more than what is computed: then of the waits, and of all else beside
-    computing, only that part is lost which the least time does not need, the same share of each.
+    The mean worker's step consists of computing and, beside that, of stores, loads, waits and idle time. The least time
+    is the first part of the computing. What another resource needs beyond that comes next. The rest is work that was
+    slower than every limit; the time of outliers beyond their phase's median is a bar of its own. If loads or sends
+    continue while workers wait, the least time exceeds the computing. Of the waits, and of everything else beside
+    computing, only the part that the least time does not need is lost then, the same fraction of each.
     """
     first, last = resolved.launch_spans()
     tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
@@ -117,8 +121,7 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: NDArray[np.int64], machine: Machine) -> tuple[Amounts, float]:
-    """Seconds that the intervals `rows` take to issue, and per launch those of the busiest role of a rank's mean
-    worker."""
+    """The seconds to issue the intervals `rows`, and per launch those of the busiest role of a rank's mean worker."""
     seconds = issue_seconds(resolved.program, machine)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals
     rank = resolved.rows["rank"][rows[once]]

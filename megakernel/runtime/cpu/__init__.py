@@ -1,4 +1,4 @@
-"""Programs on CPU threads; with several ranks, in one process or a process for each rank."""
+"""Runs programs on CPU threads; several ranks run in one process or in a process each."""
 
 from .backend import CpuBackend
 

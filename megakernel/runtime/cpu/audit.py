@@ -1,4 +1,4 @@
-"""Did a rank store at other ranks only what its instructions declare?"""
+"""Checks that a rank stored on other ranks only what its instructions declare."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...isa.access import EVERY, Access, Index, Kind, item_columns
 from ...isa.record import Records, phase_number
 from ...program import SEGMENTS, Program
 
-# A store at another rank, as the native library lists them: `mk::RemoteStore` of csrc/cpu/audit.h. `segment` counts
-# SEGMENTS; `number` is the row in `Program.numbered`.
+# A store on another rank, as the native library lists it: `mk::RemoteStore` of csrc/cpu/audit.h. `segment` is an index
+# of SEGMENTS; `number` is the row in `Program.numbered`.
 STORE = np.dtype(
     [("address", "u8"), ("bytes", "i8"), ("segment", "i4"), ("layer", "i4"), ("number", "i4"), ("rank", "i4")]
 )
@@ -42,9 +42,9 @@ class _Box:
 
 
 def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Callable[[int, int], Target]) -> None:
-    """Raise MegakernelError naming the first of `stores` (STORE) that its instruction does not declare.
+    """Raise MegakernelError that names the first of `stores` (STORE) that its instruction does not declare.
 
-    `locate` finds what lies at an address, for a number of bytes.
+    `locate` finds the elements at an address, for a number of bytes.
     """
     records = [program.numbered(segment)[0] for segment in range(len(SEGMENTS))]
     for address, size, segment, layer, number, rank in stores.tolist():
@@ -61,7 +61,7 @@ def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Call
 
 
 def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
-    """Elements in a row as boxes: part of one row, or rows one by one."""
+    """Consecutive elements as boxes: part of one row, or whole rows one by one."""
     width = math.prod(BUFFERS[target.buffer].shape(dims, 0)[1:])
     start, end = target.first, target.first + target.count
     while start < end:
@@ -73,7 +73,7 @@ def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
 
 def _declared(phase: Phase, record: Records, box: _Box, target: Target, own: StepTable) -> bool:
     columns = phase.columns(record[None])
-    if target.buffer is Buffer.HISTORY:  # has no regions: it is state that outlives a launch
+    if target.buffer is Buffer.HISTORY:  # no regions are declared, because it is state that outlives a launch
         if phase.operation is not Operation.SAMPLE:
             return False
         rows = slice(columns["row"][0], columns["row"][0] + columns["rows"][0])
@@ -95,7 +95,7 @@ def _contains(access: Access, box: _Box) -> bool:
 
 
 def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
-    """Whether the access is meant for that rank's copy."""
+    """Whether the access is to that rank's copy."""
     if access.rank is None:
         return dims.owner(box.row) == rank
     if isinstance(access.rank, int):
@@ -104,7 +104,7 @@ def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
 
 
 def _picked(access: Access, columns: dict[str, NDArray[np.int32]], box: _Box, own: StepTable) -> bool:
-    """Whether the step table picks the box, where it does the picking."""
+    """The box that the step table selects, if it selects one."""
     dims = own.dims
     if access.index is Index.ITEM:
         slot = int(columns["slot"][0])

@@ -1,4 +1,4 @@
-"""The CPU backend: every rank on the threads of this process."""
+"""The CPU backend with every rank on threads of this process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Loaded(Loaded):
 class CpuBackend(RanksBackend):
     """One model's weights and KV pool on this machine's cores.
 
-    `dims` gives the model, ranks, page size and limits; its bucket fields do not matter. `null` executes everything
-    but the arithmetic (no weights are read, every token is 0). Threads default to the usable cores. A launch in which
-    nothing happens for `deadlock_s` seconds ends with an error that names a blocked instruction.
+    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. With `null`, everything but the
+    arithmetic is executed (no weights are read, every token is 0). `threads` defaults to the usable cores. A launch
+    without progress for `deadlock_s` seconds ends with an error that names a blocked instruction.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class CpuBackend(RanksBackend):
         )
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """View of a rank's copy of a buffer that is not a packed matrix, in its declared shape.
+        """A view of a rank's copy of a buffer, in its declared shape; not for packed matrices.
 
-        Rows may exceed the bucket's. Ranks share one copy of the outputs.
+        There may be more rows than in the bucket. Ranks share one copy of the outputs.
         """
         return self._ranks.buffer(buffer, layer, rank)
 
     @property
     def link_bytes(self) -> NDArray[np.int64]:
-        """What each rank has stored in other ranks' copies, in bytes, since the backend was made."""
+        """The bytes that each rank has stored in other ranks' copies since the backend was made."""
         return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.tp)], np.int64)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
@@ -70,7 +70,7 @@ class CpuBackend(RanksBackend):
         return _Launch(self, program, table, trace)
 
     def _load(self, program: Program) -> _Loaded:
-        """The program in the library; on first sight checked, copied, and activations grown to its bucket."""
+        """The program in the library. The first time, it is checked and copied, and activations grow to its bucket."""
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._ranks.fit(program.dims)
@@ -83,7 +83,7 @@ class CpuBackend(RanksBackend):
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
+        """Run one record's work on a rank's buffers, without waits and signals. All items of a split run together."""
         self._ranks.fit(table.dims)
         self._ranks.execute(replace(table.dims, rank=rank), table.words, instruction, layer, forward)
 
@@ -92,7 +92,7 @@ class CpuBackend(RanksBackend):
 
 
 class _Launch(RanksLaunch):
-    """A launch in the library, which has one at a time."""
+    """A launch in the library, which runs one at a time."""
 
     loaded: _Loaded | None
 
@@ -115,7 +115,7 @@ class _Launch(RanksLaunch):
         if self.loaded is None:
             return
         self._ranks.abort()
-        with suppress(MegakernelError):  # that it was stopped
+        with suppress(MegakernelError):  # the error that says it was stopped
             self._finish()
         self._ranks.reset(self.loaded.handle)
 

@@ -1,4 +1,4 @@
-"""What the CPU backends have in common, whatever executes their ranks."""
+"""Code that the CPU backends share, whether their ranks are threads or processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ DEADLOCK_S = 60.0
 
 @dataclass(frozen=True)
 class Loaded:
-    """A program that the ranks have. It keeps the object alive by whose id it is found again."""
+    """A program that the ranks have loaded. It keeps the program object alive, because programs are found by
+    the object's id.
+    """
 
     program: Program
 
@@ -53,7 +55,7 @@ class RanksBackend(ABC):
         self._closed = False
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> RanksLaunch:
-        """Begin to execute one step. The launch before must have ended, by `wait` or `abort`."""
+        """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
         if self._running is not None:
             raise MegakernelError("the launch before has not ended: wait for it or abort it")
         self._check_open()
@@ -72,7 +74,7 @@ class RanksBackend(ABC):
         return self.start(program, table, trace=trace).wait()
 
     def close(self) -> None:
-        """Abort what runs, release threads, processes and weights. Further launches are errors."""
+        """Abort a running launch; release threads, processes and weights. Further launches are errors."""
         if self._running is not None:
             self._running.abort()
         self._closed = True
@@ -84,15 +86,15 @@ class RanksBackend(ABC):
 
     @abstractmethod
     def _launch(self, program: Program, table: StepTable, trace: bool) -> RanksLaunch:
-        """A launch that has not begun."""
+        """A launch that has not started yet."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give everything back; what is given back already stays so."""
+        """Release everything. Safe to call twice."""
 
 
 class RanksLaunch(ABC):
-    """A launch on all ranks. `loaded` is what they run, as soon as they have it."""
+    """A launch on all ranks. `loaded` is the program they run, once they have it."""
 
     def __init__(self, backend: RanksBackend, program: Program, table: StepTable, trace: bool) -> None:
         self._backend, self._program, self._table, self._traced = backend, program, table, trace
@@ -100,7 +102,9 @@ class RanksLaunch(ABC):
         self.loaded: Loaded | None = None
 
     def wait(self) -> Output:
-        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+        """Return the output, once; `seconds` lasts until the end was noticed. Ctrl-C aborts the launch within
+        a second.
+        """
         try:
             self._finish()
         except BaseException:
@@ -112,7 +116,9 @@ class RanksLaunch(ABC):
         return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
-        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended."""
+        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
+        has ended.
+        """
         if self._backend._running is not self:
             return
         try:
@@ -134,7 +140,7 @@ class RanksLaunch(ABC):
         return Trace(header, intervals, slot_work(self._table)[None])
 
     def begin(self) -> None:
-        """Load the program and let every rank go."""
+        """Load the program and start all ranks."""
         self._load()
         self._begun = time.perf_counter()
         self._go()
@@ -145,20 +151,22 @@ class RanksLaunch(ABC):
 
     @abstractmethod
     def _go(self) -> None:
-        """Start what is loaded on every rank."""
+        """Start the loaded program on every rank."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Return when every rank is done. Raises MegakernelError where one cannot get on."""
+        """Return when every rank has finished. Raises MegakernelError if a rank cannot continue."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Return when no rank runs, and the backend can launch again."""
+        """Return when no rank runs any more, so that the backend can launch again."""
 
     @abstractmethod
     def _results(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Tokens, logprobs and logits of at least the step's rows."""
+        """Tokens, log-probabilities and logits of at least the step's rows."""
 
     @abstractmethod
     def _intervals(self) -> tuple[Intervals, int, float]:
-        """By rank, worker and begin; how many did not fit; seconds by which the ranks' clocks may differ."""
+        """The intervals sorted by rank, worker and begin; the number that did not fit; the seconds by which ranks'
+        clocks may differ.
+        """

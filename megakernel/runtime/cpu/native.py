@@ -1,4 +1,4 @@
-"""The native library: ctypes declarations of csrc/cpu/api.cpp, and the machine probes."""
+"""Python declarations (ctypes) of csrc/cpu/api.cpp, and the machine probes."""
 
 from __future__ import annotations
 
@@ -44,16 +44,20 @@ class CMatrix(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """A buffer of `shape`: [rows, k], or several of that side by side. `parts`: type, rows and address of each."""
+        """A buffer of `shape` [rows, k], or several such matrices side by side. `parts` has the type, rows and address
+        of each.
+        """
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
         matrix = cls(matrices, rows, k, len(parts), ctypes.addressof(made))
-        matrix.held = made  # as long as the matrix
+        matrix.held = made  # keeps the memory alive as long as the matrix
         return matrix
 
 
 class CPanel(ctypes.Structure):
-    """`mk::Panel` of csrc/cpu/packed.h: so many columns of a packed matrix, which is bound as a table of them."""
+    """`mk::Panel` of csrc/cpu/packed.h: the columns of one panel of a packed matrix, which is bound as a table
+    of panels.
+    """
 
     COLUMNS = 16
     _fields_ = (("data", _POINTER), ("dtype", _I64))
@@ -118,7 +122,7 @@ def library() -> ctypes.CDLL:
 
 
 def error() -> MegakernelError:
-    """The last failure on this thread."""
+    """The message of the last failure on this thread."""
     return MegakernelError(library().mk_error().decode())
 
 
@@ -128,7 +132,7 @@ def requested_simd() -> bytes:
 
 
 def simd() -> str:
-    """Name of the SIMD width in use."""
+    """The name of the SIMD path in use."""
     name = library().mk_simd(requested_simd())
     if name is None:
         raise error()
@@ -136,20 +140,21 @@ def simd() -> str:
 
 
 def clock_cost() -> float:
-    """Seconds that reading the clock of a trace takes."""
+    """The seconds that reading a trace's clock takes."""
     return float(library().mk_clock_cost())
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Bytes per second that `threads` read together from `size` bytes (take 8 x the last-level cache), best pass."""
+    """Bytes per second that `threads` read together from `size` bytes (use 8 x the last-level cache), in the
+    best pass.
+    """
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 
 def probe_fma(threads: int, seconds: float = 0.5) -> float:
-    """FLOP per second of the fastest multiply-adds that kernels use on `threads` threads, best pass.
+    """FLOP per second of the fastest multiply-adds that kernels use, on `threads` threads, in the best pass.
 
-    They have float32 sums. Where the processor multiplies pairs of bfloat16s, it does so nearly twice as fast as it
-    multiplies float32s, which widened weights are.
+    Sums are float32. Processors that multiply pairs of bfloat16 values do so nearly twice as fast as float32.
     """
     return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
 

@@ -1,4 +1,4 @@
-"""Ranks in the native library: their packed weights, NumPy-owned state, programs and launches."""
+"""Ranks in the native library: their packed weights, NumPy arrays for state, programs and launches."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SLICE_MS = 50
 class CpuRanks:
     """The ranks `ranks` of a model, executed by `threads` threads of this process.
 
-    All their buffers are made here but for those named in `bound`, which the caller binds: memory that other
-    processes write, and the copies of their ranks. `abort` is a word that ends a launch while it is not zero, and that
-    the caller clears; by default only `abort` ends one. A launch that still runs when nobody has this object any more,
-    or when Python ends, is aborted.
+    All their buffers are allocated here except those named in `bound`, which the caller binds: memory that other
+    processes write, and the copies of those ranks. `abort` is a word that ends a launch when it is non-zero, and that
+    the caller clears; by default only the method `abort` ends one. A launch that still runs when this object is
+    collected or when Python ends is aborted.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class CpuRanks:
         self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config, dims)
-        # An LM head that is the rows of the packed embeddings.
+        # Whether the LM head is rows of the packed embeddings.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
-        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle: its counters, where they are shared
+        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # by handle: its counters, if they are shared
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
@@ -105,7 +105,7 @@ class CpuRanks:
                         self._put(rank, buffer, layer, whole)
 
     def _tie(self, rank: int) -> None:
-        """The rank's LM head is its rows of its packed embeddings."""
+        """Use the rank's rows of its packed embeddings as its LM head."""
         d = self._ranks[rank]
         panels = d.first_vocab // native.CPanel.COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
@@ -124,14 +124,14 @@ class CpuRanks:
         return array
 
     def _rows(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """All rows of a matrix, or of several, as they are to lie in memory."""
+        """All rows of one or several matrices in the order in which they are stored."""
         if buffer in self._storage:
             return checkpoint.stored(buffer, layer)
         whole = self._read(checkpoint, buffer, layer)
         return [Rows(Dtype(self.dims.dtype), whole.reshape(-1, whole.shape[-1]).view(np.uint8))]
 
     def _pack(self, rank: int, buffer: Buffer, layer: int, whole: Sequence[Rows]) -> None:
-        """Store and bind the rank's part of a matrix."""
+        """Pack and bind the rank's part of a matrix."""
         if self._bind_shared(rank, buffer, layer):
             return
         shape = self._shape(rank, buffer)
@@ -145,7 +145,7 @@ class CpuRanks:
             raise native.error()
 
     def _bind_shared(self, rank: int, buffer: Buffer, layer: int) -> bool:
-        """Bind another rank's copy where it serves this one too; whether there is one."""
+        """Bind another rank's copy if it can be shared; returns whether there is one."""
         home = self._home(rank, buffer)
         if home != rank:
             address = self._lib.mk_bound(self._engine, home, buffer, layer)
@@ -153,7 +153,7 @@ class CpuRanks:
         return home != rank
 
     def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
-        """Store and bind the rank's part of a vector, or of several."""
+        """Store and bind the rank's part of one or several vectors."""
         if self._bind_shared(rank, buffer, layer):
             return
         part = shard(whole, buffer, self._ranks[rank])
@@ -162,9 +162,9 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = part
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """The rank that holds this one's copy: itself, but for weights that both have all of, and for outputs.
+        """The rank that has this one's copy: itself, except for weights that both have completely, and for outputs.
 
-        A row of an output is only ever touched in one rank's copy, so one memory serves all and gathers the rows.
+        Each row of an output is touched in only one rank's copy, so one array serves all ranks and collects the rows.
         """
         spec = BUFFERS[buffer]
         if spec.space is Space.OUTPUT:
@@ -181,7 +181,7 @@ class CpuRanks:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all packed matrices of these ranks."""
+        """The bytes of all packed matrices of these ranks."""
         return int(self._lib.mk_weight_bytes(self._engine))
 
     def _bytes(self, rank: int, buffer: Buffer) -> float:
@@ -191,7 +191,7 @@ class CpuRanks:
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:
-        # Where other processes have the other ranks, all of them are about to take their part of the same memory.
+        # If other processes have the other ranks, all of them will soon allocate their part of the same memory.
         ranks = range(self.dims.tp) if self._bound else self.ranks
         need = sum(
             self._bytes(rank, buffer)
@@ -232,15 +232,15 @@ class CpuRanks:
                 self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[home, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
-        """Use `array`, layers first, as a rank's copy of a buffer. Takes any rank of the model."""
+        """Use `array`, layers first, as the copy of a buffer of any rank of the model."""
         self._arrays[rank, buffer] = array
         for layer in _layers(buffer, self.dims):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """View of a rank's copy of a buffer that is not a packed matrix, in its declared shape.
+        """A view of a rank's copy of a buffer, in its declared shape; not for packed matrices.
 
-        Rows may exceed the bucket's.
+        There may be more rows than in the bucket.
         """
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
@@ -248,14 +248,15 @@ class CpuRanks:
     # -- programs and launches
 
     def load(self, program: Program, counters: NDArray[np.uint8] | None = None) -> int:
-        """Copy a program into the library: its handle.
+        """Copy a program into the library and return its handle.
 
-        `counters` are each rank's where processes share them: `program.total_counters` of COUNTER_BYTES each, zero.
+        If processes share counters, `counters` has those of each rank: `program.total_counters` of COUNTER_BYTES each,
+        zero.
         """
         program.check_arrays()
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
-        # Held until the call returns: the library copies.
+        # kept until the call returns, because the library copies them
         arrays = [
             [np.ascontiguousarray(a, dtype=np.int32) for a in group]
             for group in (
@@ -299,10 +300,10 @@ class CpuRanks:
             raise native.error()
 
     def wait(self) -> bool:
-        """Whether the launch has ended within a slice of 50 ms.
+        """Whether the launch ended within a slice of 50 ms.
 
-        Raises MegakernelError where it was aborted or made no progress, with what was waited for. Its program then
-        needs a `reset`.
+        Raises MegakernelError, with the blocked wait, if it was aborted or made no progress. Its program then needs a
+        `reset`.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
@@ -310,37 +311,39 @@ class CpuRanks:
         return bool(status == 0)
 
     def abort(self) -> None:
-        """End the launch soon; `wait` says when."""
+        """Stop the launch soon; `wait` returns when it has stopped."""
         self._lib.mk_abort(self._engine)
 
     def reset(self, handle: int) -> None:
-        """Counters as before the first launch. After a failed one, once no rank runs the program anywhere."""
+        """Reset counters after a failed launch, when no rank runs the program any more."""
         self._lib.mk_reset(self._engine, handle)
 
     def link_bytes(self, rank: int) -> int:
-        """Bytes that a rank has stored in other ranks' copies so far."""
+        """The bytes that a rank has stored in other ranks' copies so far."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def audit(self, words: tuple[int, int] | None) -> None:
-        """From now on watched memory may be touched by remote stores only, and `stores` lists those.
+        """From now on, only remote stores may touch watched memory, and `stores` lists them.
 
-        `words`: address and size of shared memory for the reason of this process's death; None: standard error.
+        `words` is the address and size of shared memory for the reason of this process's death; None: standard error.
         """
         self._lib.mk_audit(self._engine, *(words or (None, 0)))
 
     def watch(self, address: int, size: int) -> None:
-        """Audit memory of another rank, mapped without access."""
+        """Audit memory of another rank, which is mapped without access."""
         if self._lib.mk_watch(self._engine, address, size):
             raise native.error()
 
     def stores(self) -> NDArray[Any]:
-        """Remote stores since the last call, as `STORE` of the audit."""
+        """The remote stores since the last call, as `STORE` of the audit."""
         stores = np.zeros(self._lib.mk_stores(self._engine, None), STORE)
         self._lib.mk_stores(self._engine, stores.ctypes.data)
         return stores
 
     def intervals(self) -> tuple[Intervals, int]:
-        """Of the last traced launch, by rank, worker and begin in nanoseconds; and how many did not fit."""
+        """The intervals of the last traced launch, sorted by rank, worker and begin in nanoseconds; and the number that
+        did not fit.
+        """
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
         intervals = np.zeros(max(count, 0), dtype=DTYPE)
@@ -362,11 +365,13 @@ class CpuRanks:
         )
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
+        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 seconds
+        turns it off.
+        """
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
-        """Abort what runs, release threads, programs and weights."""
+        """Abort a running launch; release threads, programs and weights."""
         self._end()
         self._engine = None
 
@@ -374,7 +379,9 @@ class CpuRanks:
 def _end(
     lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
 ) -> None:
-    """End an engine, and keep until then the `memory` that its threads use. A fork of `process` has no such threads."""
+    """End an engine, keeping the `memory` of its threads alive until then. A fork of `process` does not have
+    these threads.
+    """
     if os.getpid() != process:
         return
     lib.mk_destroy(engine)
@@ -388,7 +395,7 @@ def _layers(buffer: Buffer, dims: Dims) -> range:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """Zeros whose first byte is on a cache line."""
+    """Zeros that begin at a cache line."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

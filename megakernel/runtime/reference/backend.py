@@ -1,8 +1,8 @@
-"""The reference backend: executes a program as it is written, all ranks in one thread.
+"""The reference backend: it executes a program exactly as written, with all ranks in one thread.
 
-Streams and counters are honoured for real, so a program whose waits are wrong computes nonsense or deadlocks here
-as it would anywhere: activations are NaN at the start of each launch, and the order in which ready workers run can
-be shuffled. Every rank has copies of its own of all buffers, and no instruction can read another rank's.
+Streams and counters are honoured, so a program with wrong waits computes nonsense or deadlocks here as anywhere else:
+activations are NaN at the start of each launch, and the order in which ready workers run can be shuffled. Every rank
+has its own copies of all buffers, and no instruction can read those of another rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACT
 
 
 class ReferenceBackend:
-    """Implements `Backend` in NumPy. `seed` shuffles the order in which ready workers run; None: in turn.
+    """Implements `Backend` in NumPy. `seed` shuffles the order in which ready workers run; None means in turn.
 
-    `dims` sizes the buffers that `execute` and `buffer` use until a program of another bucket is launched.
-    `link_bytes` counts for each rank what it has stored in other ranks' copies.
+    `dims` sizes the buffers that `execute` and `buffer` use until a program of another bucket is launched. `link_bytes`
+    counts, for each rank, the bytes stored in other ranks' copies.
     """
 
     name = "reference"
@@ -82,7 +82,7 @@ class ReferenceBackend:
             self._allocate(buffer)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer (of one layer where layered), shaped and typed as in BUFFERS."""
+        """A view of a rank's copy of a buffer (of one layer if layered), shaped and typed as in BUFFERS."""
         array = self._arrays[rank][buffer]
         view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
         return view
@@ -90,13 +90,13 @@ class ReferenceBackend:
     def execute(
         self, instruction: NDArray[np.int32], layer: int, table: StepTable, forward: Forward, rank: int = 0
     ) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals. A split's items all together."""
+        """Run one record's work on a rank's buffers, without waits and signals. All items of a split run together."""
         phase = forward.by_number[int(record.phase_number(instruction))]
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         EXECUTE[phase.operation](self.context(phase, table.rank(rank), layer), *(int(word) for word in operands))
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
-        """What an instruction of `phase` on the table's rank sees."""
+        """The context of an instruction of `phase` on the table's rank."""
         rank = table.dims.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
@@ -135,7 +135,7 @@ class ReferenceBackend:
             counters.launch += 1
             launch.run(self._order)
         except BaseException:
-            # An aborted launch left counters and arrivals half-way; the next one starts afresh.
+            # An aborted launch left counters and arrivals incomplete, so the next one starts from zero.
             counters.reset()
             for rank in range(self.dims.tp):
                 self.buffer(Buffer.SPLITS, rank=rank).fill(0)
@@ -149,13 +149,13 @@ class ReferenceBackend:
         )
 
     def _logits(self) -> NDArray[np.float32]:
-        """Every row from the rank that sampled it."""
+        """Every row of logits, from the rank that sampled it."""
         own = self.dims.own_logit_rows
         parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.tp)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _poison(self) -> None:
-        """Make reads of what this launch has not yet written visible."""
+        """Fill activations with NaN, so that reading what this launch has not written becomes visible."""
         for rank in range(self.dims.tp):
             for buffer in _PER_LAUNCH:
                 dtype = BUFFERS[buffer].resolve_dtype(self.dims)
@@ -164,13 +164,13 @@ class ReferenceBackend:
 
 
 def _widened(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> NDArray[np.float32]:
-    """What a rank's part of a stored matrix stands for."""
+    """The float32 values of a rank's part of a stored matrix."""
     shape = BUFFERS[buffer].shape(dims, 0)
     return widened(shard_rows(whole, buffer, dims), shape[-1]).reshape(shape)
 
 
 class DeferredLaunch:
-    """A launch that runs when it is waited for: the reference has no thread of its own."""
+    """A launch that runs in `wait`, because the reference backend has no thread of its own."""
 
     def __init__(self, run: Callable[[], Output]) -> None:
         self._run = run

@@ -1,7 +1,7 @@
-"""The meaning of the operations: one short NumPy function for each, and one for each result of a matmul.
+"""The meaning of the operations: a short NumPy function for each operation and for each result of a matmul.
 
 All values are float32; a result is rounded to its buffer's type once, where it is stored. The order in which a BLAS
-adds is its own, so dot products are added in float64, where the order hardly ever changes the float32 result.
+adds is its own. Dot products are therefore added in float64, where the order hardly ever changes the float32 result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction sees: its phase, its rank's sizes and step, and its layer's part of buffers.
+    """What one instruction can access: its phase, its rank's sizes and step, and its layer's part of buffers.
 
-    `buffer(buffer, ahead=0)` gives the rank's own copy, of the layer that is so many ahead, or of the last one. Another
-    rank's copy can only be stored to: `send(buffer, rank, index, values)` does that, with values already in the
+    `buffer(buffer, ahead=0)` returns the rank's own copy, for the layer that is `ahead` layers later, or for the last
+    one. Other ranks' copies can only be written: `send(buffer, rank, index, values)` does that with values in the
     buffer's own type.
     """
 
@@ -48,16 +48,16 @@ class Context:
         return to_f32(values)
 
     def weights(self, index: Any = ...) -> F32:
-        """The phase's weights, of the layer that it says."""
+        """The phase's weights, of the layer that the phase names."""
         values: NDArray[Any] = self.buffer(_given(self.phase.weights), ahead=self.phase.ahead)[index]
         return to_f32(values)
 
     def biased(self, values: F32, index: Any) -> F32:
-        """`values` with the phase's bias, where it has one."""
+        """`values` plus the phase's bias, if it has one."""
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def write(self, buffer: Buffer, index: Any, values: Any) -> None:
-        """Store values in the buffer's own type: the only rounding there is."""
+        """Store values in the buffer's own type. This is the only rounding."""
         self.store(buffer, (self.dims.rank,), index, values)
 
     def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
@@ -77,15 +77,15 @@ def _given(buffer: Buffer | None) -> Buffer:
 
 
 def _peers(d: Dims) -> Iterable[int]:
-    """The ranks that get a row which every rank needs: all, or only this one where all compute it."""
+    """The ranks that receive a row that every rank needs: all, or only this one if all compute it."""
     return (d.rank,) if d.replicated_residual else range(d.tp)
 
 
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once.
 
-    Two orders of the additions, of two BLASes or with other rows beside a row, differ after that in less than one
-    number of ten million.
+    After that, two orders of additions (of two BLASes, or with other rows in the batch) differ in less than one number
+    of ten million.
     """
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
@@ -123,11 +123,11 @@ def _norm(c: Context, row: int, rows: int) -> None:
 
 
 def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    """Products with each matrix, biases added, and then what the phase does with its results."""
+    """The products with each matrix plus biases, and then the phase's result."""
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
-        # As a buffer of the compute type would hold them.
+        # The same values that a buffer of the compute type would hold.
         a = to_f32(from_f32(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
     matrices = (
         [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
@@ -185,7 +185,7 @@ def _partial_sum(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _reduce_rows(d: Dims, rank: int, row: int, rows: int) -> slice:
-    """Rows of REDUCE that hold a rank's partials of token rows of one row block, where their residual is kept."""
+    """The rows of REDUCE for a rank's partial sums of token rows in one row block, where their residual is kept."""
     start = d.reduce_row(rank, row)
     return slice(start, start + rows)
 
@@ -212,7 +212,7 @@ def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """(page, offset) of token positions of a sequence, or of one sequence each."""
+    """(page, offset) of token positions of one sequence, or of one sequence each."""
     return c.table.block_tables[sequence, position // c.dims.kv_page], position % c.dims.kv_page
 
 
@@ -222,7 +222,7 @@ def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
 
 
 def attend(c: Context, item: int) -> bool:
-    """Run one work item; True when its rows of ATTN are final (a split's are so after its last item)."""
+    """Run one work item; returns True when its rows of ATTN are final (for a split, after its last item)."""
     d, t = c.dims, c.table
     rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
@@ -260,7 +260,7 @@ def attend(c: Context, item: int) -> bool:
 
 
 def _query_columns(d: Dims, head: int) -> slice:
-    """Columns of Q of the rank's query heads that share a KV head."""
+    """The columns of Q for the rank's query heads that share a KV head."""
     first, end = d.query_heads(head)
     return slice(first * d.head_dim, end * d.head_dim)
 
@@ -274,7 +274,7 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
-    """K and V of a KV block's tokens before `end`, [tokens, head_dim] each."""
+    """K and V of a KV block's tokens before `end`, each [tokens, head_dim]."""
     position = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
     page, offset = _slots(c, sequence, position)
     if c.dims.quantised_kv:
@@ -283,9 +283,10 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> tuple[Any, ...]:
-    """Where the bytes of quantised rows of K or V lie, in the order of their Q8_0 blocks: an index of [..., kv_row].
+    """The places of the bytes of quantised rows of K or V, in the order of their Q8_0 blocks: an index of [...,
+    kv_row].
 
-    `page`, `head` and `offset` are of one shape, or broadcast to it.
+    `page`, `head` and `offset` have one shape, or broadcast to it.
     """
     page, head, offset = (np.expand_dims(each, -1) for each in (page, head, offset))
     block, byte = np.divmod(np.arange(d.kv_row), BLOCKS[Dtype.Q8_0].bytes)
@@ -299,7 +300,7 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> t
 
 
 def _widened(c: Context, buffer: Buffer, page: Any, head: int, offset: Any) -> F32:
-    """What quantised rows of K or V stand for, [tokens, head_dim]."""
+    """The float32 values of quantised rows of K or V, [tokens, head_dim]."""
     rows: NDArray[np.uint8] = c.buffer(buffer)[cache_bytes(c.dims, buffer, page, head, offset)]
     whole = Dtype.Q8_0.row_bytes(c.dims.head_dim)
     return to_f32(np.pad(rows, [(0, 0), (0, whole - c.dims.kv_row)]), Dtype.Q8_0)[:, : c.dims.head_dim]

@@ -1,4 +1,4 @@
-"""One launch of a program, in one thread: streams that advance when their waits hold, and the counters between them."""
+"""One launch of a program in one thread: streams that advance when their waits are satisfied, and the counters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction of an unrolled stream, or of a queue. `block` is its counter block, and its layer in the body."""
+    """An instruction of an unrolled stream or of a queue. `block` is its counter block, which is its layer in
+    the body.
+    """
 
     rank: int
     worker: int
@@ -97,7 +99,7 @@ def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
 
 @dataclass(frozen=True)
 class Blocked:
-    """A stream that cannot go on, and why."""
+    """A stream that cannot continue, and the reason."""
 
     place: Place
     counter: int
@@ -109,8 +111,8 @@ class Blocked:
 
 
 class Launch:
-    """Runs one step of `program`. `context` gives what an instruction of a rank's table and of a layer sees, `execute`
-    does its work (see ReferenceBackend).
+    """Runs one step of `program`. `context` returns the context of an instruction of a rank's table and of a layer;
+    `execute` does its work (see ReferenceBackend).
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Launch:
         self._intervals: list[tuple[int, ...]] = []
 
     def run(self, order: np.random.Generator | None) -> None:
-        """Advance all streams to their ends, in turn or in random order, or say where they are stuck."""
+        """Advance all streams to their ends, in turn or in random order, or report where they are stuck."""
         ranks, per_rank = range(self._program.ranks), range(self._program.workers)
         workers = [self._worker(rank, worker) for rank in ranks for worker in per_rank]
         done = object()
@@ -152,7 +154,7 @@ class Launch:
                 )
 
     def trace(self) -> Trace:
-        """What ran when: one COMPUTE interval for each instruction but drains, or for each attention item."""
+        """The trace: one COMPUTE interval for each attention item and for each other instruction except drains."""
         columns = np.array(self._intervals, np.int64).reshape(-1, 6).T
         intervals = np.zeros(len(self._intervals), tracing.DTYPE)
         for name, column in zip(("begin", "end", "instruction", "rank", "worker", "layer"), columns, strict=True):
@@ -164,12 +166,12 @@ class Launch:
         return Trace(header, intervals, slot_work(self._tables[0])[None])
 
     def _worker(self, rank: int, worker: int) -> Iterator[Blocked | None]:
-        """A worker's stream. Yields None after each piece of work, and what it waits for where it cannot go on."""
+        """A worker's stream. It yields None after each unit of work, and its wait if it cannot continue."""
         for place in _stream(self._program, rank, worker):
             yield from self._run(place)
 
     def _run(self, place: Place) -> Iterator[Blocked | None]:
-        """Waits, work and signals of one instruction."""
+        """Run the waits, work and signals of one instruction."""
         table = self._tables[place.rank]
         layer = min(place.block, self._program.dims.layers - 1)
         yield from self._wait(place, place.waits(indexed=False))
@@ -190,7 +192,7 @@ class Launch:
         yield None
 
     def _attend(self, place: Place, layer: int, item: int) -> bool:
-        """Do an attention item; whether its rows are final."""
+        """Run an attention item; returns whether its rows are final."""
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: Place) -> Iterator[Blocked | None]:
@@ -212,7 +214,7 @@ class Launch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: Place, item: int) -> list[int]:
-        """The item's members of the grid [row block][group]: its row blocks, its KV heads' groups."""
+        """The item's members of the grid [row block][group]: for its row blocks and its KV heads' groups."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -221,7 +223,9 @@ class Launch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: Place) -> list[int]:
-        """A norm of logit rows: its members of the grid [row block], the blocks of those rows that its rank owns."""
+        """For a norm of logit rows, its members of the grid [row block]: the blocks of those rows that its
+        rank owns.
+        """
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
@@ -235,7 +239,9 @@ class Launch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add to a word's counter, a grid's member of the row block of token row `row`, on the ranks that it names."""
+        """Add to a word's counter, or to a grid's member for the row block of token row `row`, on the ranks that the
+        word names.
+        """
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))

@@ -1,4 +1,4 @@
-"""From one row of logits to one token: what the `sample` instruction means, in NumPy."""
+"""From one row of logits to one token: the meaning of the `sample` instruction, in NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: Four, key: tuple[int, int]) -> Four:
-    """Philox4x32-10: four random 32-bit words for a counter of four words and a key of two."""
+    """Philox4x32-10: four random 32-bit numbers from a counter of four and a key of two 32-bit numbers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -28,7 +28,7 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The draw in [0, 1) of one choice at one position, a multiple of 2^-24. Words may come as signed int32."""
+    """The draw in [0, 1) of one choice at one position, a multiple of 2^-24. Seed words may be signed int32."""
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -41,8 +41,8 @@ def log_sum_exp(z: F32) -> np.float32:
 def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: float, frequency: float) -> F32:
     """Logits after penalties.
 
-    Tokens in `seen` (prompt and output) have positive logits divided and others multiplied by `repetition`;
-    then tokens in `output` lose `frequency` per occurrence and `presence` once.
+    For tokens in `seen` (prompt and output), positive logits are divided by `repetition` and others multiplied by it.
+    Then tokens in `output` lose `frequency` per occurrence and `presence` once.
     """
     z = z.copy()
     ids = np.unique(seen)
@@ -53,10 +53,10 @@ def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: fl
 
 
 def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """Ids that survive min-p, then top-k, then top-p, most probable first and equals by id.
+    """The ids that survive min-p, then top-k, then top-p, most probable first, with ties by id.
 
-    z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix whose
-    share of what the other two left is at least top_p, and one token at the least.
+    z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix with at least
+    the fraction top_p of the probability that the other two left, and at least one token.
     """
     order: NDArray[np.intp] = np.argsort(-z, kind="stable")
     p = np.exp(z[order] - z[order[0]])

@@ -1,4 +1,4 @@
-"""The CPU backend with a process for each rank. This process drives and executes rank 0; the others serve it."""
+"""The CPU backend with a process per rank. This process drives the others and executes rank 0."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .peers import Peer, spawn
 from .rank_executor import RankExecutor
 from .shared_memory import LINE, Mapping, aligned, create
 
-_STOP_S = 5.0  # ranks leave an aborted launch within this, or are ended
+_STOP_S = 5.0  # ranks that do not leave an aborted launch within this time are killed
 _CLOCK_ROUNDS = 200
 
 
 class ProcessBackend(RanksBackend):
-    """A CpuBackend whose ranks are processes; `threads` are shared among them. See CpuBackend for the arguments.
+    """A CpuBackend whose ranks are processes, which share `threads`. See CpuBackend for the arguments.
 
-    `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. A rank that
-    dies ends the launch with RankGone; the next one starts all ranks anew, with empty KV cache and history.
+    `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. If a rank dies,
+    the launch raises RankGone, and the next launch restarts all ranks with an empty KV cache and history.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProcessBackend(RanksBackend):
             deadlock_s=deadlock_s,
             audit=audit,
         )
-        self.link_bytes = np.zeros(dims.tp, np.int64)  # that each rank stored at others since it was started
+        self.link_bytes = np.zeros(dims.tp, np.int64)  # bytes that each rank has stored on others since it was started
         self._ranks: _Ranks | None = _Ranks(checkpoint, self._session)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
@@ -77,7 +77,7 @@ class ProcessBackend(RanksBackend):
         return _Launch(self, program, table, trace)
 
     def _live(self) -> _Ranks:
-        """The ranks; new ones where a rank has died."""
+        """The ranks; restarted if one has died."""
         self._check_open()
         if self._ranks is None:
             self._ranks = _Ranks(self._checkpoint, self._session)
@@ -92,7 +92,7 @@ class ProcessBackend(RanksBackend):
 
     @property
     def processes(self) -> list[int]:
-        """Ids of the processes of ranks 1 and up."""
+        """The process ids of ranks 1 and up."""
         return [peer.pid for peer in self._live().peers]
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
@@ -126,7 +126,7 @@ class _Launch(RanksLaunch):
         self._owner.link_bytes[:] = [ranks.local.link_bytes, *ended]
 
     def _listen(self, seconds: float) -> None:
-        """Take in what ranks say within `seconds`: that they are done, or why not."""
+        """Receive messages for up to `seconds`: ranks are done, or say why not."""
         for peer in self._ranks.saying(seconds):
             answer, descriptors = peer.answer()
             assert isinstance(answer, Ended)
@@ -146,7 +146,7 @@ class _Launch(RanksLaunch):
         return heaps.array(Buffer.TOKENS_OUT, 0), heaps.array(Buffer.LOGPROBS_OUT, 0), self._logits()
 
     def _logits(self) -> NDArray[np.float32]:
-        """Every row from the rank that sampled it."""
+        """Every row of logits, from the rank that sampled it."""
         heaps, rows, own = self._ranks.local.heaps, self._program.dims.logit_rows, self._program.dims.own_logit_rows
         logits: NDArray[np.float32] = heaps.array(Buffer.LOGITS, 0)
         for rank in range(1, self._program.ranks):
@@ -172,14 +172,14 @@ class _Loaded(Loaded):
 
 
 class _Ranks:
-    """All ranks of a model while they live: rank 0's executor and the other ranks' processes."""
+    """All ranks of a model: rank 0's executor and the other ranks' processes."""
 
     def __init__(self, checkpoint: Checkpoint, session: Open) -> None:
         self._programs: dict[int, _Loaded] = {}
         tp = Dims(**session.dims).tp
         board = Board.make(tp)
         self.board = Board(tp, os.dup(board))
-        self._own = torchrun.job() is None  # whether the processes are ours to start and end
+        self._own = torchrun.job() is None  # whether this process starts and ends the others
         self.peers = [spawn(rank) for rank in range(1, tp)] if self._own else torchrun.gather()
         try:
             for peer in self.peers:
@@ -196,7 +196,7 @@ class _Ranks:
             os.close(board)
 
     def ask(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Tell all other ranks, and wait until they have done it."""
+        """Send a message to all other ranks and wait until they have processed it."""
         for peer in self.peers:
             peer.send(message, descriptors)
         self._collect()
@@ -213,7 +213,7 @@ class _Ranks:
         return error
 
     def load(self, program: Program) -> _Loaded:
-        """On first sight every rank gets the program, and buffers as large as it needs."""
+        """The first time a program is seen, every rank receives it, and buffers as large as it needs."""
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._fit(program.dims)
@@ -237,7 +237,7 @@ class _Ranks:
             self._share(place, [create(f"rank {rank}'s heap", size) for rank in range(dims.tp)])
 
     def _share(self, message: Place | Load, descriptors: list[int]) -> None:
-        """Give all ranks new shared memory."""
+        """Give new shared memory to all ranks."""
         try:
             self.ask(message, descriptors)
             self.local.take(message, [os.dup(descriptor) for descriptor in descriptors])
@@ -253,23 +253,25 @@ class _Ranks:
         self.local.start(Launch(loaded.index, trace))
 
     def saying(self, seconds: float) -> list[Peer]:
-        """Ranks that answer, or have died, now or within `seconds`."""
+        """The ranks that answer or die within `seconds`."""
         busy = [peer for peer in self.peers if peer.busy]
         found = ready([peer.fileno() for peer in busy], seconds)
         return [peer for peer in busy if peer.fileno() in found]
 
     def stop(self, loaded: _Loaded | None) -> bool:
-        """End a launch everywhere, of a program that may not have got so far; whether another can follow."""
+        """Stop a launch on all ranks, some of which may not have started it; returns whether another launch
+        can follow.
+        """
         self.board.abort()
         deadline = time.monotonic() + _STOP_S
-        with suppress(MegakernelError):  # that it was stopped
+        with suppress(MegakernelError):  # the error that says it was stopped
             while not self.local.poll():
                 pass
         while any(peer.busy for peer in self.peers):
             if time.monotonic() > deadline:
                 return False
             for peer in self.saying(0.1):
-                with suppress(MegakernelError):  # that it was stopped, or has ended
+                with suppress(MegakernelError):  # the error that says it was stopped, or has ended
                     _, descriptors = peer.answer()
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -281,7 +283,7 @@ class _Ranks:
         return True
 
     def close(self) -> None:
-        """End the processes, or let those of a job go back to waiting."""
+        """End the processes; those of a torchrun job return to waiting."""
         if hasattr(self, "local"):
             self.local.ranks.close()
         for peer in self.peers:
@@ -292,7 +294,7 @@ class _Ranks:
 
 
 class _Broadcast:
-    """A Checkpoint that also sends every tensor that is loaded to the other ranks."""
+    """A Checkpoint that also sends every loaded tensor to the other ranks."""
 
     def __init__(self, checkpoint: Checkpoint, peers: list[Peer]) -> None:
         self.name, self.config = checkpoint.name, checkpoint.config
@@ -302,7 +304,7 @@ class _Broadcast:
         self._sent = False
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """The tensor. Returns when it has been sent; other ranks pack their parts while this one does."""
+        """The tensor, returned when it has been sent. Other ranks pack their parts while this one packs its own."""
         tensor = self._checkpoint.load(buffer, layer, dtype)
         self._send(buffer, layer, [tensor], [])
         return tensor
@@ -316,7 +318,7 @@ class _Broadcast:
     def _send(self, buffer: Buffer, layer: int, arrays: Sequence[NDArray[np.generic]], kinds: Sequence[Dtype]) -> None:
         for peer in self._peers:
             if self._sent:
-                peer.answer()  # the tensor before is packed
+                peer.answer()  # the previous tensor is packed
         descriptors = []
         size = sum(array.nbytes for array in arrays)
         if self._staging is None or self._staging.size < size:

@@ -1,4 +1,4 @@
-"""What the processes of a model share besides buffers: abort words, last words, and a place to compare clocks."""
+"""Small shared memory of all rank processes: abort words, last messages, and a place to compare clocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from ....errors import MegakernelError
 from .shared_memory import LINE, Mapping, create
 
-_WORDS_BYTES = 256  # last words of a rank
+_WORDS_BYTES = 256  # bytes of a rank's last message
 _PATIENCE_NS = 5_000_000_000
 
 
 class Board:
-    """Shared memory of `ranks` ranks, a line for each abort word and clock. Takes the descriptor that `make` gave."""
+    """Shared memory for `ranks` ranks, with a cache line for each abort word and clock. Takes the descriptor that
+    `make` returned.
+    """
 
     def __init__(self, ranks: int, descriptor: int) -> None:
         self._memory = Mapping(descriptor)
@@ -29,26 +31,28 @@ class Board:
         return create("the ranks' abort words", (ranks + 2) * LINE + ranks * _WORDS_BYTES)
 
     def abort_word(self, rank: int) -> NDArray[np.int64]:
-        """What ends the rank's launch when it is not 0."""
+        """A word that ends the rank's launch when it becomes non-zero."""
         return self._abort[rank : rank + 1]
 
     def words_address(self, rank: int) -> tuple[int, int]:
-        """Address and size of the text that the rank leaves when it knows why it dies."""
+        """The address and size of the text that a rank leaves if it knows why it dies."""
         return int(self._words[rank].ctypes.data), _WORDS_BYTES
 
     def words(self, rank: int) -> str:
-        """That text; empty where there is none."""
+        """That text; empty if there is none."""
         return bytes(self._words[rank]).rstrip(b"\0").decode()
 
     def abort(self) -> None:
         self._abort[:] = 1
 
     def clear(self) -> None:
-        """Before a launch; no rank may run."""
+        """Reset everything before a launch; no rank may be running."""
         self._abort[:] = 0
 
     def measure_clock(self, rounds: int) -> float:
-        """Ask a process that is in `answer_clock` for its time. Bound in seconds on how far its clock is from ours."""
+        """Ask a process in `answer_clock` for its time. Returns a bound in seconds on the difference between
+        the two clocks.
+        """
         ping, pong = range(2)
         least, offset = _PATIENCE_NS, 0
         for sequence in range(1, rounds + 1):
@@ -70,7 +74,7 @@ class Board:
             self._clock[pong] = time.monotonic_ns()
 
     def _wait(self, word: int, old: int) -> int:
-        """The word's next value."""
+        """Wait for the word's next value."""
         deadline = time.monotonic_ns() + _PATIENCE_NS
         while (value := int(self._clock[word])) == old:
             if time.monotonic_ns() > deadline:

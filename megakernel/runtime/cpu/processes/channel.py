@@ -1,4 +1,4 @@
-"""What the driver and its rank processes tell each other: small typed messages, and descriptors of shared memory."""
+"""The messages between the driver and its rank processes: small typed messages, and descriptors of shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
-# Large things travel through shared memory, so messages stay far below a socket's limit.
+# Large data travels through shared memory, so messages stay far below a socket's limit.
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 
 
@@ -21,10 +21,10 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class Open:
-    """Driver: make an executor of rank `rank` of `dims`. Descriptor: the board.
+    """From the driver: make an executor of rank `rank` of `dims`. Descriptor: the board.
 
-    `config` has the fields of the model's ModelConfig but for `rope`, `storage` the checkpoint's: by
-    buffer and layer, (type, rows) of each part.
+    `config` has the fields of the model's ModelConfig except `rope`. `storage` is that of the checkpoint: by buffer and
+    layer, the (type, rows) of each part.
     """
 
     rank: int
@@ -41,10 +41,9 @@ class Open:
 
 @dataclass(frozen=True)
 class Weight:
-    """Driver: the staging memory holds arrays of these types and shapes from its start, one after another.
+    """From the driver: the staging memory contains arrays of these types and shapes, one after another from its start.
 
-    Their elements are of `kinds`, where the rows are stored in types of their own. Descriptor, where it is new: the
-    staging memory.
+    `kinds` are the element types of rows stored in their own types. Descriptor, if it is new: the staging memory.
     """
 
     buffer: int
@@ -56,7 +55,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Place:
-    """Driver: where buffers lie from now on: byte offset and shape. Descriptors: the memory, a file for each rank."""
+    """From the driver: the new places of buffers, as byte offset and shape. Descriptors: the memory, one file
+    per rank.
+    """
 
     buffers: list[int]
     offsets: list[int]
@@ -65,9 +66,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Load:
-    """Driver: program `index`. Descriptor: its memory, with the step table at its start.
+    """From the driver: load program `index`. Descriptor: its memory, which begins with the step table.
 
-    All ranks' counters lie at `counters`, and at `start` the `size` bytes of the program.
+    All ranks' counters lie at `counters`, and the `size` bytes of the program lie at `start`.
     """
 
     index: int
@@ -78,7 +79,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Launch:
-    """Driver: execute program `index` on the table words in its memory."""
+    """From the driver: execute program `index` with the step table in its memory."""
 
     index: int
     trace: bool
@@ -86,14 +87,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Reset:
-    """Driver: every rank has stopped; make program `index` as good as new."""
+    """From the driver: every rank has stopped; reset the counters of program `index`."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Delay:
-    """Driver: stall an instruction of every traced launch, for tests of the trace."""
+    """From the driver: stall an instruction in every traced launch, for tests of the trace."""
 
     segment: int
     record: int
@@ -103,24 +104,26 @@ class Delay:
 
 @dataclass(frozen=True)
 class Measure:
-    """Driver: answer `rounds` readings of the clock through the board."""
+    """From the driver: answer `rounds` clock readings through the board."""
 
     rounds: int
 
 
 @dataclass(frozen=True)
 class Close:
-    """Driver: release the executor."""
+    """From the driver: release the executor."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """Rank: done with the last message."""
+    """From a rank: the last message has been processed."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Rank: the launch is over; `link_bytes` stored elsewhere since the start. Descriptor, where traced: intervals."""
+    """From a rank: the launch is over; it has stored `link_bytes` on other ranks since the start. Descriptor, if
+    traced: intervals.
+    """
 
     link_bytes: int
     intervals: int
@@ -129,7 +132,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """Rank: why the last message could not be obeyed, in a sentence."""
+    """From a rank: the reason, in a sentence, why the last message could not be processed."""
 
     why: str
 
@@ -139,7 +142,7 @@ _TYPES: dict[str, type[Any]] = {t.__name__: t for t in get_args(Message)}
 
 
 class Channel:
-    """One end. Both ends belong to processes of the same user on one machine."""
+    """One end of a connection between two processes of the same user on one machine."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -151,7 +154,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Raises Gone where nobody will read it. The descriptors stay open here."""
+        """Send a message. Raises Gone if the other end has closed. The descriptors stay open here."""
         data = json.dumps([type(message).__name__, asdict(message)]).encode()
         if len(data) > _MOST_BYTES:
             raise ValueError(f"a {type(message).__name__} of {len(data)} bytes is no control message")
@@ -161,7 +164,7 @@ class Channel:
             raise Gone from None
 
     def receive(self) -> tuple[Message, list[int]]:
-        """The next message and its descriptors, which belong to the caller. Raises Gone at the end."""
+        """The next message and its descriptors, which the caller must close. Raises Gone at the end."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
@@ -177,7 +180,7 @@ class Channel:
 
 
 def ready(files: Sequence[int], seconds: float | None) -> set[int]:
-    """Descriptors among `files` at which there is something to read, or an end, within `seconds` (None: ever)."""
+    """The descriptors among `files` that have data or have closed within `seconds` (None: no limit)."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The symmetric heap: buffers that other ranks write, at the same offset of each rank's shared memory."""
+"""The symmetric heap: the buffers that other ranks write, at the same offset in each rank's shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..audit import Target
 from .channel import Place
 from .shared_memory import Mapping, aligned
 
-# What instructions store at other ranks, and the host reads or writes there. All else is private to its process.
+# The buffers that instructions store on other ranks, where the host may also read and write. All others are private.
 SHARED = (
     Buffer.H,
     Buffer.ATTN,
@@ -29,10 +29,10 @@ SHARED = (
 
 
 class Heaps:
-    """All ranks' heaps as one process sees them: its own, and windows to the others'.
+    """All ranks' heaps as one process sees them: its own, and mappings of the others'.
 
-    A heap is a row of shared files: a program with larger buffers than any before adds a file with a new place for
-    those, and their old places are given up.
+    A heap is a list of shared files. A program with larger buffers than before adds a file with new places for these
+    buffers, and their old places are freed.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -41,8 +41,10 @@ class Heaps:
         self._places: dict[Buffer, tuple[list[Mapping], int, tuple[int, ...]]] = {}
 
     def plan(self, dims: Dims) -> tuple[Place, int] | None:
-        """New places for what programs of `dims` need larger than it is, and the bytes they take on each rank."""
-        # Shards are largest on rank 0, and a buffer is as large on each rank as on any.
+        """New places for the buffers that programs of `dims` need larger than now, and the bytes they take on
+        each rank.
+        """
+        # Shards are largest on rank 0, and a buffer gets the same size on all ranks.
         shapes = {b: BUFFERS[b].shape(dims, 0) for b in SHARED}
         moved = {b: list(shape) for b, shape in shapes.items() if math.prod(shape) > self._elements[b]}
         sizes = (aligned(math.prod(moved[b]) * BUFFERS[b].resolve_dtype(dims).itemsize) for b in moved)
@@ -50,7 +52,7 @@ class Heaps:
         return (Place(list(map(int, moved)), offsets, list(moved.values())), size) if moved else None
 
     def place(self, message: Place, files: Sequence[Mapping]) -> list[Buffer]:
-        """Take new places, in each rank's file; the buffers that have moved."""
+        """Map new places in each rank's file; returns the buffers that have moved."""
         moved = [Buffer(number) for number in message.buffers]
         for buffer, offset, shape in zip(moved, message.offsets, message.shapes, strict=True):
             self._places[buffer] = list(files), offset, tuple(shape)
@@ -62,7 +64,7 @@ class Heaps:
         return files[rank].array(offset, BUFFERS[buffer].resolve_dtype(self._dims).numpy, shape)
 
     def locate(self, address: int, size: int) -> Target:
-        """What lies in a heap at `address`, for `size` bytes."""
+        """The buffer and elements at `address` in a heap, for `size` bytes."""
         for buffer in self._places:
             itemsize = BUFFERS[buffer].resolve_dtype(self._dims).itemsize
             for rank in range(self._dims.tp):

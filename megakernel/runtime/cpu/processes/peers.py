@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as the driver (rank 0) has them: started here or by torchrun, watched, ended."""
+"""The processes of the other ranks, as the driver (rank 0) sees them. They are started here or by torchrun."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ....errors import MegakernelError
 from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
-_LAST_WORDS_S = 0.5  # a process whose channel has closed ends within this, or is made to
-# The longest answer is that to a tensor of gigabytes, which is packed, or to a heap, which is allocated in full.
+_LAST_WORDS_S = 0.5  # seconds until a process whose channel has closed is killed
+# The longest answers are those to a tensor of gigabytes, which is packed, and to a heap, which is allocated in full.
 _SILENCE_S = 120
 
 
 class RankGone(MegakernelError):
-    """A rank's process has ended, and with it its part of the KV cache."""
+    """A rank's process has ended, and its part of the KV cache is lost."""
 
 
 class Peer:
-    """One rank's process. `process` is None where another program started it."""
+    """One rank's process. `process` is None if torchrun started it."""
 
     def __init__(self, rank: int, connection: Channel, process: subprocess.Popen[bytes] | None) -> None:
         self.rank = rank
@@ -32,18 +32,18 @@ class Peer:
         self._process = process
         self._owed = 0  # answers to come
         self.gone = False
-        self.last_words: Callable[[], str] = str  # why it died, where it knew
+        self.last_words: Callable[[], str] = str  # returns the reason why it died, if it left one
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is still to come."""
+        """Whether an answer is outstanding."""
         return self._owed > 0
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Ask for something; `answer` gives what came of it. Raises RankGone."""
+        """Send a request; `answer` returns its result. Raises RankGone."""
         try:
             self._channel.send(message, descriptors)
         except Gone:
@@ -51,9 +51,9 @@ class Peer:
         self._owed += 1
 
     def answer(self) -> tuple[Done | Ended, list[int]]:
-        """The next answer and its descriptors. Raises RankGone, and MegakernelError where the rank could not obey.
+        """The next answer and its descriptors. Raises RankGone, or MegakernelError if the rank reports a failure.
 
-        A process that the system has stopped answers nothing. Its silence is counted in seconds that this process has
+        A process that the system has stopped does not answer. Its silence is measured in seconds that this process has
         waited, because both may have been stopped.
         """
         if not any(channel.ready([self.fileno()], 1.0) for _ in range(_SILENCE_S)):
@@ -88,7 +88,7 @@ class Peer:
         return f"was killed by {signal.Signals(-status).name}"
 
     def end(self) -> None:
-        """Close the connection, at which the process ends; one that was started here is gone on return."""
+        """Close the connection, which ends the process. If it was started here, it is gone on return."""
         self._channel.close()
         if self._process is None:
             return
@@ -99,16 +99,16 @@ class Peer:
             self._process.wait()
 
     def dismiss(self) -> None:
-        """Let a process that stays release its model."""
+        """Let a process that stays alive release its model."""
         with suppress(RankGone):
             self.send(Close())
             while self.busy:
-                with suppress(MegakernelError):  # what it could not do before matters no more
+                with suppress(MegakernelError):  # earlier failures no longer matter
                     self.answer()
 
 
 def spawn(rank: int) -> Peer:
-    """A new process for `rank`, with this one's environment and import path."""
+    """Start a process for `rank`, with the environment and import path of this one."""
     ours, theirs = channel.pair()
     path = os.pathsep.join(entry for entry in sys.path if entry)
     with theirs:

@@ -1,4 +1,6 @@
-"""One rank of a model in its process: the native library on private memory, the rank's heap and windows to others'."""
+"""One rank of a model in its own process: the native library with private memory, the rank's heap, and mappings of the
+others'.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class _Loaded:
 
 
 class RankExecutor:
-    """What a rank does in answer to the driver's messages; the same in the driver, for rank 0."""
+    """Executes the driver's messages for one rank; the driver uses it for rank 0."""
 
     def __init__(self, message: Open, checkpoint: Checkpoint, board: Board) -> None:
         dims = Dims(**message.dims)
@@ -51,7 +53,7 @@ class RankExecutor:
         self._programs: dict[int, _Loaded] = {}
 
     def take(self, message: Place | Load, descriptors: Sequence[int]) -> None:
-        """Use new shared memory."""
+        """Map new shared memory."""
         if isinstance(message, Load):
             self._load(message, Mapping(descriptors[0]))
             return
@@ -71,12 +73,12 @@ class RankExecutor:
         self._programs[message.index] = _Loaded(program, self.ranks.load(program, counters), words)
 
     def start(self, message: Launch) -> None:
-        """Begin a launch with what the step table's words are now."""
+        """Begin a launch with the present contents of the step table."""
         self._running = self._programs[message.index]
         self.ranks.start(self._running.handle, self._running.words, message.trace)
 
     def poll(self) -> bool:
-        """Whether the launch has ended within a slice. Raises MegakernelError where it was stopped."""
+        """Whether the launch ended within one time slice. Raises MegakernelError if it was stopped."""
         try:
             if not self.ranks.wait():
                 return False

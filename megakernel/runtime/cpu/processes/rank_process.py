@@ -1,4 +1,4 @@
-"""A process that executes one rank of every launch, and otherwise waits for the driver to say what to do."""
+"""A process that executes one rank of every launch and otherwise waits for the driver's messages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .shared_memory import Mapping, create
 
 
 class _Closed(Exception):
-    """The driver gave up while the model was being opened."""
+    """The driver has given up while the model was being opened."""
 
 
 class Incoming:
-    """A Checkpoint whose tensors the driver sends, in the order in which a backend asks for them."""
+    """A Checkpoint whose tensors come from the driver, in the order in which a backend requests them."""
 
     dtype: Dtype
 
@@ -43,10 +43,10 @@ class Incoming:
         self.config = ModelConfig(**message.config)
         self._channel = connection
         self._staging: Mapping | None = None
-        self._owes = False  # the driver waits to reuse the staging memory
+        self._owes = False  # whether the driver waits to reuse the staging memory
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """The tensor, as a view that holds until the next call."""
+        """The tensor as a view that is valid until the next call."""
         return self._receive(buffer, layer)[0][0]
 
     def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
@@ -55,7 +55,7 @@ class Incoming:
         return [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)]
 
     def _receive(self, buffer: Buffer, layer: int) -> tuple[list[NDArray[np.generic]], list[int]]:
-        """The arrays of a weight, and the kinds of its elements."""
+        """The arrays of a weight, and the types of its elements."""
         while True:
             self.release()
             message, descriptors = self._channel.receive()
@@ -81,7 +81,7 @@ class Incoming:
 
 
 class _Server:
-    """What this process has been told so far."""
+    """The state of this process from the messages so far."""
 
     def __init__(self, connection: Channel) -> None:
         self._channel = connection
@@ -92,15 +92,15 @@ class _Server:
         except ProcessLookupError:
             raise Gone from None
         except OSError:
-            self._driver = []  # an old kernel: the end of the connection must do
+            self._driver = []  # on an old kernel, only the end of the connection is noticed
 
     @property
     def idle(self) -> bool:
-        """No model is open."""
+        """Whether no model is open."""
         return self._executor is None
 
     def run(self) -> NoReturn:
-        """Obey until the driver has ended, then raise Gone."""
+        """Obey until the driver ends, then raise Gone."""
         while True:
             self._heed(None)
             message, descriptors = self._channel.receive()
@@ -113,7 +113,7 @@ class _Server:
                 self._channel.send(channel.Failed(str(e)))
 
     def _heed(self, seconds: float | None) -> bool:
-        """Whether the driver says something within `seconds` (None: ever). Raises Gone where it has ended."""
+        """Whether the driver has sent something within `seconds` (None: no limit). Raises Gone if it has ended."""
         found = channel.ready([self._channel.fileno(), *self._driver], seconds)
         if any(fd in found for fd in self._driver):
             raise Gone
@@ -124,7 +124,7 @@ class _Server:
             self._open(message, descriptors[0])
             return Done(), []
         if isinstance(message, channel.Weight):
-            return Done(), []  # of a buffer of which this rank needs nothing
+            return Done(), []  # for a buffer of which this rank needs nothing
         if isinstance(message, channel.Close):
             self.close()
             return Done(), []
@@ -153,7 +153,7 @@ class _Server:
         executor.start(message)
         while not executor.poll():
             if self._heed(0.0):
-                raise Gone  # nothing is said during a launch
+                raise Gone  # the driver sends nothing during a launch
         if not message.trace:
             return channel.Ended(executor.link_bytes, 0, 0), []
         intervals, dropped = executor.ranks.intervals()
@@ -168,9 +168,9 @@ class _Server:
 
 
 def serve(connection: Channel) -> bool:
-    """Obey the driver until it has ended; whether it had closed its model before."""
+    """Obey the driver until it ends; returns whether it had closed its model before."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     try:
         server = _Server(connection)
     except Gone:
@@ -184,7 +184,7 @@ def serve(connection: Channel) -> bool:
 
 
 def main() -> int:
-    """Entry of a process that the driver has started with its end of a connection."""
+    """The main function of a process that the driver started with one end of a connection."""
     serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     return 0
 

@@ -1,4 +1,4 @@
-"""Memory that rank processes share. It has no name: when the last process that maps it ends, it is gone."""
+"""Memory that rank processes share. It has no name and disappears when the last process that maps it ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from numpy.typing import DTypeLike, NDArray
 
 from ....errors import MegakernelError
 
-LINE = 64  # bytes of a cache line; everything that processes share starts on one
+LINE = 64  # bytes of a cache line; everything that processes share starts on a line of its own
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 
 
 def create(what: str, size: int) -> int:
-    """File descriptor of `size` zero bytes, every page of them present: later accesses cannot fail with a signal.
+    """The file descriptor of `size` zero bytes, with every page allocated, so that later accesses cannot fail with a
+    signal.
 
-    Raises MegakernelError where the system has no room or no anonymous files.
+    Raises MegakernelError if the system has no room or no anonymous files.
     """
     if not hasattr(os, "memfd_create"):
         raise MegakernelError("rank processes need Linux's anonymous files: use thread ranks on this system")
@@ -41,9 +42,9 @@ def create(what: str, size: int) -> int:
 
 
 class Mapping:
-    """A shared file in this process's memory, for as long as this or an array of it lives. Takes the descriptor.
+    """A shared file mapped into this process, as long as this object or an array of it exists. Takes the descriptor.
 
-    `window` marks another rank's memory in an audited process: it can be touched only inside `opened`.
+    `window` marks another rank's memory in an audited process, which may be touched only inside `opened`.
     """
 
     def __init__(self, fd: int, *, window: bool = False) -> None:
@@ -66,7 +67,7 @@ class Mapping:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """While the host writes to what may be a window."""
+        """A context in which the host may write to memory that may be a window."""
         if self._window:
             self._protect(_PROT_READ_WRITE)
         try:

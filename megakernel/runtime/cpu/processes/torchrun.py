@@ -1,4 +1,4 @@
-"""Ranks as the processes of a torchrun job: every one runs the same script, rank 0 drives, the others serve it."""
+"""Ranks as the processes of a torchrun job: all run the same script, rank 0 drives, and the others serve it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....errors import MegakernelError
 from .channel import Channel
 from .peers import Peer
 
-_PATIENCE_S = 60.0  # how far apart the processes of a job may start
+_PATIENCE_S = 60.0  # the most seconds between the starts of a job's processes
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Where rank 0 listens: in Linux's abstract namespace, which has no files."""
+        """The address where rank 0 listens, in Linux's abstract namespace, which has no files."""
         job = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
         return "\0megakernel " + " ".join([str(os.getuid()), *job, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
 
 
 def job() -> Job | None:
-    """The job that the environment describes; None outside of one, and where this is its only process.
+    """The job that the environment describes; None outside a job or if this is its only process.
 
-    Raises MegakernelError where the variables contradict each other or the job has several machines.
+    Raises MegakernelError if the variables contradict each other or the job has several machines.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if any(name not in os.environ for name in names):
@@ -52,10 +52,10 @@ def job() -> Job | None:
 
 
 def join(tp: int) -> bool:
-    """Whether this is rank 0 of a job of `tp` ranks; all of them have then been found. False outside of a job.
+    """Whether this is rank 0 of a job of `tp` ranks, all of which have connected. False outside a job.
 
-    Other ranks serve rank 0 for as long as it lives, and end with it: on them the call does not return. Raises
-    MegakernelError where the job has another number of processes.
+    Other ranks serve rank 0 until it ends and then end too, so on them the call does not return. Raises MegakernelError
+    if the job has another number of processes.
     """
     this = job()
     if this is None or tp == 1:
@@ -91,7 +91,7 @@ def _connect(this: Job) -> Channel:
 
 @functools.cache
 def gather() -> list[Peer]:
-    """On rank 0: the other ranks, once they have all connected; the same ones for every model."""
+    """On rank 0: the connections to the other ranks, which all models share."""
     this = job()
     assert this is not None and this.rank == 0
     found: dict[int, Peer] = {}
@@ -113,7 +113,7 @@ def gather() -> list[Peer]:
                 ) from None
             found[rank] = Peer(rank, Channel(connection), None)
     peers = [found[rank] for rank in sorted(found)]
-    # A script that ends without closing its model has not died.
+    # A script that ends without closing its model has not crashed.
     for peer in peers:
         atexit.register(peer.dismiss)
     return peers
