@@ -155,7 +155,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, changes: dict[str, Any], messag
         open_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("keep", [0, 5, 8, 100, -1, -1000])
+@pytest.mark.parametrize("keep", [0, 5, 7, 8, 100, -1, -1000])
 def test_cut_short(tmp_path: Path, keep: int) -> None:
     saved(tmp_path)
     path = tmp_path / "model.safetensors"

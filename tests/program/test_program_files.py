@@ -99,6 +99,10 @@ def test_a_step_has_room_for_the_items_that_it_may_need(program: Program) -> Non
     for items, refused in ((least, False), (least - 1, True)):
         told = list(form._sizes(replace(dims, items=items)))
         assert any("attention items" in why for why in told) == refused
+    for field in ("partials", "bias_entries", "mask_rows"):
+        for count in (0, -1):
+            told = list(form._sizes(replace(dims, **{field: count})))
+            assert any("attention items" in why for why in told) == (count < 0)
 
 
 @pytest.mark.parametrize("value", [["a", "b"], "ab", None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])

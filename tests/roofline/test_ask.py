@@ -23,7 +23,11 @@ SAID: dict[int, list[tuple[Any, ...]]] = {
     5: [("shared_memory_bytes", 33e6, 0.05), ("registers_bytes", 33e6, 0.05)],
     6: [("clock_that_fp32_implies_hz", 2.1e9, 0.01)],
     7: [("least_s", 0.235e-6), ("bound", "memory")],
-    8: [("switches_of_a_node_bytes_per_s", 6.4e12), ("node_bytes_per_s", 3.6e12)],
+    8: [
+        ("switches_of_a_node_bytes_per_s", 6.4e12),
+        ("node_bytes_per_s", 3.6e12),
+        ("node_gather_bytes_per_s", 450e9 * 8 / 7),
+    ],
     9: [("bisection_of_a_node_both_ways_bytes_per_s", 3.6e12)],
     10: [("least_s", 1.04e-3)],
     11: [("least_s", 65.2e-6)],
