@@ -1,5 +1,5 @@
-// Builds that leave a part of the work out, for benchmarks: -DMK_ABLATION is an Ablation. They show how fast
-// the other part is alone. Results are meaningless, so only launches that do not synchronise are of use.
+// Builds for benchmarks that leave a part of the work out: -DMK_ABLATION is an Ablation. They show how fast
+// the remaining part is alone. Results are meaningless, so only unsynchronised launches are useful.
 #pragma once
 #include "plan.h"
 
@@ -11,7 +11,7 @@ constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
 constexpr Ablation kAblation = Ablation::kNone;
 #endif
 
-// In place of an instruction's work: every page is taken and given back.
+// Replaces an instruction's work: every page is taken and released.
 template <class Pages>
 MK_FN void pass_pages(const Call& c, Pages& pages) {
   int page = 0;

@@ -1,5 +1,5 @@
-// Arithmetic that host and device share. bf16 values travel as 16 bits, or as two in a 32-bit word, the first
-// in the low half.
+// Arithmetic that host and device share. bf16 values are passed as 16 bits, or as two in a 32-bit word with
+// the first one in the low half.
 #pragma once
 #include "../common/isa.h"
 #if !defined(__CUDACC__)
@@ -19,8 +19,8 @@
 
 namespace mk {
 
-// The value, which to the compiler is a new one: what follows from it is worked out where it is used, instead
-// of taking registers through all that is between.
+// Returns the value, but hides its origin from the compiler. Values derived from it are computed where they
+// are used, instead of occupying registers in between.
 MK_FN int32_t here(int32_t value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+r"(value));
@@ -59,7 +59,7 @@ MK_FN float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
 MK_FN float high_half(uint32_t pair) { return bits_to_float(pair & 0xFFFF0000u); }
 MK_FN float from_bf16(uint16_t value) { return bits_to_float(uint32_t{value} << 16); }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 MK_FN uint16_t to_bf16(float value) {
 #if defined(__CUDA_ARCH__)
   uint16_t out;

@@ -17,7 +17,7 @@ struct Bodies {
     return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
   }
 
-  // What needs no data of this launch.
+  // Preparations that need no data of this launch.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {
     if (normed(c)) prefetch_norm(p, c);
@@ -36,7 +36,7 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    if (normed(c)) norm(p, c);  // here, so that the code is there but once
+    if (normed(c)) norm(p, c);  // called here so that its code exists only once
     switch (c.phase().operation) {
       case Operation::kGather:
         return gather(p, c, operands<Run>(record));

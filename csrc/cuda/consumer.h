@@ -1,5 +1,5 @@
-// The consumer warps: eight that do the work of an instruction together. `Bodies::run(p, call, pages)` is
-// the work itself, `Bodies::prepare(p, call)` what can be done before its inputs are there.
+// The consumer warps: eight warps that together do the work of an instruction. `Bodies::run(p, call, pages)`
+// is the work itself; `Bodies::prepare(p, call)` does what is possible before its inputs are written.
 #pragma once
 #include "pages.h"
 

@@ -1,5 +1,5 @@
-// The controller: walks the stream of its worker, claims from queues, and publishes one instruction after the
-// other, to all SMs of the worker.
+// The controller walks the stream of its worker, claims instructions from queues, and publishes one
+// instruction after another to all SMs of the worker.
 #pragma once
 #include "plan.h"
 
@@ -44,8 +44,8 @@ class Controller {
     return true;
   }
 
-  // Claims late, so that work goes to who is free and what is claimed waits for little: with no more than the
-  // current instruction under way, and that one's counters met and its loads asked for.
+  // Claims late, so that work goes to whichever worker is free and a claimed instruction waits little: at
+  // most the current instruction is under way, its counters are satisfied and its loads are requested.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -64,7 +64,8 @@ class Controller {
     }
   }
 
-  // Until fewer than n instructions are under way; false: they do not end. `where`: what comes next.
+  // Waits until fewer than n instructions are under way; returns false if they do not end. `where` is the
+  // next instruction.
   MK_FN bool wait_for_room(uint32_t n, const Where& where) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
@@ -78,14 +79,14 @@ class Controller {
     const int32_t n = record_phase(record);
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
-  // The phase of number n, on lane n % kLanes.
+  // The phase with number n, which lane n % kLanes holds.
   MK_FN const Phase& held(int32_t n) const {
     if constexpr (kSms > 1) return phases()[n];
     return phases_[kHeld == 1 ? 0 : n / P::kLanes];
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // No record: the end.
+  // A null record marks the end.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
@@ -123,7 +124,7 @@ class Controller {
     ++published_;
   }
 
-  // Word i of a record, as an SM of the worker gets it: of the rows of a tile or a run its part.
+  // Word i of a record as an SM of the worker gets it: its part of the rows of a tile or run.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4 &&
@@ -140,8 +141,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's, shared out over the lanes: so that a record's is at hand, and takes no shared memory. For two
-  // SMs, whose instructions are long, there are no registers for it: the lanes load it word by word.
+  // The rank's phases, distributed over the lanes: a record's phase is then at hand without using shared
+  // memory. For two SMs, whose instructions are longer, registers do not suffice, so the lanes load it word
+  // by word.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

@@ -1,13 +1,13 @@
-// Which counters a record waits for and which it signals. Words: megakernel/isa/record.py; what the step
-// table picks: docs/architecture.md.
+// Which counters a record waits for and which it signals. megakernel/isa/record.py defines the words, and
+// docs/architecture.md says what the step table selects.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
 
 namespace mk {
 
-// The same for everybody who adds to a counter or waits for it: the memory model counts accesses by different
-// scopes as a race. A grid has all ranks, unless others run on other GPUs.
+// Everyone who adds to a counter or waits for it must use the same scope, because the memory model treats
+// accesses with different scopes as a race. A grid has all ranks unless others run on other GPUs.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
@@ -20,8 +20,8 @@ MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int
               static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
-// The words that name one counter each; true once they hold, false where the launch was aborted. So are the
-// next two.
+// Waits for words that each name one counter. Returns true once all are satisfied, false if the launch was
+// aborted; so do the next two functions.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
@@ -31,8 +31,8 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait word 0
-// names.
+// Waits of attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait
+// word 0 names.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -47,7 +47,8 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// A norm of logit rows: the row block of each that the rank normalises, in the grid that wait word 0 names.
+// Waits of a norm of logit rows: the row block of each row that the rank normalises, in the grid that wait
+// word 0 names.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
@@ -60,7 +61,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Adds to a counter of some ranks. The lanes share them.
+// Adds to a counter of several ranks, which the lanes divide among themselves.
 template <class P>
 MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
@@ -70,8 +71,8 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// The words that name one counter each. Lanes share them, and the ranks of each. What they point to is loaded
-// when this is made, which is before what they tell has happened.
+// The signals that each name one counter. Lanes divide the words and their ranks. The targets are loaded when
+// this object is made, before the event that is signalled.
 template <class P>
 class Signals {
  public:
@@ -102,8 +103,8 @@ class Signals {
   static constexpr int32_t kWords = P::kLanes < kSignals ? kSignals / P::kLanes : 1;
   static constexpr int32_t kStep = P::kLanes < kSignals ? 1 : P::kLanes / kSignals;
   struct Told {
-    Ranks ranks;     // of which this lane has every kStep-th
-    int64_t at;      // the counter, in the counters of a rank
+    Ranks ranks;     // this lane takes every kStep-th of them
+    int64_t at;      // the counter's index in a rank's counters
     int32_t* first;  // the counter of the first rank
   };
   const Params& params_;
@@ -111,7 +112,8 @@ class Signals {
   Told told_[kWords];
 };
 
-// Attention: an item's rows are final, which the grid [row block] of signal word 0 is told.
+// Signals of attention: an item's rows are final, which is added to the grid [row block] that signal word 0
+// names.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {

@@ -1,5 +1,5 @@
-// The platform of platform.h on a Hopper GPU. All that the roles need from the hardware, in PTX; no CUDA
-// header.
+// The platform of platform.h on a Hopper GPU: everything that the roles need from the hardware, in PTX,
+// without CUDA headers.
 #pragma once
 #include "watchdog.h"
 #include "wgmma.cuh"
@@ -12,14 +12,14 @@ MK_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Steps of 32 ns or so.
+// Advances in steps of about 32 ns.
 MK_DEVICE uint64_t wall_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
 
-// PTX whose scope is between `before` and `after`.
+// PTX with a scope between `before` and `after`.
 #define MK_SCOPED_ASM(scope, before, after, ...)   \
   if (scope == Scope::kGpu) {                      \
     asm volatile(before ".gpu" after __VA_ARGS__); \
@@ -50,7 +50,7 @@ class Device {
   };
 
 #if MK_TRACE
-  // `traced`: intervals of this block so far, in shared memory.
+  // `traced` counts the intervals of this block so far, in shared memory.
   MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block, int32_t* traced)
       : Device(params, block) {
     traced_ = traced;
@@ -132,8 +132,7 @@ class Device {
           : "memory");
   }
 
-  // The copy engine keeps maps that it has used, past the end of a launch; the host writes them between
-  // launches.
+  // The copy engine caches maps beyond the end of a launch, and the host writes them between launches.
   MK_DEVICE void acquire_map(const TensorMap& map) {
     if (lane_ == 0)
       asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
@@ -208,8 +207,9 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // Polls acquire, since to load again what a relaxed one has seen takes the way to the cache twice. A vote
-  // orders no memory: what a lane has acquired, the lane that starts the loads must see.
+  // Polls with acquire, because loading again what a relaxed poll has seen would need a second trip to the
+  // cache. A vote does not order memory: the lane that starts the loads must itself see what another lane has
+  // acquired.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -265,7 +265,7 @@ class Device {
   }
   MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin, int slot = 0) {
     const uint64_t end = now();
-    if (lane_ != 0 || sm_of(block_) != 0) return;  // a worker's first SM tells for both
+    if (lane_ != 0 || sm_of(block_) != 0) return;  // a worker's first SM reports for both
     const int32_t i = atomicAdd(traced_, 1);
     if (i >= params_.trace_capacity) return;
     const int32_t layer = where.segment == kPrologue   ? kTracePrologue
@@ -296,14 +296,15 @@ class Device {
  private:
   // Long, because a wait that it ends costs a poll of the abort word.
   static constexpr uint32_t kSuspendNs = 1'000'000;
-  static constexpr int kTick = 20;                   // of a watchdog's clock, in bits of nanoseconds
-  static constexpr uint32_t kLeaveTicks = 1u << 10;  // a second: what has not come then never comes
+  static constexpr int kTick = 20;  // bits of nanoseconds in a tick of the watchdog's clock
+  // a second; operations that are still outstanding then are abandoned
+  static constexpr uint32_t kLeaveTicks = 1u << 10;
   static constexpr uint32_t kBackOffNs = 32;
   static constexpr int kSpins = 16, kPollsPerCheck = 64;
 
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
 
-  // Acquires what the warps of so many blocks have done.
+  // Acquires what the warps of this many blocks have done.
   template <int kBlocks>
   MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
     uint32_t done;
@@ -328,15 +329,15 @@ class Device {
   MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
     bool held = try_wait<kBlocks>(b, parity);
     if (!held && !aborted()) {
-      block_.late[warp_] = {&b, parity, where};  // the same from whichever lanes are late
+      block_.late[warp_] = {&b, parity, where};  // identical for whichever lanes are late
       uint32_t since = 0;
       while (!(held = try_wait<kBlocks>(b, parity)) && !aborted()) check_time(since);
       if (held) forget_late();
     }
-    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one, and must agree
+    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one and must agree
   }
 
-  // Ticks of a wait that has failed to end. `since`: when it first did; 0: not yet.
+  // The ticks of a wait that has not ended. `since` is when it first failed; 0 if it has not failed yet.
   MK_DEVICE static uint32_t waited(uint32_t& since) {
     const uint32_t time = static_cast<uint32_t>(wall_ns() >> kTick);
     if (since == 0) since = time;
@@ -349,12 +350,12 @@ class Device {
   MK_DEVICE void check_time(uint32_t& since) {
     if (waited(since) > limit()) abort();
   }
-  // A wait that may have been noted has ended. Another lane's that goes on will be noted again.
+  // A wait that may have been recorded has ended. If another lane's wait goes on, it will be recorded again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // One lane's. The warp's note is that of any lane that is late: they differ in one word.
+  // One lane's wait. The warp's record is that of any late lane; they differ in one word.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     for (int polls = 1;; ++polls) {

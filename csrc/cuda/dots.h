@@ -1,13 +1,14 @@
-// Matmuls of few rows on the CUDA cores: a dot product per output, its weights streamed through pages once.
+// Matmuls of few rows on the CUDA cores: one dot product per output, with weights streamed once through
+// pages.
 //
-// A consumer warp has one piece of each page: so of a unit of columns it gets two outputs, one by member 0 of
-// each pair of pages and one by member 1: columns 2w and 2w + 1 of the unit, or column w of both matrices.
-// The rows are held to the end of their lap; those that the block has normalised itself lie beside the ring.
-// Pages: dot_pages (plan.h).
+// A consumer warp handles one piece of each page, and so two outputs of a unit of columns, one from member 0
+// and one from member 1 of each pair of pages: columns 2w and 2w + 1 of the unit, or column w of both
+// matrices. The rows stay until the end of their lap. Rows that the block has normalised itself lie beside
+// the ring. dot_pages (plan.h) lists the pages.
 //
-// The bits of an output depend on its inner length alone: a lane adds its products in ascending order, then
-// the lanes' sums are added in a tree. Of a head that is normalised a warp adds the squares of its columns in
-// ascending order, then the warps' sums are added in theirs.
+// The bits of an output depend only on its inner length: a lane adds its products in ascending order, then a
+// tree adds the lanes' sums. For a normalised head, a warp adds the squares of its columns in ascending
+// order, then the warps' sums are added in order.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -15,24 +16,24 @@
 
 namespace mk {
 
-constexpr int kDotRows = kDotInputPages * kPieces;  // at most, where one piece holds a row
+constexpr int kDotRows = kDotInputPages * kPieces;  // the maximum if one piece holds a row
 static_assert(kDotRows == 32, "of a warp's lanes, one for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where the pieces of rows lie, row after row: `first` and `stride` are bytes from `base`, and behind `end`
+// The place of the rows' pieces, row after row: `first` and `stride` are bytes from `base`, and behind `end`
 // the ring begins again.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
 };
 
-// Sums of a warp's two outputs per row, a lane's part until `reduce`.
+// The sums of a warp's two outputs per row; each lane has a part until `reduce`.
 template <class P>
 class Dots {
  public:
   MK_FN void clear() { MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0; }
 
-  // Adds `n` products of each output.
+  // Adds `n` products to each output.
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const DotInput& input) {
     if (rows == 1 && n == kPiece) {
@@ -57,7 +58,7 @@ class Dots {
     }
   }
 
-  // Adds the lanes' sums; in the end a lane has row `lane`.
+  // Adds the lanes' sums; afterwards a lane has row `lane`.
   MK_FN void reduce(P& p, int rows) {
     if (rows > 1) return share<P::kLanes / 2>(p, rows);
     MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) {
@@ -65,12 +66,12 @@ class Dots {
       sum_[0].b += shuffle_xor(sum_[0].b, mask);
     }
   }
-  // After reduce(), of a row that the lane has: row `lane`, or, where it is alone, any.
+  // After reduce(): a row that the lane has, which is row `lane`, or any row if there is only one.
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // With every step a lane hands over half of the rows it has, those of the other half of the lanes. One
-  // row's sums have the same tree.
+  // In every step, a lane hands over half of its rows: those of the other half of the lanes. The sums of a
+  // single row use the same tree.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
@@ -96,7 +97,7 @@ class Dots {
     }
   }
 
-  // Eight elements of a piece of n; zero beyond its end.
+  // Eight elements of a piece with n elements; zero beyond its end.
   MK_FN static Words part(const unsigned char* piece, int vector, int lane, int n) {
     const int at = (vector * P::kLanes + lane) * 8;
     return at < n ? *reinterpret_cast<const Words*>(piece + 2 * at) : Words{};
@@ -105,7 +106,7 @@ class Dots {
   Pair sum_[kDotRows];
 };
 
-// Hands the warp's two outputs of each row to `to.store`.
+// Passes the warp's two outputs of each row to `to.store`.
 template <class P, class To>
 MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
   const auto column = to.column(m.tile.col + col);
@@ -115,11 +116,12 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
-// Results for heads. Of those that are normalised a warp keeps its columns until the head's last are there.
+// Results for heads. For normalised heads, a warp keeps its columns until the last columns of the head are
+// there.
 template <class P>
 class DotHeads {
  public:
-  // The warp's two outputs of each row, of the unit at column `unit` of the tile.
+  // Stores the warp's two outputs of each row, for the unit at column `unit` of the tile.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     const bool normed = to.normed(m.tile.col + unit);
@@ -154,7 +156,7 @@ class DotHeads {
                        kOwnRows = P::kLanes == 1 ? kDotRows : 1;
 
   MK_FN static int own(int row) { return P::kLanes == 1 ? row : 0; }
-  // Those of rows [begin, end) that the lane has.
+  // The rows of [begin, end) that the lane has.
   template <class Each>
   MK_FN static void for_rows(P& p, int begin, int end, const Each& each) {
     if constexpr (P::kLanes == 1) {
@@ -164,8 +166,9 @@ class DotHeads {
     }
   }
 
-  // The scales of a head's rows, from the sums of the warps. There is room for a part of the rows, twice: one
-  // barrier for each part is enough, since who writes there again has seen that all came to the one between.
+  // Computes the scales of a head's rows from the sums of the warps. There is room for a part of the rows,
+  // twice. One barrier per part is enough: a warp that writes a place again has seen that all warps reached
+  // the barrier in between.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
@@ -185,7 +188,7 @@ class DotHeads {
   int turn_ = 0;
 };
 
-// An instruction on consumer warp c.warp.
+// One instruction on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const int inner = m.phase.inner, rows = m.tile.rows, cols = m.tile.cols;
@@ -196,13 +199,13 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   DotHeads<P> heads;
   int page = 0, held = 0;  // the lap's first input page
 
-  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the body before
+  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the previous body
   const auto release_inputs = [&] { pages.release(held, inputs); };
   for (int unit = 0; unit < cols; unit += unit_cols(m)) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);
     sums.clear();
     int piece = 0;
-    do {  // there is one: a loop that might have none would clear the sums twice
+    do {  // there is at least one: with a loop that might have none, the compiler would clear the sums twice
       if (page == held) {
         if (page > 0) {
           release_inputs();

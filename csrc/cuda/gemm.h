@@ -1,4 +1,5 @@
-// Matmuls on the tensor cores, chunk by chunk of the columns, all from pages. Pages: tensor_pages (plan.h).
+// Matmuls on the tensor cores, one chunk of columns after another, with all operands in pages. tensor_pages
+// (plan.h) lists the pages.
 #pragma once
 #include "plan.h"
 #include "results.h"
@@ -6,8 +7,8 @@
 
 namespace mk {
 
-// A warp's accumulators are blocks of 8 columns, first those of a K step's first weight page, then of its
-// second.
+// A warp's accumulators are blocks of 8 columns: first those of the first weight page of a K step, then those
+// of its second.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
 // A chunk's steps along the inner length; two are in flight. Returns the page after its last.
@@ -29,8 +30,8 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   return page;
 }
 
-// Both below take the results kTurn blocks at a time: unrolled over all of them, their code would not fit a
-// cache.
+// Both functions below process kTurn blocks at a time: unrolled over all blocks, their code would not fit the
+// instruction cache.
 constexpr int kTurn = 4;
 
 // All pairs of the first `blocks` blocks, at most kTurn.
@@ -44,11 +45,11 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns: `take(first)` is
-// what blocks first + i, i < kTurn, are made of, `put(taken, first, i, h, e, at)` stores one pair of it.
-// Returns the page after the last.
+// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns. `take(first)`
+// returns the values of blocks first + i, i < kTurn; `put(taken, first, i, h, e, at)` stores one pair of
+// them. Returns the page after the last.
 //
-// Neither may have a lambda inside: of a generic one, NVRTC 13.0 takes it to be the host's.
+// Neither may contain a lambda: NVRTC 13.0 takes a lambda inside a generic lambda for a host function.
 template <int kElement, class Accumulators, class Pages, class Take, class Put>
 MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Take& take,
                      const Put& put) {
@@ -72,7 +73,7 @@ struct Both {
   Blocks gate, up;
 };
 
-// Rows of the tile that a lane has a part of.
+// The rows of the tile that a lane has a part of.
 template <class Accumulators, class To>
 struct OwnRows {
   typename To::Row row[Accumulators::kRows]{};
@@ -84,8 +85,8 @@ struct OwnRows {
   }
 };
 
-// Hands each pair of results that the tile has to `to.store`: columns [begin, end) of the chunk, which is
-// columns from `col` on.
+// Passes each pair of results inside the tile to `to.store`: columns [begin, end) of the chunk, which starts
+// at column `col`.
 template <class Accumulators, class To>
 MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumulators, To>& rows,
                          const Matmul& m, int col, int begin, int end) {
@@ -108,8 +109,8 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// The same of heads; those that are normalised one by one, first their squares: a lane adds those of its
-// columns in ascending order, then come those of the row's other lanes.
+// The same for heads. If heads are normalised, their squares come first: a lane adds those of its columns in
+// ascending order, then the other lanes of the row are added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);
@@ -127,7 +128,7 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// An instruction on the warps whose rows the tile lacks: its pages pass.
+// One instruction on warps whose rows the tile lacks: they only pass its pages.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
@@ -144,7 +145,7 @@ MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   }
 }
 
-// An instruction on consumer warp c.warp.
+// One instruction on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
   using Accumulators = typename P::Accumulators;

@@ -1,20 +1,21 @@
-// The two loaders. The weight loader never waits for data of this launch, so it is ahead by as many pages as
-// are free, across the borders of instructions; the input loader waits for the counters.
+// The two loaders. The weight loader never waits for data of this launch, so it runs ahead, across
+// instruction boundaries, by as many pages as are free. The input loader waits for the counters.
 #pragma once
 #include "ablation.h"
 #include "counters.h"
 
 namespace mk {
 
-// By the weight loader, of the page in a slot.
+// Called by the weight loader for the page in a slot.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the loads of a page: by one copy, or by some which the lanes share. Of weights those of its turn.
-// `rows`: where the buffer begins that its pieces come from. Behind a whole page of dots, the cache gets one
-// that the ring has no room for yet: while all wait for one another, memory goes on.
+// Starts the loads of a page, with one copy or with several that the lanes share. For weights, only those of
+// this SM's turn. `rows` is where the buffer of its pieces begins. After a whole page of dots, it also
+// prefetches a page that the ring has no room for yet into the L2 cache, so that memory stays busy while
+// workers wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -39,7 +40,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   if (use.whole) {
     if (p.lane() == 0) {
       if (uses_dots(block.dims) && use.pieces) {
-        // Every other column of a matrix, or those of one of two.
+        // Every other column of a matrix, or the columns of one of two matrices.
         const bool two = use.step == 1;
         const int32_t piece = use.x / kPieceInner;
         p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);
@@ -62,7 +63,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// Where the pieces begin that a loader brings for an instruction; null where it brings none.
+// The start of the pieces that a loader loads for an instruction; null if it loads none.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
@@ -72,9 +73,10 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Loader 0 (of weights) or 1 has come by `page` pages, and the stream ends. Loads may be under way, after an
-// abort; a block must not end before they do. Whoever was behind arrives where others were ahead, so that the
-// phases of all pages complete, but for those that lack what the other SM has not asked for.
+// Loader 0 (weights) or 1 has passed `page` pages, and the stream ends. After an abort, loads may still be in
+// flight, and a block must not end before they do. The loader that is behind arrives for the pages that the
+// other one has passed, so that the phases of all pages complete, except those that lack bytes which the
+// other SM has not requested.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -108,7 +110,7 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   }
 }
 
-// The weight loader, and the input loader: they walk the same pages, of which each fills its own.
+// The weight loader and the input loader. They walk the same pages, and each fills its own.
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;
@@ -119,8 +121,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // Rows of dots come behind a lap's weights, which the input loader passes before it waits: in the order
-    // in which both happen, and those pages are of instructions before.
+    // The rows of dots come after a lap's weights. The input loader passes those pages before it waits,
+    // because they may belong to earlier instructions.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;
@@ -144,7 +146,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              }
              const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
              if (kAblation != Ablation::kCopies && use.fill == own) {
-               if (kSms == 1 && begin == 0) begin = p.now();  // for two SMs there are no registers for it
+               if (kSms == 1 && begin == 0) begin = p.now();  // two SMs leave no registers for it
                fill(p, block, params, task, use, at.slot, rows);
              } else {
                if (kSms > 1 && !inputs) note_shared(p, block, at.slot, 0);

@@ -1,4 +1,4 @@
-// Matmuls, on the units of the program's numerics class.
+// Matmuls on the units of the program's numerics class.
 #pragma once
 #include "dots.h"
 #include "gemm.h"

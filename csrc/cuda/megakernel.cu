@@ -1,6 +1,6 @@
-// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
-// The only translation unit of the device. Compile for sm_90a; -DMK_TRACE=1 records intervals, -DMK_UNITS
-// is Dims.units of the programs that it is for, -DMK_SMS their Dims.sms; -DMK_ABLATION: ablation.h.
+// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last. It
+// is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 records intervals; -DMK_UNITS is
+// Dims.units and -DMK_SMS is Dims.sms of its programs; -DMK_ABLATION: see ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -22,8 +22,8 @@ struct Shared {
 static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must fit");
 constexpr int kAlignment = 1024;
 
-// Registers of a thread: those of all 384 are dealt anew between the warps that move data and those that
-// compute. Who asks for more than the block was launched with waits for ever.
+// Registers per thread: the registers of all 384 threads are redistributed between the warps that move data
+// and those that compute. A warp that requests more than the block was launched with waits forever.
 #define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -32,7 +32,7 @@ static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kCo
               "no more registers than there are");
 
 #if MK_TRACE
-// SM clock and wall clock, just after a step of the latter.
+// Reads the SM clock and the wall clock, just after the latter has advanced.
 MK_DEVICE void stamp(Device& p, uint64_t* to) {
   const uint64_t before = wall_ns();
   uint64_t wall = before;
@@ -51,7 +51,8 @@ extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThr
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
   if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
-      *reinterpret_cast<Shared*>(memory + here(0));  // of a known address, every place is hoisted
+      // with a known address, the compiler would hoist every address computation
+      *reinterpret_cast<Shared*>(memory + here(0));
 #if MK_TRACE
   Device p(params, shared.block, &shared.traced);
   if (threadIdx.x == 0) {
@@ -69,7 +70,7 @@ extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThr
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_CONSUMER_REGISTERS));
     consume<Device, Bodies>(p, shared.block, params);
   }
-  Device last(params, shared.block);  // a new one, for which nobody has kept registers
+  Device last(params, shared.block);  // a new object, for which no registers were kept
   report(last, shared.block, params);
   if constexpr (kSms > 1) p.sync_block();
 #if MK_TRACE

@@ -1,5 +1,5 @@
-// The pages of the instruction at hand, as a consumer warp reaches them: i counts from the instruction's
-// first.
+// The pages of the present instruction, for a consumer warp; index i counts from the instruction's first
+// page.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -9,7 +9,7 @@ namespace mk {
 template <class P>
 class Pages {
  public:
-  // `first`: number of the instruction's first page in the block's sequence.
+  // `first` is the number of the instruction's first page in the block's sequence.
   MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
       : p_(p),
         block_(block),
@@ -19,27 +19,28 @@ class Pages {
         next_(first),
         generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
 
-  // All pages of the block, and where in them one begins.
+  // All pages of the block, and the offset of a page in them.
   MK_FN const unsigned char* ring() const { return block_.pages[0]; }
   MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
-  // Waits until it is filled.
+  // Waits until page i is filled.
   MK_FN const unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
-  // After full(i): this warp needs it no more, nor the n - 1 pages behind it. Every warp says so of every
-  // page that is no output. Tensor cores read pages in the proxy that fills them; what the warp has read
-  // itself it must fence.
+  // After full(i): this warp no longer needs page i and the n - 1 pages behind it. Every warp releases every
+  // page that is not an output. Tensor cores read pages in the proxy that fills them; generic reads by the
+  // warp must be fenced.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
     next_ += n;
   }
 
-  // Output pages: waits until it may be written; then, when this warp has written its part.
+  // For output pages: the first waits until the page may be written, the second says that this warp has
+  // written its part.
   MK_FN unsigned char* writable(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
@@ -52,7 +53,7 @@ class Pages {
     ++next_;
   }
 
-  // One page after the other.
+  // Takes one page after another.
   MK_FN const unsigned char* take() { return full(static_cast<int>(next_ - first_)); }
   MK_FN void release() { release(static_cast<int>(next_ - first_)); }
   MK_FN void skip(int n) {
@@ -62,13 +63,13 @@ class Pages {
     }
   }
 
-  // Attention, from every warp: it has stored, and fenced, its part of an item whose rows are now final.
+  // Called by every warp in attention: it has stored and fenced its part of an item whose rows are now final.
   MK_FN void done(int item) {
     p_.consumer_sync();
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  MK_FN uint32_t next() const { return next_; }  // at its end, the first page of the next instruction
+  MK_FN uint32_t next() const { return next_; }  // at the end, the first page of the next instruction
 
  private:
   P& p_;
@@ -76,7 +77,7 @@ class Pages {
   const Params& params_;
   const Task& task_;
   const uint32_t first_;
-  uint32_t next_;  // behind the pages that this warp has released or written
+  uint32_t next_;  // the page after those that this warp has released or written
   const bool generic_;
 };
 

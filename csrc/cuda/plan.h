@@ -1,9 +1,9 @@
-// Which pages an instruction takes: a function of its record, the sizes and the step table. Everyone who
-// touches pages walks the list that `for_pages` gives, in its order. Each kind of instruction hands out all
-// of its pages at one place, so that the code of those who walk is there but once.
+// Which pages an instruction takes: a function of its record, the sizes and the step table. Every role walks
+// the list of `for_pages` in its order. Each kind of instruction lists its pages in one place, so that the
+// code of the roles exists only once.
 //
-// A page of tiles is made of boxes of [kBoxRows rows][128 bytes], a page of pieces of kPieces rows of up to
-// kPiece elements. One copy brings all of a page that is whole.
+// A page of tiles consists of boxes of [kBoxRows rows][128 bytes]; a page of pieces consists of kPieces rows
+// of up to kPiece elements. One copy loads a page that is complete.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -15,31 +15,32 @@ constexpr int kPageBoxes = kTileRows / kBoxRows;
 
 enum class Fill : int32_t { kWeights, kInputs, kOutput };
 
-// A piece of a page: where it lies in its buffer, in elements and rows, and in its page.
+// A box or piece of a page: its place in its buffer, in elements and rows, and its place in the page.
 struct Box {
   int32_t x, y;
   int32_t at;
   uint32_t bytes;
 };
 
-// What lies in a page: boxes column by column, `per` of them in each.
+// The contents of a page: boxes column by column, `per` of them in each column.
 struct PageUse {
   Fill fill;
   bool pieces = false;  // not tiles
-  bool whole = false;   // one copy brings all of the page
+  bool whole = false;   // one copy loads the whole page
   Buffer buffer;
-  int32_t x, y, z = 0;  // of the first column: elements, its row 0, and matrices of the buffer
-  int32_t row = 0;      // of that column, where the page begins
+  int32_t x, y, z = 0;  // of the first column: elements, its row 0, and the matrix in the buffer
+  int32_t row = 0;      // the row of that column where the page begins
   int32_t boxes, per = kPageBoxes;
-  int32_t step = 1;    // pieces: rows between rows
-  int32_t member = 0;  // weights of dots: of the pair of pages
+  int32_t step = 1;    // pieces: the distance of rows
+  int32_t member = 0;  // weights of dots: which page of the pair
   int32_t other = 0;   // pieces: rows from those of member 0 to those of member 1
-  int32_t inner = 0;   // pieces: elements of a whole row
-  int32_t item = -1;   // attention: of the slot; -1 elsewhere
-  bool opens = false;  // attention: the item's first page, before which its counters must hold
-  int32_t turn = 0;    // weights of tensor cores: the worker's SMs take turns to load them
+  int32_t inner = 0;   // pieces: elements of a complete row
+  int32_t item = -1;   // attention: the item's number in the slot; otherwise -1
+  // attention: whether it is the item's first page, before which its counters must be satisfied
+  bool opens = false;
+  int32_t turn = 0;  // weights of tensor cores: the SM of the worker that loads the page
 
-  // Calls each(Box) for every stride-th box from number `first` on.
+  // Calls each(Box) for every stride-th box, starting with number `first`.
   template <class Each>
   MK_FN void for_boxes(int32_t first, int32_t stride, Each&& each) const {
     MK_LOOP for (int32_t i = first; i < boxes; i += stride) {
@@ -60,13 +61,13 @@ struct PageUse {
   }
 
  private:
-  // Of a box of the column at `column`.
+  // The bytes of a box in the column at `column`.
   MK_FN uint32_t column_bytes(int32_t column) const {
     return pieces ? static_cast<uint32_t>(lower_of(kPiece, inner - column)) * 2 : kBoxBytes;
   }
 };
 
-// The tensor map of a buffer by which whole pages are loaded, or boxes are loaded and stored.
+// The tensor map of a buffer for loads of whole pages, or for loads and stores of boxes.
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
@@ -79,7 +80,7 @@ MK_DIMS_FN constexpr uint64_t layered_buffers() {
 }
 constexpr uint64_t kLayeredBuffers = layered_buffers();
 
-// The numerics class. The device's code is for one, which leaves out half of it; the host's is for both.
+// The numerics class. Device code is compiled for one class, which removes half of it; host code is for both.
 MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #if defined(MK_UNITS)
   return MK_UNITS == static_cast<int>(Units::kDots);
@@ -88,27 +89,27 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
-// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. Of two matrices, which lie one
-// after the other with `width` rows each, an output column has a column of both.
+// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. With two matrices, which follow
+// each other with `width` rows each, an output column has a column of both.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
 
   MK_FN bool two() const { return phase.matrices == 2; }
-  // Its rows are normalised on the way in, and take no pages.
+  // Whether it normalises its rows itself, so that they take no pages.
   MK_FN bool normed() const { return phase.norm != Buffer::kNone; }
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// Of its weights: the first in its layer.
+// The first matrix of its weights in its layer.
 MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
   return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
 }
 
-// Tensor cores: columns in chunks; of each chunk its inner length, kTileInner at a time, then the results.
+// Tensor cores: columns in chunks; for each chunk the inner length in steps of kTileInner, then the results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
-// Whether they leave through output pages.
+// Whether the results leave through output pages.
 MK_FN bool by_pages(Result result) {
   switch (result) {
     case Result::kResidual:
@@ -122,7 +123,7 @@ MK_FN bool by_pages(Result result) {
   }
   return false;
 }
-// Columns of a page of results: of float32 those for the residual, of bf16 others.
+// Columns of a page of results: float32 for the residual, otherwise bf16.
 MK_FN int32_t output_cols(const Matmul& m) { return m.phase.result == Result::kResidual ? 32 : 64; }
 
 template <class Each>
@@ -136,8 +137,8 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // Of a step: the inputs, then weights of columns from 0 on, then of two matrices the second, else of
-    // columns from kTileRows on.
+    // The pages of a step: the inputs, then the weights of columns from 0 on, then those of the second matrix
+    // if there are two, otherwise of columns from kTileRows on.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -180,9 +181,9 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   return true;
 }
 
-// Dot products: units of 16 columns (of two matrices 8 each), whose inner length comes in pieces; a piece of
-// a unit is two pages, member 0 and 1: even and odd columns, or those of either matrix. The rows come again
-// in every lap of the ring, after the lap's weights: piece p of row r is number p * rows + r.
+// Dot products: units of 16 columns (8 of each of two matrices), whose inner length comes in pieces. A piece
+// of a unit is two pages, member 0 and 1: even and odd columns, or the columns of either matrix. The rows are
+// loaded again in every lap of the ring, after the lap's weights: piece p of row r is number p * rows + r.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
   static_assert(kPieces == 8, "shifts, since a division takes as long as a page");
@@ -192,10 +193,12 @@ MK_FN int32_t dot_pieces(const Matmul& m) {
   return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
-// Weight pages, and those of a lap, both members of a piece in the same one.
+// The weight pages of the instruction, and those of a lap, in which both members of a piece are in the same
+// lap.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
-// Units of so many pieces in kAheadPages: four bits each, since a division takes as long as a page.
+// The number of units with this many pieces in kAheadPages, as a table of four bits each, because a division
+// takes as long as a page.
 MK_DIMS_FN constexpr uint32_t ahead_units() {
   uint32_t bits = 0;
   for (int pieces = 1; pieces < 8; ++pieces)
@@ -205,7 +208,7 @@ MK_DIMS_FN constexpr uint32_t ahead_units() {
 static_assert(kAheadPages / 2 < 8, "units of eight pieces and more never fit");
 constexpr uint32_t kAheadUnits = ahead_units();
 
-// Columns of the whole units whose pages come into the last shared cache before the ring has room for them.
+// Columns of the whole units whose pages are prefetched into the L2 cache before the ring has room for them.
 MK_FN int32_t ahead_cols(const Matmul& m) {
   const int32_t pieces = ceil_div(m.phase.inner, kPiece);
   return pieces < 8 ? static_cast<int32_t>(kAheadUnits >> 4 * pieces & 7) * unit_cols(m) : 0;
@@ -215,7 +218,7 @@ template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
   const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
-  int32_t left = dot_weight_pages(m), lap = 0;   // weight pages; of this lap
+  int32_t left = dot_weight_pages(m), lap = 0;   // weight pages left in all; and in this lap
   int32_t x = 0, first = 0;                      // of the next weight page; its first column
   int32_t piece = pieces, in_x = 0, in_row = 0;  // of the next input page
   const int32_t whole = kPieces / rows;          // columns of an input page
@@ -229,20 +232,20 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
     PageUse use;
     if (lap > 0) {
       const int32_t columns = m.tile.cols - first, member = lap & 1;  // a lap has pairs
-      use = {
-          .fill = Fill::kWeights,
-          .pieces = true,
-          .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),  // as the host makes its maps
-          .buffer = m.phase.weights,
-          .x = x,
-          .y = m.tile.col + first,
-          .z = first_matrix(d, task, 1),
-          .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
-          .per = kPieces,
-          .step = m.two() ? 1 : 2,
-          .member = member,
-          .other = m.two() ? m.phase.width : 1,
-          .inner = m.phase.inner};
+      use = {.fill = Fill::kWeights,
+             .pieces = true,
+             // as the host encodes its maps
+             .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),
+             .buffer = m.phase.weights,
+             .x = x,
+             .y = m.tile.col + first,
+             .z = first_matrix(d, task, 1),
+             .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
+             .per = kPieces,
+             .step = m.two() ? 1 : 2,
+             .member = member,
+             .other = m.two() ? m.phase.width : 1,
+             .inner = m.phase.inner};
       --lap;
       if (member) x += kPiece;
       if (x >= m.phase.inner) {
@@ -271,7 +274,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// Items of a slot: a worker's SMs take turns.
+// The items of a slot, which a worker's SMs take in turn.
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
 }
@@ -279,11 +282,11 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
-// Attention: the query rows of an item (row, then head of the group) in tiles, units = KV heads x tiles, a
-// pass of one unit per consumer warp; of each pass every KV block, of that every KV head of the pass, its
-// keys, then its values: keys [element][token] in halves of 64 tokens, values [token][element] in halves of
-// 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one page with
-// nothing in it, which says that its counters hold. Behind the slot's items come the task's empty pages.
+// Attention: the query rows of an item (row, then head of the group) are divided into tiles; units = KV heads
+// x tiles; a pass has one unit per consumer warp. For each pass, each KV block and each KV head of the pass
+// come its keys, then its values: keys [element][token] in halves of 64 tokens, values [token][element] in
+// halves of 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one
+// empty page, which says that its counters are satisfied. The task's empty pages follow the slot's items.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);
@@ -329,17 +332,17 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Pages that `item_pages` gives.
+// The number of pages that `item_pages` lists.
 MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
   if (s.item_seq[item] < 0) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  int32_t passes = 0, unit = 0;  // that a KV head is in, of all of them; the next one's first unit
+  int32_t passes = 0, unit = 0;  // passes that contain a KV head, over all heads; the next pass's first unit
   MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
       (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
   return passes * s.item_blocks[item] * (d.head_dim <= kTileInner ? 2 : 4);
 }
 
-// By how many pages the items of a slot that SM 0 of a worker runs are more than those of SM 1.
+// The number of pages by which the slot's items of a worker's SM 0 exceed those of SM 1.
 MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
   int32_t ahead = 0, sign = 1;
   MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
@@ -347,7 +350,7 @@ MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
   return ahead;
 }
 
-// Calls each(PageUse) for every page of the instruction until it gives false.
+// Calls each(PageUse) for every page of the instruction until it returns false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (task.phase.operation) {

@@ -85,20 +85,20 @@
 
 namespace mk {
 
-// SMs of a worker: two are neighbours in the grid, and a cluster (block.h). -DMK_SMS builds for programs
-// whose Dims.sms it is.
+// SMs of a worker: two are neighbours in the grid and form a cluster (block.h). -DMK_SMS builds for programs
+// with this Dims.sms.
 #if defined(MK_SMS)
 constexpr int kSms = MK_SMS;
 #else
 constexpr int kSms = 1;
 #endif
 
-// Made by the host for the bulk copy engine, or for what stands in for it.
+// Written by the host for the bulk copy engine or for its stand-in.
 struct alignas(64) TensorMap {
   unsigned char bytes[kMapBytes];
 };
 
-// Who is to see a signal or be seen by a wait: the ranks of one grid, or other devices too.
+// Who must see a signal or be seen by a wait: the ranks of one grid, or other devices too.
 enum class Scope { kGpu, kSystem };
 
 // An instruction of a stream.
@@ -111,7 +111,7 @@ MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // two instructions
 // A counter that an instruction needs.
 struct Need {
   const int32_t* value;  // null: nothing
-  uint32_t target;       // holds once value - target >= 0
+  uint32_t target;       // satisfied once value - target >= 0
 };
 
 }  // namespace mk

@@ -1,7 +1,7 @@
-// What becomes of a matmul's results: a class for each place they go to. `store` puts the results of a row
-// and two neighbouring columns where they belong, by ordinary stores; `row` and `column` (even; both counted
-// in the output) are what it needs to know of them. Where the tensor path stores through output pages,
-// `value` is what the page gets.
+// The destinations of a matmul's results, with a class for each. `store` puts the results of a row and two
+// neighbouring columns into place with ordinary stores; `row` and `column` (even; both counted in the output)
+// hold what it needs to know of them. Where the tensor path stores through output pages, `value` is the
+// page's value.
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -11,16 +11,16 @@
 
 namespace mk {
 
-// Queries to the output, keys and values to the cache; q and k rotated by the angles of the row's position,
-// and normalised before where the phase says so. Of a head that is normalised all columns go to `store`
-// twice: first with `squares`, which adds up their squares in Row; of the sum over those who share the row,
-// `scale` makes the factor that Row must have the second time.
+// Queries go to the output, keys and values to the cache. q and k are rotated by the angles of the row's
+// position, and normalised first if the phase says so. All columns of a normalised head go to `store` twice:
+// first with `squares`, which adds up their squares in Row. From the sum over all holders of the row, `scale`
+// makes the factor that Row must have the second time.
 class ToHeads {
  public:
   struct Row {
     const float* rope;
     uint16_t *q, *k, *v;  // k and v: of the row's token, element 0 of head 0; null for padding
-    float norm;           // of the head at hand: the sum of its squares, then the factor
+    float norm;           // of the present head: the sum of its squares, then the factor
   };
 
   MK_FN explicit ToHeads(const Call& c)
@@ -54,7 +54,7 @@ class ToHeads {
     return out;
   }
 
-  // Q, K or V; where in it the column lies, counted from what Row points to; of q and k, its element of the
+  // Q, K or V; the column's place in it, counted from the address in Row; for q and k, its element in the
   // head.
   struct Column {
     Buffer to;
@@ -71,7 +71,7 @@ class ToHeads {
     const Pair scale =
         norm_ ? *reinterpret_cast<const Pair*>(norm_ + (k < 0 ? 0 : head_dim_) + element) : Pair{1, 1};
     if (k < 0) return {Buffer::Q, element, col, bias, scale};
-    // Heads follow each other, elements are a page's tokens apart.
+    // Heads follow each other; elements are a page's tokens apart.
     return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 
@@ -103,7 +103,7 @@ class ToHeads {
   const float *const bias_, *const norm_;
 };
 
-// What the others have in common: of a column they need to know but its number.
+// The common part of the other destinations, which need only a column's number.
 class To {
  public:
   MK_FN explicit To(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
@@ -133,7 +133,7 @@ class ToResidual : public To {
   }
 };
 
-// This rank's slot of the output, where the residual of the row is kept.
+// This rank's slot of the output, at the rank that keeps the residual of the row.
 class ToPartial : public To {
  public:
   using To::To;

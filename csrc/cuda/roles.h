@@ -1,4 +1,4 @@
-// A block: its shared memory is set up, then every warp plays its role until the stream ends.
+// Runs a block: it sets up shared memory, then every warp plays its role until the stream ends.
 #pragma once
 #include "consumer.h"
 #include "controller.h"
@@ -8,7 +8,7 @@
 
 namespace mk {
 
-// By all warps of block `index` of the grid, which is one of the ranks * workers * kSms that have a stream.
+// Called by all warps of block `index` of the grid, one of the ranks * workers * kSms blocks with a stream.
 template <class P>
 MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   if (p.warp() == kControllerWarp && p.lane() == 0) {
@@ -41,7 +41,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   p.sync_block();
 }
 
-// The warps before kConsumerWarp.
+// The roles of the warps before kConsumerWarp.
 template <class P>
 MK_FN void serve(P& p, Block<P>& block, const Params& params) {
   switch (p.warp()) {

@@ -1,12 +1,13 @@
-// The storer: output pages to memory, of any rank; then, once all that an instruction stores is there, its
-// signals.
+// The storer: it copies output pages to memory of any rank, and sends an instruction's signals once all of
+// its stores are visible.
 #pragma once
 #include "counters.h"
 #include "plan.h"
 
 namespace mk {
 
-// Starts the stores of a page: results for the residual are added, partials go to whoever keeps the rows.
+// Starts the stores of a page: results for the residual are added; partial sums go to the rank that keeps the
+// rows.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {
@@ -52,7 +53,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
                stored = true;
              }
-             // Behind a chunk's last output at once: the next chunk's pages need its slot.
+             // A chunk's last output is released at once, because the next chunk's pages need its slot.
              release(output ? 1 : 0);
              reading = output ? at.slot : -1;
              return true;

@@ -1,13 +1,13 @@
-// Where the tensor cores and the bulk copy engine want bytes and leave results (PTX ISA: wgmma, mma,
-// ldmatrix, tensor swizzling modes). Plain arithmetic, so that the CPU tests it and the host's stand-ins use
-// it.
+// The layouts in which tensor cores and the bulk copy engine expect bytes and leave results (PTX ISA: wgmma,
+// mma, ldmatrix, tensor swizzling modes). It is plain arithmetic, so that the CPU can test it and the host's
+// stand-ins can use it.
 #pragma once
 #include "arithmetic.h"
 
 namespace mk {
 
-// A tile of 128-byte rows, 1024-byte aligned, in the 128-byte swizzle: the 16-byte chunk of a row is XORed
-// with the row's number modulo 8.
+// A tile of 128-byte rows, aligned to 1024 bytes, in the 128-byte swizzle: the index of a 16-byte chunk in a
+// row is XORed with the row's number modulo 8.
 constexpr int kTileRowBytes = 128;
 MK_FN constexpr uint32_t swizzle(uint32_t byte) { return byte ^ (byte >> 3 & 0x70); }
 MK_FN constexpr uint32_t tile_offset(int row, int byte) {
@@ -19,7 +19,7 @@ MK_FN float tile_element(const unsigned char* tile, int row, int col) {
   return from_bf16(*reinterpret_cast<const uint16_t*>(tile + tile_offset(row, 2 * col)));
 }
 
-// wgmma's descriptor of such a tile whose rows run along k. One instruction takes 32 bytes of k; the next 32
+// wgmma's descriptor of such a tile whose rows run along k. One instruction reads 32 bytes of k; the next 32
 // bytes are kDescriptorStep further. Bits: 0-13 address, 16-29 leading offset (unused in this mode), 32-45
 // offset of the next 8 rows, all in units of 16 bytes; 62-63 swizzle.
 MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
@@ -30,7 +30,7 @@ MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
 constexpr uint64_t kDescriptorStep = 32 / 16;
 
 // Fragments of mma.m16n8k16 and, for its 16 rows and each 8 columns, of wgmma: element e of register i of a
-// lane. Accumulators, four floats: two columns of row 0 .. 7, then of row 8 .. 15.
+// lane. Accumulators are four floats: two columns of rows 0 .. 7, then of rows 8 .. 15.
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
 // A [16 rows][16 k], four words of two k.
@@ -40,8 +40,8 @@ MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8
 MK_FN constexpr int b_k(int lane, int word) { return lane % 4 * 2 + word * 8; }
 MK_FN constexpr int b_col(int lane) { return lane / 4; }
 
-// ldmatrix.x4 loads four [8][8] matrices of 16-bit elements: a lane names one row of one matrix, and gets one
-// word of each: two neighbours in a row, with .trans in a column.
+// ldmatrix.x4 loads four [8][8] matrices of 16-bit elements. A lane gives the address of one row of one
+// matrix and receives one 32-bit word of each matrix: two neighbours in a row, or, with .trans, in a column.
 MK_FN constexpr int ldmatrix_matrix(int lane) { return lane / 8; }
 MK_FN constexpr int ldmatrix_row(int lane) { return lane % 8; }
 

@@ -1,18 +1,18 @@
-// Waits that last too long: a bug of the program or of the interpreter.
+// Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Most who wait for ever wait for another who does, so nobody can say whose fault it is. A wait that has
-// lasted for a millisecond is noted, and the first to last for Params.timeout_ns aborts the launch. By then
-// everybody who is stuck has a note, and nothing that comes of the abort changes one: so whoever reads all of
-// them (megakernel/runtime/cuda/stall.py) finds the one that the others wait for.
+// Most endless waits wait for another endless wait, so the waiting warp cannot say which one is at fault. A
+// wait of one millisecond is recorded, and the first one that lasts Params.timeout_ns aborts the launch. By
+// then every stuck warp has a record, and the abort changes none of them. megakernel/runtime/cuda/stall.py
+// reads all records and finds the one wait that the others wait for.
 //
-// Waits sit in the middle of the work, in many places: a note is what is at hand there, in the block's
-// `late`, and its warp reports it at its end.
+// Waits occur in many places in the middle of the work. A record contains what is at hand there. It is kept
+// in the block's `late`, and the warp reports it when it ends.
 #pragma once
 #include "counters.h"
 
 namespace mk {
 
-// Which barrier it is: what for, and the slot of its page or instruction.
+// Which barrier it is: its purpose, and the slot of its page or instruction.
 struct BarrierName {
   Awaited what;
   int32_t slot;
@@ -35,7 +35,7 @@ MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barr
   return {Awaited::kParted, 0};
 }
 
-// By a warp at its end: what it waited for too long, where it did.
+// Called by a warp at its end: reports the wait that lasted too long, if any.
 template <class P>
 MK_FN void report(P& p, const Block<P>& block, const Params& params) {
   p.sync_warp();

@@ -10,7 +10,8 @@ namespace mk {
 #define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
 #define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
 
-// v [64 rows][128 columns] += a [64][16] b [128][16] ^T. The warpgroup's four warps together; asynchronous.
+// v [64 rows][128 columns] += a [64][16] b [128][16] ^T, by the four warps of a warpgroup together;
+// asynchronous.
 __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0;"
@@ -40,11 +41,11 @@ class Accumulators {
   }
 
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
-  // Column in its block of 8.
+  // The column in its block of 8.
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
 
-  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 where kHalves is 1.
-  // The pages are being read until settle().
+  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 if kHalves is 1. The
+  // pages are read until settle().
   template <int kHalves>
   __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
     const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
@@ -58,8 +59,8 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // kCount blocks: of the results, those from block `first` on, a multiple of kCount. A register has no
-  // run-time index, so they are picked by branches.
+  // kCount blocks of the results, starting with block `first`, a multiple of kCount. Registers have no
+  // run-time index, so branches select them.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];
@@ -78,7 +79,7 @@ class Accumulators {
     return out;
   }
 
-  // All steps but the last `kPending` have read their pages. With 0 the results are there.
+  // Waits until all steps but the last `kPending` have read their pages. With 0 the results are complete.
   template <int kPending>
   __device__ __forceinline__ void settle() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -90,7 +91,7 @@ class Accumulators {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
   }
 
-  // No write of the accumulators moves past here, nor a read.
+  // Prevents the compiler from moving reads or writes of the accumulators across this point.
   __device__ __forceinline__ void pin() {
     MK_UNROLL for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(v_[i])::"memory");
   }

@@ -1,5 +1,4 @@
-// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, over pages laid out as the device has
-// them.
+// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, on pages with the device's layout.
 #pragma once
 #include "../cuda/tensor_core.h"
 

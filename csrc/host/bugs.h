@@ -1,5 +1,5 @@
-// Bugs to plant: each weakens one primitive where one role calls it, so that the tests show which check finds
-// it. The roles know nothing of them.
+// Bugs to plant: each weakens one primitive where one role calls it, so that tests show which check finds it.
+// The roles do not know of them.
 #pragma once
 #include "../cuda/watchdog.h"
 
@@ -9,20 +9,20 @@ enum class Bug : int32_t {
   kNone,
   kDroppedArrival,  // a consumer warp forgets to release a page
   kEarlyRelease,    // the storer frees a page that its store still reads
-  kRelaxedSignal,   // the storer's signals release nothing
-  kNoInputFence,    // the input loader loads what it has waited for without a proxy fence
-  kNoOutputFence,   // a consumer warp leaves what it has written unfenced
-  kWrongPhase,      // a consumer warp waits for the phase of a page before the one it needs
+  kRelaxedSignal,   // the storer's signals do not release
+  kNoInputFence,    // the input loader loads data it has waited for without a proxy fence
+  kNoOutputFence,   // a consumer warp does not fence what it has written
+  kWrongPhase,      // a consumer warp waits for the phase before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
-  kOldMap,          // a block uses a tensor map as the launch before it knew it
-  kOtherScope,      // the storer signals at another scope than the waits have
-  kNeverRetired,    // a consumer warp forgets to say that it has done with an instruction
+  kOldMap,          // a block uses a tensor map as it was in the previous launch
+  kOtherScope,      // the storer signals with another scope than the waits have
+  kNeverRetired,    // a consumer warp does not report the end of an instruction
   kLostLoad,        // a load of weights never comes
   kLostInput,       // a load of activations never comes
-  kHanging,         // a consumer warp does not come back from its arithmetic
+  kHanging,         // a consumer warp never returns from its arithmetic
   kLoneRelease,     // a consumer warp releases a page in its own block only
-  kForgottenTwin,   // a block takes a page for free though the other SM's consumers read it
-  kEarlyEnd,        // a block ends while the other SM's may still reach into it
+  kForgottenTwin,   // a block treats a page as free although the other SM's consumers still read it
+  kEarlyEnd,        // a block ends while the other SM may still access it
 };
 
 template <class Base>
@@ -101,7 +101,7 @@ class Planted : public Base {
   }
 
   const Bug bug_;
-  int times_ = 0;  // that it could have gone wrong
+  int times_ = 0;  // how often it could have gone wrong
 };
 
 }  // namespace mk

@@ -1,5 +1,5 @@
-// Fibres: many warps in one thread, each on a stack of its own. Who goes next, and when an asynchronous
-// operation happens, is drawn from a seed, so that a run can be repeated.
+// Fibres: many warps in one thread, each with its own stack. A seed determines which fibre runs next and when
+// an asynchronous operation happens, so that a run can be repeated.
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
@@ -21,12 +21,12 @@ struct Fibre {
   jmp_buf context;
   ucontext_t start;
   std::function<void()> body;
-  Fibre* next = nullptr;  // of those who wait for the same
+  Fibre* next = nullptr;  // the next fibre that waits for the same thing
   Waiters* waiting = nullptr;
   bool begun = false, ended = false, slow = false;
 };
 
-// Who waits for one thing.
+// The fibres that wait for one thing.
 struct Waiters {
   Fibre* first = nullptr;
 };
@@ -62,8 +62,8 @@ class Scheduler {
     ++live_;
   }
 
-  // Until all fibres have ended. Where none can go on: `stuck` may wake some; false: it could not, and the
-  // run is given up.
+  // Runs until all fibres have ended. If none can continue, `stuck` may wake some; if it returns false, the
+  // run is abandoned.
   bool run(const std::function<bool()>& stuck) {
     while (live_ > 0) {
       const size_t ready = ready_[0].size() + ready_[1].size(), operations = operations_.size();
@@ -90,13 +90,13 @@ class Scheduler {
     return true;
   }
 
-  // Of the running fibre. Others may go first:
+  // Called by the running fibre; others may go first.
   void pause() {
     if (draw(4) != 0) return;
     make_ready(current_);
     leave();
   }
-  // Until it is woken.
+  // Blocks until the fibre is woken.
   void block(Waiters& waiters) {
     current_->waiting = &waiters;
     current_->next = waiters.first;
@@ -116,7 +116,7 @@ class Scheduler {
       if (fibre->waiting != nullptr) wake(*fibre->waiting);
     }
   }
-  // Happens at some time from now on.
+  // Schedules an operation for some later time.
   void post(std::function<void()> operation) { operations_.push_back(std::move(operation)); }
 
  private:
@@ -138,7 +138,7 @@ class Scheduler {
     return static_cast<uint32_t>((state_ >> 32) * n >> 32);
   }
   void make_ready(Fibre* fibre) { ready_[fibre->slow].push_back(fibre); }
-  // The running fibre, for the scheduler.
+  // Switches from the running fibre to the scheduler.
   void leave() {
     if (_setjmp(current_->context) == 0) _longjmp(home_, 1);
   }

@@ -1,6 +1,6 @@
-// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: what is asynchronous happens late,
-// pages are poison unless they are full, and the proxies meet at fences only. Orderings between threads are
-// csrc/host/thread_warp.h's matter: here all stores are seen at once.
+// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: asynchronous operations complete
+// late, pages are poisoned unless they are full, and the proxies are ordered by fences only. Ordering between
+// threads is checked by csrc/host/thread_warp.h; here all stores are visible at once.
 #pragma once
 #include <memory>
 #include <set>
@@ -26,11 +26,11 @@ struct FibreBarrier {
   Waiters waiters;
 };
 
-// What the warps of a launch share.
+// State that the warps of a launch share.
 struct FibreWorld {
   FibreWorld(const Params& launch, uint64_t seed, int warps) : params(launch), scheduler(seed, warps) {}
 
-  // The first thing that goes wrong ends the launch.
+  // The first failure ends the launch.
   void fail(const std::string& what) {
     if (wrong.empty()) wrong = what;
     abort();
@@ -39,7 +39,7 @@ struct FibreWorld {
     *params.abort = 1;
     scheduler.wake_all();
   }
-  // What has not come by now never comes.
+  // Operations that are outstanding now never complete.
   void leave() {
     leaving = true;
     scheduler.wake_all();
@@ -52,9 +52,9 @@ struct FibreWorld {
   std::string wrong;
 };
 
-// What the warps of a block share, besides its memory.
+// State that the warps of a block share, besides its memory.
 struct FibreBlock {
-  // `worker`: the blocks of its worker, of all SMs.
+  // `worker` has the blocks of its worker, one per SM.
   FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, FibreBlock* const* worker,
              std::string name)
       : world(launch), memory(block), sms(worker), monitor(block.pages[0], std::move(name)) {}
@@ -63,9 +63,9 @@ struct FibreBlock {
   BlockMemory<FibreBarrier>& memory;
   FibreBlock* const* const sms;
   Monitor monitor;
-  int warps = kWarps;  // that have not ended
+  int warps = kWarps;  // warps that have not ended
   std::unordered_set<const TensorMap*> acquired;
-  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // prefetched, and not loaded yet
+  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // prefetched but not loaded yet
 
   struct Meeting {
     int here = 0;
@@ -79,7 +79,7 @@ struct FibreBlock {
     const BarrierName name = name_of(memory, barrier);
     return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
   }
-  // After an arrival, or bytes.
+  // Completes a phase, if possible, after an arrival or bytes.
   void settle(FibreBarrier& barrier) {
     if (barrier.pending < 0) world.fail(monitor.name() + ": too many arrivals at " + name(barrier));
     if (barrier.pending != 0 || barrier.bytes != 0) return;
@@ -90,7 +90,7 @@ struct FibreBlock {
     if (name.what == Awaited::kReady) monitor.ready(name.slot);
     world.scheduler.wake(barrier.waiters);
   }
-  // `own`: by a warp of the block itself. When all of those have released a page, nobody reads it any more.
+  // `own`: by a warp of the block itself. When all of these have released a page, nobody reads it any more.
   void arrive(FibreBarrier& barrier, int count, bool own) {
     if (warps == 0) world.fail(monitor.name() + ": is reached after its end");
     if (own && (barrier.own += count) == kConsumerWarps) {
@@ -103,7 +103,7 @@ struct FibreBlock {
     barrier.pending -= count;
     settle(barrier);
   }
-  // What lies in the memory of an SM of the worker where `here` lies in this block's.
+  // The counterpart of `here` in the memory of another SM of the worker.
   template <class T>
   T& at_sm(int sm, T& here) const {
     const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&memory);
@@ -145,7 +145,7 @@ class FibreWarp {
       if (world_.leaving) return false;
       sleep(barrier, parity, where);
     }
-    if (warp_ >= kConsumerWarp) unfenced_ = true;  // what a consumer warp does with a new instruction
+    if (warp_ >= kConsumerWarp) unfenced_ = true;  // state of a consumer warp at a new instruction
     return true;
   }
   void arrive(Barrier& barrier, int count = 1) {
@@ -264,10 +264,10 @@ class FibreWarp {
   }
 
   void end() { --block_.warps; }
-  // Where it stands; empty: at its end.
+  // Where the warp stands; empty at its end.
   std::string describe() const;
   bool waits_for_counter() const { return waits_for_ != nullptr; }
-  // What its watchdog does, where it waits, but for the abort. Called where no fibre runs.
+  // What the watchdog does for a waiting warp, except the abort. Called while no fibre runs.
   void note() {
     Late& late = block_.memory.late[warp_];
     if (barrier_) late = {barrier_, parity_, where_};
@@ -304,7 +304,7 @@ class FibreWarp {
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
   }
-  // Where another grid has some of the ranks, it is on another GPU.
+  // If another grid has some of the ranks, it is on another GPU.
   void check_scope(Scope scope) {
     const bool alone = world_.params.ranks == world_.params.dims->tp;
     if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than others do");
@@ -312,7 +312,7 @@ class FibreWarp {
   void check_map(const TensorMap& map) {
     if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
   }
-  // `into`: null is the warp's own.
+  // `into`: null means the warp's own barrier.
   void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier,
                FibreBlock* into = nullptr) {
     check_map(map);
@@ -331,7 +331,7 @@ class FibreWarp {
       block->settle(barrier);
     });
   }
-  // Reads the page some time, then stores what it read.
+  // Reads the page at some time, then stores what it read.
   template <class F>
   void store(const void* from, F put) {
     block_.check(block_.monitor.store(from, warp_));
@@ -352,7 +352,7 @@ class FibreWarp {
       });
     });
   }
-  // Of groups before `end`.
+  // The unread groups before `end`.
   int unread(int end) const {
     int n = 0;
     for (int i = 0; i < end; ++i) n += groups_[i].unread;
@@ -365,9 +365,9 @@ class FibreWarp {
   Waiters own_;
   std::vector<Group> groups_;  // the last one is open
   int storing_ = 0;
-  bool unfenced_ = false;   // stores of this instruction, for all that is known
+  bool unfenced_ = false;   // whether this instruction may have unfenced stores
   bool unordered_ = false;  // waited for counters
-  // What it waits for at this moment: a barrier, a counter, or nothing.
+  // What the warp waits for now: a barrier, a counter, or nothing.
   const Barrier* barrier_ = nullptr;
   uint32_t parity_ = 0;
   const Need* waits_for_ = nullptr;

@@ -1,4 +1,4 @@
-// What both hosts of the protocol do alike.
+// Code that both hosts of the protocol share.
 #pragma once
 #include "../cuda/bodies.h"
 #include "../cuda/roles.h"

@@ -1,5 +1,5 @@
-// What a block's pages go through, watched: every page is free, loading, full (of an output page: may be
-// written), ready, and free again; the generic and the asynchronous proxy meet at fences only.
+// Checks the life of a block's pages: every page is free, loading, full (an output page: may be written),
+// ready, and free again; the generic and the asynchronous proxy are ordered by fences only.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +14,7 @@ class Monitor {
  public:
   Monitor(unsigned char* pages, std::string name) : pages_(pages), name_(std::move(name)) { poison_all(); }
 
-  // Each gives what is wrong; empty: nothing. `warp` is who does it.
+  // Each function returns an error, or an empty string. `warp` is the acting warp.
   std::string load(const void* at, int warp) {
     const int s = slot(at);
     State& page = state_[s];
@@ -51,7 +51,7 @@ class Monitor {
 
   void filled(int s) { state_[s].stage = kFull; }
   void ready(int s) { state_[s].stage = kReady; }
-  // All who had it have released it.
+  // Everyone who had the page has released it.
   std::string emptied(int s) {
     State& page = state_[s];
     std::string wrong;
@@ -59,7 +59,7 @@ class Monitor {
     if (page.storing > 0) wrong = tell(-1, "is released while a store reads it:", s);
     page.stage = kFree;
     page.loader = -1;
-    memset(pages_ + s * kPageBytes, 0xFF, kPageBytes);  // not a number, in either format
+    memset(pages_ + s * kPageBytes, 0xFF, kPageBytes);  // NaN in either format
     return wrong;
   }
   const std::string& name() const { return name_; }
@@ -68,7 +68,7 @@ class Monitor {
   enum Stage { kFree, kLoading, kFull, kReady };
   struct State {
     Stage stage = kFree;
-    int loader = -1, reads = 0, writes = 0;  // bits of warps with unfenced generic accesses
+    int loader = -1, reads = 0, writes = 0;  // bits of the warps with unfenced generic accesses
     int storing = 0;                         // stores that have not read it yet
   };
 

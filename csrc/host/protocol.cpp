@@ -1,4 +1,4 @@
-// A launch on fibres, for tests: C interface.
+// Runs a launch on fibres for tests, behind a C interface.
 #include <string.h>
 
 #include <deque>
@@ -16,7 +16,7 @@ constexpr int kReportedWaits = 40;
 
 class Launch {
  public:
-  // The bug is that of one block; -1: of all.
+  // The bug is planted in one block, or in all if -1.
   Launch(const Params& params, uint64_t seed, Bug bug, int32_t where)
       : seed_(seed),
         count_(params.ranks * params.workers * kSms),
@@ -40,7 +40,7 @@ class Launch {
     }
   }
 
-  // What went wrong, with the seed that repeats it; empty: nothing.
+  // The failure, with the seed that repeats it; empty if there is none.
   std::string run() {
     if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
     for (const FibreBlock& block : blocks_) {
@@ -51,8 +51,8 @@ class Launch {
   }
 
  private:
-  // Nobody can go on. The watchdogs note it and end the launch; the message says of some of them what they
-  // wait for, counters first. Where that is not enough, those who are left leave.
+  // Called when no fibre can continue. The watchdogs record the waits and end the launch; the message names
+  // some of the waits, counters first. If that is not enough, the remaining warps leave.
   bool stuck() {
     if (world_.leaving) return false;
     if (*world_.params.abort) {
@@ -86,7 +86,7 @@ class Launch {
 
 extern "C" {
 
-// Runs a launch, with a bug in one block or (-1) in all. Where it gives 0, `message` says what went wrong.
+// Runs a launch, with a bug planted in one block or (-1) in all. If it returns 0, `message` has the failure.
 __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed,
                                                                int32_t bug, int32_t block, char* message,
                                                                int32_t size) {
@@ -97,9 +97,9 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// The boxes of the pages of a record, as rows of twelve: page, fill, pieces, buffer, x, y, z, place in the
-// page, bytes, item, whole, columns to what the cache gets meanwhile. Returns their number; a page without
-// boxes has a row of 0 bytes.
+// The boxes of a record's pages, as rows of twelve: page, fill, pieces, buffer, x, y, z, place in the page,
+// bytes, item, whole, columns that are prefetched meanwhile. Returns their number; a page without boxes has a
+// row with 0 bytes.
 __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,

@@ -1,4 +1,4 @@
-// What stands in for a tensor map and the bulk copy engine: boxes between memory and pages.
+// Stands in for tensor maps and the bulk copy engine: boxes between memory and pages.
 #pragma once
 #include <string.h>
 
@@ -9,14 +9,14 @@ namespace mk {
 
 constexpr int kMapDimensions = 5;
 
-// Inner first. What has fewer dimensions has sizes and boxes of 1 for the others.
+// Inner dimension first. Missing dimensions have sizes and boxes of 1.
 struct HostMap {
   char* base;
   int64_t strides[kMapDimensions];  // bytes
   int32_t sizes[kMapDimensions], box[kMapDimensions];
   int32_t item;      // bytes of an element: 2, or 4 for float32
   int32_t swizzled;  // 1: rows of a box, which have 128 bytes, lie in the 128-byte swizzle
-  int32_t shared;    // 1: its boxes may hold what others store meanwhile, and nobody uses
+  int32_t shared;    // 1: its boxes may contain data that others are storing, which nobody uses
 
   uint32_t bytes() const {
     int32_t n = item;
@@ -37,8 +37,8 @@ inline HostMap host_map(const TensorMap& map) {
   return out;
 }
 
-// Calls f(in memory, in the page) for each element of a box, of type T; in memory null outside the tensor.
-// Element by element: a race detector sees every one.
+// Calls f(in memory, in the page) for each element of a box, of type T; the address in memory is null outside
+// the tensor. It works element by element so that a race detector sees each one.
 template <class T, class F>
 inline void for_elements(void* page, const HostMap& map, const Corner& corner, F&& f) {
   const int elements = static_cast<int>(map.bytes()) / map.item;

@@ -1,7 +1,6 @@
-// The platform (csrc/cuda/platform.h) on threads of the operating system, one per warp, with the orderings
-// that the contract states and no other: a race detector then sees where the roles rely on one that they have
-// not asked for. Bulk copies happen at once, element by element; when they happen is csrc/host/fibre_warp.h's
-// matter.
+// The platform (csrc/cuda/platform.h) on operating system threads, one per warp, with exactly the orderings
+// that the contract states. A race detector then finds where the roles rely on an ordering that they did not
+// request. Bulk copies happen at once, element by element; csrc/host/fibre_warp.h varies their timing.
 #pragma once
 #include <sched.h>
 
@@ -13,14 +12,14 @@
 #include "tensor_map.h"
 
 extern "C" {
-// Of the race detector: reads that are meant to race.
+// Tells the race detector about reads that are meant to race.
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 }
 
 namespace mk {
 
-// Arrivals and bytes that a phase lacks, and the phase's number, in one word: 16, 32 and 16 bits.
+// The arrivals and bytes that a phase lacks, and the phase's number, in one word of 16, 32 and 16 bits.
 class ThreadBarrier {
  public:
   void init(int arrivals) {
@@ -53,7 +52,7 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  // `sms`: the blocks of its worker, of all SMs; `block` is of the first, for whole blocks, and its own.
+  // `sms` has the blocks of its worker; `block` is the first, for whole blocks, and its own.
   ThreadWarp(const Params& params, BlockMemory<Barrier>* const* sms, ThreadBlock& first, ThreadBlock& block,
              int sm, int warp)
       : params_(params), sms_(sms), memory_(*sms[sm]), first_(first), block_(block), warp_(warp) {}
@@ -173,8 +172,8 @@ class ThreadWarp {
     if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     barrier.change(0, -static_cast<int64_t>(host.bytes()));
   }
-  // Polls politely; false once the launch is aborted, which a wait that lasts too long does. `note` is that
-  // of the wait.
+  // Polls without busy waiting; returns false once the launch is aborted, also by a wait that lasts too long.
+  // `note` describes the wait.
   template <class Held>
   bool spin(Held held, const Late& note) {
     const auto begin = Clock::now();

@@ -1,7 +1,7 @@
-// A launch on threads, to be built with a race detector: `threads IMAGE BUG` runs the launch that the file
-// IMAGE holds and puts back its memory. An image is three int64 (bytes of the memory, where in it its Params
-// are, how many pointers it has), the places of the pointers, the memory, and the address that its pointers
-// count from.
+// Runs a launch on threads, in a build with a race detector: `threads IMAGE BUG` runs the launch in the file
+// IMAGE and writes its memory back. An image has three int64 (bytes of the memory, the offset of its Params,
+// the number of pointers), the places of the pointers, the memory, and the address that its pointers count
+// from.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
-// Attention of the work items of a slot. Of an item, the query rows that share a KV head (token row, then
-// head of the group) are cut into tiles of 16; a unit is a tile of a KV head, and the consumer warps take
-// eight units at a time through all KV blocks. Pages come in the order of plan.h; a warp passes those of
+// Attention for the work items of a slot. For each item, the query rows that share a KV head (token row, then
+// head of the group) are divided into tiles of 16. A unit is a tile of one KV head, and the consumer warps
+// process eight units at a time over all KV blocks. Pages come in the order of plan.h; a warp skips those of
 // other heads.
 #pragma once
 #include "../plan.h"
@@ -19,7 +19,7 @@ namespace mk {
 struct QueryRows {
   int first_row, rows;    // token rows of the item
   int first_head, heads;  // query heads of the rank
-  int begin;              // of the tile, among rows * heads
+  int begin;              // first row of the tile, among rows * heads
 
   MK_FN bool has(int i) const { return begin + i < rows * heads; }
   MK_FN int row(int i) const { return (begin + i) / heads; }  // counted from first_row
@@ -51,11 +51,11 @@ class AttentionItem {
   MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
 
-  // Keys and values of a block: of narrow heads a page each, else halves.
+  // Narrow heads have one page each for the keys and values of a block; wider heads have halves.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
   MK_FN int head_pages() const { return narrow() ? 2 : 4; }
 
-  // Units from `begin` on, one to a warp.
+  // Runs the units from `begin` on, one per warp.
   MK_FN void run_pass(int begin) {
     const int tiles = this->tiles(), end = lower_of(begin + kConsumerWarps, units()),
               unit = begin + call_.warp;
@@ -74,7 +74,7 @@ class AttentionItem {
       }
       pages_.skip(before * head_pages());
       const unsigned char* keys = pages_.take();
-      // Its counters hold when a page is full.
+      // The item's counters are satisfied when a page is full.
       if (block == s_.item_block[item_]) start(tile, query_rows(own, first));
       tile.template scores<0>(keys);
       if (!narrow()) {
@@ -114,7 +114,7 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
-  // Whether all items of this one's split have left their partials, this one as the last.
+  // Whether all items of this one's split have stored their partial results, and this one is the last.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -129,7 +129,7 @@ class AttentionItem {
     return call_.shared->last;
   }
 
-  // Of all blocks' partials: a warp per query row and head.
+  // Merges the partial results of all blocks: one warp per query row and head.
   MK_FN void merge_split() {
     int turn = 0;
     MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
@@ -180,7 +180,7 @@ class AttentionItem {
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
   }
 
-  // Of the tile's last row, which sees most; -1 where it has none.
+  // The position of the tile's last row, which sees the most tokens; -1 if it has none.
   MK_FN int32_t last_position(const QueryRows& q) const {
     if (!q.has(0)) return -1;
     const int last = lower_of(kQueryTile, q.rows * q.heads - q.begin) - 1;
@@ -193,13 +193,13 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // m, l, o of a row and KV head, counted from the item's first, and of a head of the group.
+  // m, l, o of a row and KV head, both counted from the item's first, and of a head of the group.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
   }
 
-  // Where the O projection reads a query head's output.
+  // The place where the O projection reads a query head's output.
   MK_FN uint16_t* output(int rank, int row, int head) const {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;

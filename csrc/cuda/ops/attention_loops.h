@@ -1,4 +1,4 @@
-// Attention's arithmetic of one warp of the host: what attention_mma.h does, on the same pages, in plain
+// Attention's arithmetic of one warp on the host: the same as attention_mma.h on the same pages, in plain
 // loops.
 #pragma once
 #include "../tensor_core.h"
@@ -90,7 +90,7 @@ class AttentionTile {
 
  private:
   const int head_dim_;
-  int rows_ = 0;  // those that there are come first
+  int rows_ = 0;  // existing rows come first
   int position_[kQueryTile];
   float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
   Softmax sums_[kQueryTile];

@@ -1,5 +1,5 @@
 // Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as
-// [element][token], values as [token][element]: both are B matrices whose columns are contiguous, which
+// [element][token] and values as [token][element]. Both are B matrices with contiguous columns, which
 // ldmatrix.trans reads.
 #pragma once
 #include "../tensor_core.h"
@@ -11,21 +11,21 @@
 
 namespace mk {
 
-// What a lane reads of rows and columns [0, 16) of a swizzled tile by ldmatrix: words 0 and 1 are of the
-// first eight columns, then of the others.
+// The parts that a lane reads with ldmatrix of rows and columns [0, 16) of a swizzled tile: words 0 and 1
+// belong to the first eight columns, the others to the rest.
 __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, int lane) {
   const int matrix = ldmatrix_matrix(lane);
   return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) +
          tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
 }
 
-// Rows [row, row + 16) and columns [col, col + 16). Eight rows further the swizzle is the same, and 16
-// columns are two chunks of it.
+// Rows [row, row + 16) and columns [col, col + 16). Eight rows further the swizzle repeats, and 16 columns
+// are two of its chunks.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
   load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
 }
 
-// words[k]. An index that only the run knows would put all of them into memory.
+// words[k]. A run-time index would force the whole array into memory.
 template <int kCount>
 __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)[kCount][4], int k) {
   MK_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -33,13 +33,13 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
   }
 }
 
-// A lane holds parts of two rows: lane / 4 and 8 more. head_dim is a multiple of 8, so what is asked of an
-// element is asked of all eight of its columns: that costs no register.
+// A lane holds parts of two rows: lane / 4 and the row 8 below. head_dim is a multiple of 8, so a condition
+// on an element holds for all eight of its columns and costs no register.
 template <class P>
 class AttentionTile {
  public:
-  // head_dim: at most kMaxHeadDim and a multiple of 8. All is set that start() sets: what may come from an
-  // item before would keep its registers through every other instruction.
+  // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets:
+  // values left from an earlier item would keep their registers through every other instruction.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
@@ -50,7 +50,8 @@ class AttentionTile {
     }
   }
 
-  // row(i): where the elements of query row i lie, null where there is none; position(i): its token's.
+  // row(i) is the address of query row i's elements, null if there is none; position(i) is its token's
+  // position.
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -66,7 +67,7 @@ class AttentionTile {
     }
   }
 
-  // Scores of half of the block's tokens; keys: a tile [element][64 tokens].
+  // The scores of half of the block's tokens; keys is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
@@ -83,7 +84,7 @@ class AttentionTile {
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
     }
-    // Of eight elements that are left: behind them lies what is none of this head's.
+    // Eight elements are left, and what lies behind them does not belong to this head.
     if (head_dim % 16 == 0) return;
     uint32_t query[4] = {};
     pick(query, query_, head_dim / 16);
@@ -95,7 +96,8 @@ class AttentionTile {
     }
   }
 
-  // Scores of what a row sees of the block become probabilities, rounded to bf16, and its m and l.
+  // Turns the scores of the tokens that a row sees in the block into probabilities, rounded to bf16, and
+  // computes its m and l.
   __device__ void softmax(float scale, int block) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
@@ -110,7 +112,7 @@ class AttentionTile {
       m = fmaxf(m, shuffle_xor(m, 2));
       const float base = m == minus_infinity() ? 0.0f : m;
       float l = 0.0f;
-      // The accumulators of 16 tokens are the A fragment of those tokens.
+      // The accumulators of 16 tokens form the A fragment of those tokens.
       MK_UNROLL for (int k = 0; k < 8; ++k) {
         MK_UNROLL for (int n = 0; n < 2; ++n) {
           const float* pair = &score_[2 * k + n][2 * half];
@@ -126,7 +128,7 @@ class AttentionTile {
     }
   }
 
-  // The block's m and l join those of the blocks before, in rows that see it. Its o does in values().
+  // Merges the block's m and l into those of earlier blocks, in rows that see it. values() merges its o.
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].a, block_[half].b) : Rescale{};
@@ -134,9 +136,9 @@ class AttentionTile {
     }
   }
 
-  // The block's o of elements [64 * kHalf, 64 * kHalf + 64), in rows that see it; values: a tile [token][64
-  // elements]. It joins those of the blocks before, or takes their place where it is `alone`.
-  // Four columns of accumulators at a time: what a warp can hold besides all else.
+  // The block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see it; values is a tile
+  // [token][64 elements]. It is merged into that of earlier blocks, or replaces it if the block is `alone`.
+  // Four columns of accumulators are processed at a time, which is what a warp has registers for.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));
@@ -163,7 +165,7 @@ class AttentionTile {
     }
   }
 
-  // m, l and o of a block alone, at to(i), in rows that see it.
+  // Stores m, l and o of a single block to to(i), in rows that see it.
   template <class To>
   __device__ void store_block(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -177,7 +179,7 @@ class AttentionTile {
     }
   }
 
-  // o / l of all blocks, rounded, at to(i) unless that is null.
+  // Stores o / l of all blocks, rounded, to to(i), unless that is null.
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -194,14 +196,14 @@ class AttentionTile {
 
  private:
   const int lane_;
-  const int& head_dim_;  // loaded where it is needed: that costs no register elsewhere
+  const int& head_dim_;  // a reference that is loaded where it is needed, which costs no register elsewhere
   int position_[2];
   uint32_t query_[kMaxHeadDim / 16][4];
   float out_[kMaxHeadDim / 8][4];
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Pair block_[2];  // m, l; once merged, keep and add
+  Pair block_[2];  // m, l; after the merge, the factors for old and new o
   bool seen_[2];
 };
 

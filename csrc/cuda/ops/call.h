@@ -1,4 +1,4 @@
-// What the body of an instruction sees, and the eight consumer warps as a team.
+// The context of an instruction's body, and the eight consumer warps as a team.
 #pragma once
 #include "../../common/record.h"
 #include "../platform.h"
@@ -12,24 +12,24 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
-  // Where a worker is two SMs: for which of them the record is, and how many pages with nothing in them
-  // follow those of attention's items, as the rings of both go on together.
+  // For a worker of two SMs: the SM that the record is for, and the number of empty pages that follow those
+  // of attention's items, so that both rings continue in step.
   int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
 };
 
-// Layer whose copy of its weights a phase takes in layer `layer`.
+// The layer whose copy of its weights a phase uses in layer `layer`.
 MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
 
-// Shared memory of the consumer warps of a block. Nothing in it outlives a body.
+// Shared memory of a block's consumer warps. Nothing in it outlives a body.
 struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
-  float squares[2][kConsumerWarps][8];  // dots: of a head's columns that the warp has, by row
+  float squares[2][kConsumerWarps][8];  // dots: sums over the warp's columns of a head, by row
   int32_t last;                         // attention: whether this worker merges a split
   int32_t listed;                       // sample: logits in the list
 };
@@ -46,7 +46,7 @@ struct Call {
 
   MK_FN const Phase& phase() const { return task->phase; }
 
-  // A rank's copy of a buffer; its layer's part where it has layers.
+  // A rank's copy of a buffer, or its layer's part if the buffer has layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
     return static_cast<T*>(params->at(rank, buffer, task->where.layer));
@@ -55,7 +55,7 @@ struct Call {
   MK_FN T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // Of weights, or of a bias: null where there is none.
+  // The address of weights or of a bias; null if there are none.
   template <class T>
   MK_FN const T* weights(Buffer buffer) const {
     if (buffer == Buffer::kNone) return nullptr;
@@ -63,7 +63,7 @@ struct Call {
   }
 };
 
-// Lanes of a warp: 32, or 1 on the host. A lane's value.
+// The value of one lane of the warp, which has 32 lanes, or 1 on the host.
 MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #if defined(__CUDA_ARCH__)
   return __shfl_sync(0xFFFFFFFFu, value, lane);
@@ -72,7 +72,7 @@ MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #endif
 }
 
-// The masked lane's value.
+// The value of the lane whose number is this one's XOR the mask.
 template <class T>
 MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 #if defined(__CUDA_ARCH__)
@@ -82,7 +82,7 @@ MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 #endif
 }
 
-// The same on every lane: a tree of a fixed shape.
+// A reduction with the same result on every lane, by a tree of a fixed shape.
 template <class P, class T, class F>
 MK_FN T reduce_lanes(T value, F combine) {
   MK_LOOP for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
@@ -90,17 +90,17 @@ MK_FN T reduce_lanes(T value, F combine) {
   return value;
 }
 
-// The consumer warps as one: what each of them gives, all of them get.
+// The consumer warps as one team: each contributes a value, and all receive the values of all.
 template <class P>
 class Team {
  public:
-  // Waits until all warps have left the body before.
+  // Waits until all warps have left the previous body.
   MK_FN Team(P& p, const Call& call) : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
     p_.consumer_sync();
   }
 
-  // The warps' values, in order. They stay until the call after the next: one barrier a call is enough, since
-  // who writes them again has seen that all came to the call between.
+  // The warps' values, in order. They stay until the call after the next. One barrier per call is enough: a
+  // warp that writes them again has seen that all warps reached the call in between.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;
@@ -109,7 +109,8 @@ class Team {
     return slots;
   }
 
-  // Over all lanes of all warps; `combine(a, b)` of two values. The same bits for any platform's timing.
+  // A reduction over all lanes of all warps; `combine(a, b)` combines two values. The bits do not depend on
+  // timing.
   template <class F>
   MK_FN uint64_t reduce(uint64_t mine, F combine) {
     const uint64_t* slots = gather(reduce_lanes<P>(mine, combine));

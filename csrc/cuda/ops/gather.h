@@ -4,7 +4,7 @@
 
 namespace mk {
 
-// output[r] = weights[token(r)]: a warp per row.
+// output[r] = weights[token(r)], with one warp per row.
 template <class P>
 MK_FN void gather(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

@@ -1,5 +1,5 @@
-// Global memory, as the bodies of instructions touch it. What this launch has written is read past the
-// first-level cache, which other SMs' stores do not reach.
+// Accesses to global memory by the bodies of instructions. Data written in this launch is read past the L1
+// cache, because stores of other SMs do not update it.
 #pragma once
 #include "../arithmetic.h"
 
@@ -29,7 +29,7 @@ MK_FN Words load_words(const void* from) {
   return out;
 }
 
-// Of what is constant during a launch.
+// Reads data that is constant during a launch.
 MK_FN Words read_words(const void* from) {
 #if defined(__CUDA_ARCH__)
   return *static_cast<const Words*>(from);
@@ -38,7 +38,7 @@ MK_FN Words read_words(const void* from) {
 #endif
 }
 
-// Brings what is constant during a launch into the second-level cache.
+// Prefetches data that is constant during a launch into the L2 cache.
 MK_FN void prefetch([[maybe_unused]] const void* from) {
 #if defined(__CUDA_ARCH__)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -70,7 +70,7 @@ MK_FN void store_words(void* to, const Words& value) {
 
 MK_FN void store_word(void* to, uint32_t value) { *static_cast<uint32_t*>(to) = value; }
 
-// Two float32, at a multiple of 8 bytes.
+// Two float32 values, aligned to 8 bytes.
 struct alignas(8) Pair {
   float a, b;
 };
@@ -89,7 +89,7 @@ MK_FN void store_pair(float* to, const Pair& value) { *reinterpret_cast<Pair*>(t
 // Rounded to bf16.
 MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 
-// Eight consecutive elements of a row as float32; their first is a multiple of eight.
+// Eight consecutive elements of a row as float32; the first index is a multiple of eight.
 struct Eight {
   float v[8];
 };
@@ -133,7 +133,7 @@ MK_FN Words pack_eight(const Eight& value) {
   return words;
 }
 
-// Atomic among the threads of a block, in memory that only they use. The value before.
+// Atomic among the threads of a block, in memory that only they use. Returns the value before.
 MK_FN int32_t fetch_add(int32_t* at, int32_t n) {
 #if defined(__CUDA_ARCH__)
   return atomicAdd(at, n);

@@ -1,6 +1,6 @@
-// RMS norms of rows, for all who need them or for the block's own matmul. All warps share a row, so that one
-// row alone is fast too. A lane holds its part of it, and fetches that of the next row while the sums of this
-// one meet.
+// RMS norms of rows, for all ranks that need them or for the block's own matmul. All warps share a row, so
+// that a single row is fast too. A lane holds its part of the row and fetches its part of the next one while
+// the sums are combined.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -8,10 +8,11 @@
 
 namespace mk {
 
-// Groups of eight columns that a lane holds: with 256 lanes, rows of 8,192. What is beyond is read twice.
+// Groups of eight columns that a lane holds: with 256 lanes, rows of 8,192. Columns beyond that are read
+// twice.
 constexpr int kNormHeld = 4;
 
-// Of a norm, or of a matmul that has one.
+// The weights of a norm, or of the norm inside a matmul.
 MK_FN Buffer norm_weights(const Phase& phase) {
   return phase.norm != Buffer::kNone ? phase.norm : phase.weights;
 }
@@ -32,9 +33,9 @@ class Norm {
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // output[i] = norm of inputs[source(i)] * weight, at every rank that needs it, for rows i in [row, row +
-  // rows); for a matmul with a norm the block's row i - row. Where source gives kNone it is zero, where kSkip
-  // it is left alone.
+  // output[i] = norm of inputs[source(i)] * weight, on every rank that needs it, for rows i in [row, row +
+  // rows); for a matmul with a norm, row i - row of the block. If source returns kNone the row is zero, and
+  // if it returns kSkip the row is not written.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -108,7 +109,7 @@ class Norm {
   Team<P> team_;
 };
 
-// What a lane will read of the weights comes nearer, while others still compute the rows.
+// Prefetches what a lane will read of the weights while others still compute the rows.
 template <class P>
 MK_FN void prefetch_norm(P& p, const Call& call) {
   const float* weights = call.weights<float>(norm_weights(call.phase()));
@@ -117,7 +118,7 @@ MK_FN void prefetch_norm(P& p, const Call& call) {
     prefetch(weights + k);
 }
 
-// Of a norm's rows, or of those of a matmul that has a norm.
+// The norm of the rows of a norm phase, or of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
   static_assert(__builtin_offsetof(Tile, row) == __builtin_offsetof(Run, row) &&

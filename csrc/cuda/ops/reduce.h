@@ -5,8 +5,8 @@
 
 namespace mk {
 
-// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, where there is one, on a tile whose columns are
-// multiples of eight.
+// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias (if any), for a tile whose columns are multiples of
+// eight.
 template <class P>
 MK_FN void reduce(P& p, const Call& call, const Tile& op) {
   const Sizes& d = *call.dims;

@@ -1,7 +1,7 @@
-// One token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature, min-p,
-// top-k, top-p, then one draw, as megakernel/runtime/sampling.py defines it. Nothing is sorted: top-k and
-// top-p search the logit below which nothing is kept. Weights are summed as integers, so that a sum has the
-// same bits in any order.
+// Samples one token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature,
+// min-p, top-k, top-p, then one draw, as megakernel/runtime/reference/sampling.py defines it. Nothing is
+// sorted: top-k and top-p search for the logit below which nothing is kept. Weights are summed as integers,
+// so that a sum has the same bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -9,7 +9,7 @@
 
 namespace mk {
 
-// Unsigned integers that order as the floats do, equals (zeros of both signs) being equal.
+// Unsigned integers in the same order as the floats; zeros of both signs are equal.
 MK_FN uint32_t order_key(float value) {
   const uint32_t bits = float_to_bits(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -21,7 +21,7 @@ MK_FN uint64_t add(uint64_t a, uint64_t b) { return a + b; }
 MK_FN uint64_t greater(uint64_t a, uint64_t b) { return a > b ? a : b; }
 MK_FN uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// The greatest of some values, the lowest id of equals.
+// The largest of some values, with the lowest id among equals.
 struct Peak {
   float value;
   int32_t id;
@@ -35,9 +35,9 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// e = e^(z - greatest z) in units of 2^-44, so that 2^18 of them fit 64 bits; 0 where it is no number.
+// e = e^(z - largest z) in units of 2^-44, so that 2^18 of them fit 64 bits; 0 for NaN.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
-constexpr float kWeightless = 32.0f;  // this far below the top the weight is 0
+constexpr float kWeightless = 32.0f;  // at this distance below the maximum the weight is 0
 
 // What is kept of a row: logits above `bound`, and those equal to it up to id `last`.
 struct Cut {
@@ -57,7 +57,7 @@ class Sampler {
         other_(z_ + vocab_),
         team_(p, call) {}
 
-  // Logit row i: the token and its log-softmax, to all ranks and to rank 0.
+  // Samples logit row i: sends the token to all ranks and its log-softmax to rank 0.
   MK_FN void row(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
@@ -82,8 +82,8 @@ class Sampler {
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
   enum Step { kTopK, kTopP, kDraw };
 
-  // Of a row, what a thread loads at once: id begin + j * kThreadsOfRow for each j; beyond the end what
-  // weighs nothing.
+  // The loads of a thread at one time: id begin + j * kThreadsOfRow for each j; values without weight beyond
+  // the end.
   static constexpr int kLoads = 16;
   struct Logits {
     float v[kLoads];
@@ -101,12 +101,12 @@ class Sampler {
     return out;
   }
 
-  // The greatest logit, and the log of the sum of all exponentials. Two further loads are under way while
-  // what the last brought is added.
+  // The largest logit, and the log of the sum of all exponentials. Two further groups of loads are in flight
+  // while one is added.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
-    constexpr int kGroup = 4;  // the running sum is rescaled once a group
+    constexpr int kGroup = 4;  // the running sum is rescaled once per group
     float top = minus_infinity(), sum = 0.0f;
-    int id = 0;  // of the first that is greatest
+    int id = 0;  // the first id with the largest logit
     Logits next = load(z, thread_), after = load(z, thread_ + kLoads * kThreadsOfRow);
     MK_LOOP for (int begin = thread_; begin < vocab_; begin += kLoads * kThreadsOfRow) {
       const Logits held = next;
@@ -155,8 +155,8 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    // Top-k, which counts, then top-p, which weighs: each cuts. Then the draw. A loop, so that the code of
-    // all three is there once.
+    // First top-k, which counts, then top-p, which weighs; each shortens the row. Then the draw. It is a loop
+    // so that the code of all three exists once.
     MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
       const bool count = step == kTopK;
       const uint64_t all = total(count);
@@ -174,21 +174,21 @@ class Sampler {
     }
   }
 
-  // Of `all`, the share p, at least 1.
+  // The share p of `all`, at least 1.
   MK_FN static uint64_t part(float p, uint64_t all) {
     const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
     return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
   }
 
-  // Less than `all`, by the row's next random number.
+  // A number below `all`, from the row's next random number.
   MK_FN uint64_t drawn(int i, uint64_t all) const {
     const StepView& s = *call_.step;
     const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
-    // The whole part of all * bits / 2^24, which does not fit 64 bits before the division.
+    // The integer part of all * bits / 2^24; the product would not fit 64 bits before the division.
     return (all >> 24) * bits + (((all & 0xFFFFFF) * bits) >> 24);
   }
 
-  // Weight, or as one, of an id with logit z that is kept; else 0.
+  // The weight (or 1, when counting) of an id with logit z if it is kept; otherwise 0.
   MK_FN uint64_t measure(float z, int id, bool count) const {
     const float e = expf(z - top_);
     const uint64_t w = weight(e);
@@ -203,8 +203,8 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // The first id up to which, in the order of ids, weighs more than `wanted` what is kept; or of that, counts
-  // what equals `bound`. Each round, the warps measure an eighth each of what is left.
+  // The first id up to which the kept ids, in order of ids, weigh more than `wanted`, or, with `equals`,
+  // count that many among those equal to `bound`. In each round, each warp measures an eighth of the rest.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -225,12 +225,12 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // The fewest greatest of what is kept that measure at least `wanted`, which all do: those above `bound`,
-  // and as many equals as it gives.
+  // Keeps the fewest largest logits that measure at least `wanted`: those above `bound`, and as many equals
+  // as necessary.
   //
-  // Bisection between `low` and `high`, order keys: above `low` lies enough, above `high` too little. Both
-  // move to values that exist, so it ends when one is left. After some rounds only what lies between is
-  // looked at, as a list.
+  // This is a bisection between the order keys `low` and `high`: enough lies above `low`, too little above
+  // `high`. Both move to existing values, so it ends when one is left. After some rounds only the logits in
+  // between are examined, as a list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
@@ -261,10 +261,10 @@ class Sampler {
       sum = team_.reduce(sum, add);
       ends = team_.reduce(ends, widen);
       if (above + sum >= wanted) {
-        low = ~static_cast<uint32_t>(ends) - 1;  // just below the least above the cut
+        low = ~static_cast<uint32_t>(ends) - 1;  // just below the smallest key above the cut
       } else {
         above += sum;
-        high = static_cast<uint32_t>(ends >> 32);  // the greatest up to the cut
+        high = static_cast<uint32_t>(ends >> 32);  // the largest key up to the cut
       }
     }
     bound = key_value(high);
@@ -272,14 +272,14 @@ class Sampler {
     return (wanted - above + each - 1) / each;
   }
 
-  // Of two words each, the greater.
+  // The larger value of each of the two 32-bit halves.
   MK_FN static uint64_t widen(uint64_t a, uint64_t b) {
     const uint64_t high = 0xFFFFFFFF00000000u;
     return greater(a & high, b & high) | greater(a & ~high, b & ~high);
   }
 
-  // Copies the kept logits with keys in (low, high] to the other half of the scratch, in any order; gives
-  // their number.
+  // Copies the kept logits with keys in (low, high] to the other half of the scratch memory, in any order;
+  // returns their number.
   MK_FN int list(uint32_t low, uint32_t high) {
     int32_t* count = &call_.shared->listed;
     if (thread_ == 0) *count = 0;
@@ -293,15 +293,15 @@ class Sampler {
     return *count;
   }
 
-  // Of tokens [begin, end) of a row's history.
+  // Calls each for tokens [begin, end) of a row's history.
   template <class Each>
   MK_FN void for_tokens(const int32_t* history, int begin, int end, const Each& each) {
     MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
     p_.consumer_sync();
   }
 
-  // Repetition for every token of the history, then frequency and presence for those after the prompt. The
-  // thread that meets a token first changes its logit.
+  // Applies the repetition penalty to every token of the history, then frequency and presence penalties to
+  // those after the prompt. The thread that meets a token first changes its logit.
   MK_FN void penalise(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
@@ -327,15 +327,15 @@ class Sampler {
     });
   }
 
-  // Each thread forbids, of the logits that it copied, those without a bit. Nothing that is added later to
-  // minus infinity changes it.
+  // Each thread forbids, among the logits that it copied, those without a bit. Adding to minus infinity later
+  // does not change it.
   MK_FN void apply_mask(const int32_t* mask) {
     MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       if (!(static_cast<uint32_t>(mask[id / 32]) >> id % 32 & 1)) z_[id] = minus_infinity();
     }
   }
 
-  // The thread of a token's first pair adds all of the token's pairs, in order.
+  // The thread of a token's first pair adds all pairs of that token, in order.
   MK_FN void add_bias(int i) {
     const StepView& s = *call_.step;
     const int end = s.bias_end[i];
@@ -356,7 +356,7 @@ class Sampler {
   P& p_;
   const Call& call_;
   const int vocab_, thread_;
-  float *z_, *other_;  // the row's logits; counts of tokens, then listed logits
+  float *z_, *other_;  // the row's logits; counts of tokens, later listed logits
   Team<P> team_;
   float top_ = 0.0f, min_p_ = 0.0f;
   Cut cut_{};

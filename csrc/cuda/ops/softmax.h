@@ -1,5 +1,5 @@
-// Softmax over KV blocks: each block gives a fresh (m, l, o), m = max score, l = sum e^(score - m), o = sum
-// e^(score - m) value, and blocks merge in ascending order, by the same operations wherever it happens.
+// Softmax over KV blocks: each block gives a fresh (m, l, o) with m = max score, l = sum e^(score - m), o =
+// sum e^(score - m) value. Blocks are merged in ascending order, by the same operations everywhere.
 #pragma once
 #include "call.h"
 
@@ -18,7 +18,7 @@ MK_FN float exp_fast(float x) {
 #endif
 }
 
-// What a further block does to o, element by element.
+// The effect of a further block on o, element by element.
 struct Rescale {
   float keep, add;
 

@@ -1,1 +1,1 @@
-"""Ranks on Hopper GPUs. Needs cuda-python where it is used; importing this package needs nothing."""
+"""Ranks on Hopper GPUs. cuda-python is imported only when it is used."""

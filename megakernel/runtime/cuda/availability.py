@@ -1,6 +1,7 @@
-"""Can this machine run the CUDA interpreter, and if not, what is missing? Asked of the driver library itself.
+"""Finds out whether this machine can run the CUDA interpreter, and if not, what is missing.
 
-The driver is asked by ctypes before any CUDA package is imported: their calls without a driver raise, or hang.
+The driver is asked through ctypes before any CUDA package is imported, because without a driver their calls raise or
+hang.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from importlib.util import find_spec
 from ...errors import MegakernelError
 from ...machine import MACHINES, Machine
 
-CAPABILITY = (9, 0)  # sm_90a code runs on nothing else
-DRIVER = 13000  # CUDA version of the oldest driver that loads what a CUDA 13 compiler makes
+CAPABILITY = (9, 0)  # sm_90a code runs on no other GPU
+DRIVER = 13000  # CUDA version of the oldest driver that loads the output of a CUDA 13 compiler
 DRIVER_NAME = "580"
 INSTALL = "pip install 'megakernel[cuda]'"
 
@@ -24,7 +25,7 @@ _SMS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the driver describes it. `ordinal` counts what CUDA_VISIBLE_DEVICES leaves."""
+    """A GPU as the driver describes it. `ordinal` counts the GPUs that CUDA_VISIBLE_DEVICES leaves."""
 
     ordinal: int
     name: str
@@ -35,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """`missing` says in one sentence why there is nothing usable; None where `devices` has a Hopper GPU."""
+    """`missing` says in one sentence why no GPU is usable; None if `devices` has a Hopper GPU."""
 
     version: int  # of CUDA, 1000 * major + 10 * minor; 0 without a driver
     devices: tuple[Device, ...]  # all of them, usable or not
@@ -90,7 +91,7 @@ def _device(lib: ctypes.CDLL, ordinal: int) -> Device:
 
 @functools.cache
 def missing() -> str | None:
-    """Why the cuda backend cannot run here, in one sentence with its remedy; None where it can."""
+    """Why the cuda backend cannot run here, in one sentence with the remedy; None if it can."""
     if (lack := driver().missing) is not None:
         return lack
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -111,7 +112,9 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """One rank's share of this machine: a GPU each where there are enough, else equal parts of the first one's SMs."""
+    """One rank's share of this machine: a GPU each if there are enough, otherwise equal parts of the first
+    GPU's SMs.
+    """
     require()
     devices = driver().usable
     device = devices[0]

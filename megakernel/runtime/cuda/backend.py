@@ -1,4 +1,4 @@
-"""The CUDA backend: every rank on Hopper GPUs, one cooperative launch of a persistent block per SM for each step."""
+"""The CUDA backend: every rank on Hopper GPUs, with one cooperative launch per step of a persistent block per SM."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def _nothing(streams: int) -> Segment:
 
 
 class DeviceLogits:
-    """LOGITS of the last launch, copied to the host row by row when they are read: most steps need none."""
+    """LOGITS of the last launch. Rows are copied to the host when they are read, because most steps need none."""
 
     def __init__(self, heap: Heap, dims: Dims) -> None:
         self._heap, self._dims = heap, dims
 
     def __getitem__(self, rows: Any) -> NDArray[np.float32]:
-        """As of an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
+        """Indexing as of an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
         d = self._dims
         first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
         wanted = np.arange(d.logit_rows)[first]
         got = np.empty((wanted.size, d.vocab), np.float32)
         for i, row in enumerate(np.atleast_1d(wanted)):
-            # Every row from the rank that sampled it.
+            # Every row comes from the rank that sampled it.
             got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.vocab)
         shaped = got.reshape(*wanted.shape, d.vocab)
         return shaped[(slice(None),) * wanted.ndim + rest]
@@ -59,14 +59,14 @@ class DeviceLogits:
 class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
-    `dims` gives the model, ranks, page size and limits; its bucket fields do not matter. A wait that lasts longer than
-    `timeout_s` seconds ends the launch with an error that names it. A launch that lasts several times as long, and does
-    not stop, loses its GPUs: whatever is asked of them is an error, until the process ends. `by_phases`: a step runs as
-    a graph of one launch per phase, with the same bits; `pipelined` off: a block fetches an instruction when the one
-    before has ended.
+    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. A wait that exceeds `timeout_s`
+    seconds ends the launch with an error that names it. If a launch takes several times as long and does not stop, its
+    GPUs are lost: every later call is an error until the process ends. With `by_phases`, a step runs as a graph of one
+    launch per phase, with the same bits. With `pipelined` off, a block fetches an instruction when the previous one has
+    ended.
 
-    Two switches for benchmarks make results meaningless: `synchronised` off, which has no instruction wait for another,
-    and `ablation`, a build that leaves something out, whose launches do not synchronise either.
+    Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction waits for another;
+    `ablation` is a build that leaves something out, whose launches do not synchronise either.
     """
 
     name = "cuda"
@@ -82,12 +82,12 @@ class CudaBackend:
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
         self.synchronised, self.ablation = True, Ablation.NONE
-        self.kernel_s = 0.0  # of the last launch, once `time_launches` was called
+        self.kernel_s = 0.0  # of the last launch, after `time_launches` was called
         self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
         self._phases: dict[int, Phases] = {}
-        self.running: CudaLaunch | None = None  # by its own word
+        self.running: CudaLaunch | None = None  # the launch that is running
         self._node = Node(dims.tp)
         self._codes: dict[tuple[bool, Units, int, Ablation], bytes] = {}
         self._kernels: dict[tuple[bool, Units, int, Ablation, int], Kernel] = {}
@@ -102,7 +102,7 @@ class CudaBackend:
     # -- for tests and checks
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """A copy of a rank's copy of a buffer, shaped for `dims` (by default those of the backend)."""
+        """A host copy of a rank's copy of a buffer, shaped for `dims` (by default the backend's)."""
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
@@ -110,8 +110,9 @@ class CudaBackend:
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run records of segment `index`, on their streams, without waits and signals: a phase of a step of `program`,
-        or a part of one. `layer`: of the body."""
+        """Run records of segment `index` on their streams, without waits and signals: a phase of a step of `program`,
+        or a part of one. `layer` is that of the body.
+        """
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
         one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
@@ -125,15 +126,15 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            if not self._closed:  # by itself, where the GPU is lost
+            if not self._closed:  # called again when the GPU is lost
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction of every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 ends it."""
+        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 turns it off."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
-        """From now on measure what the GPUs take for each launch, without copies to and from the host."""
+        """From now on, measure the GPU time of each launch, without copies to and from the host."""
         self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
 
     # -- launches
@@ -152,7 +153,7 @@ class CudaBackend:
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
-        """The program on the GPUs; on first sight checked and copied, and activations grown to its bucket."""
+        """The program on the GPUs. The first time, it is checked and copied, and activations grow to its bucket."""
         if self._closed:
             self._node.gpus[0].check()
             raise MegakernelError("the backend is closed: make another one")
@@ -177,7 +178,7 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The one for programs of the numerics class of `dims`, and of as many SMs of a worker."""
+        """The kernel for programs of the numerics class of `dims` and with as many SMs per worker."""
         variant = trace, units, sms, ablation = trace, Units(dims.units), dims.sms, self.ablation
         key = *variant, gpu.ordinal
         if key not in self._kernels:
@@ -187,7 +188,7 @@ class CudaBackend:
         return self._kernels[key]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
-        """Give the GPUs all that `launch` is."""
+        """Give `launch` to the GPUs."""
         self.running = launch
         loaded.send(table.used)
         for watch in self._watches:
@@ -215,21 +216,21 @@ class CudaBackend:
             loaded.reset()
 
     def lose(self) -> None:
-        """The GPUs answer no more, and what they hold goes with the process."""
+        """The GPUs no longer answer, and their memory is lost until the process ends."""
         self.running = None
         self._closed = True
         for gpu in self._node.gpus:
             gpu.lose()
 
     def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
-        """What the launch that has just ended leaves; `traced`: its table, where it was."""
+        """The output of the launch that has just ended; `traced` is its table if it was traced."""
         self.kernel_s = max((watch.seconds() for watch in self._watches), default=0.0)
         tokens, logprobs = loaded.outputs()
         trace = self._tracing.collect(loaded, traced) if traced else None
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """What a launch needs of the backend: the watchdog's limit and memory for sampling."""
+        """What a launch needs from the backend: the watchdog's limit and memory for sampling."""
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
@@ -261,7 +262,7 @@ class CudaBackend:
             self._heap.write(rank, Buffer.HISTORY, 0, np.asarray(tokens, np.int32), at=slot * length + start)
 
     def close(self) -> None:
-        """Abort what runs, release the GPUs' memory. Further launches are errors."""
+        """Abort a running launch and release the GPUs' memory. Further launches are errors."""
         if self._closed:
             return
         if self.running is not None:

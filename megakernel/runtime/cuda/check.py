@@ -1,9 +1,9 @@
-"""Every instruction of a program on the GPU against the reference, phase by phase, from the same poisoned state.
+"""Compares every instruction of a program on the GPU with the reference, phase by phase, from the same poisoned state.
 
-Before the instructions of a phase run, all at once, the GPU gets all that the reference's buffers hold: NaN wherever
-nothing has been written. So an element that is not written, or written though it should not be, shows, and so does a
-value that changes from one run to the next. Where a phase is wrong, its instructions run one by one, to name the first
-that is wrong alone: a launch for each of them, every time, would take a quarter of an hour.
+Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
+been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
+a phase is wrong, its instructions run one by one to find the first that is wrong alone. A launch per instruction every
+time would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from .backend import CudaBackend
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
 
-_Key = tuple[Buffer, int, int]  # buffer, layer, rank: as both backends take them
+_Key = tuple[Buffer, int, int]  # buffer, layer, rank, as for both backends
 _State = dict[_Key, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with the instructions of a phase; for wrong values, what the first does that is wrong alone."""
+    """What is wrong with the instructions of a phase; for wrong values, the fault of the first instruction that is
+    wrong alone.
+    """
 
     phase: str
     layer: int
@@ -57,8 +59,9 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """Rows of REDUCE in which no token's partials lie. A GPU stores tiles by boxes of rows, whose rest, zeros, goes
-    there."""
+    """Rows of REDUCE without partial sums of any token. A GPU stores tiles by boxes of rows, and the zeros of
+    incomplete boxes go there.
+    """
     rows = np.arange(d.tokens)
     kept = rows if d.replicated_residual else rows[d.owner(rows) == d.rank]
     padding = np.ones(d.tp * d.own_rows, bool)
@@ -70,10 +73,10 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[Difference | None]:
-    """Execute all phases of a step in order on both backends: per phase None, or what is wrong.
+    """Execute all phases of a step in order on both backends; for each phase, None or what is wrong.
 
-    The reference's buffers are as `prepare` leaves them, and its sizes the program's. Each phase runs `repeats` times
-    on the GPU, which must give the same bits every time. A launch that is given up is a difference too.
+    The reference's buffers are as `prepare` leaves them, with the program's sizes. Each phase runs `repeats` times on
+    the GPU and must give the same bits every time. A launch that fails counts as a difference too.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
@@ -81,7 +84,7 @@ def check_instructions(
         name = program.forward.by_number[int(record.phase_number(phase.records[0]))].name
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
-        except MegakernelError as e:  # it says itself which instruction waits
+        except MegakernelError as e:  # the error names the waiting instruction
             yield Difference(name, layer, str(e))
             continue
         if wrong is None:
@@ -93,7 +96,7 @@ def check_instructions(
 
 
 class _Twins:
-    """The two backends, and what is on the GPU."""
+    """The two backends, and what has been copied to the GPU."""
 
     def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
         self._gpu, self._reference, self._program, self._table = gpu, reference, program, table
@@ -109,7 +112,9 @@ class _Twins:
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """What is wrong with some records of a segment, from the reference's state `before`; they run on both."""
+        """What is wrong with some records of a segment, which run on both backends from the reference's state
+        `before`.
+        """
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
                 rank = stream // self._program.workers
@@ -134,7 +139,7 @@ class _Twins:
         return None
 
     def culprit(self, before: _State, index: int, layer: int, phase: Segment) -> str:
-        """The first instruction of a phase that is wrong alone."""
+        """The first instruction of a phase that is wrong when it runs alone."""
         for row in range(len(phase.records)):
             stream = int(np.searchsorted(phase.offsets, row, "right")) - 1
             ends = (np.arange(len(phase.offsets)) > stream).astype(np.int32)
@@ -159,7 +164,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """(segment, layer, phase) of a step: what a phase reads has been written by those before it."""
+    """(segment, layer, phase) of a step: earlier phases have written what a phase reads."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.layers) if index == BODY else (0,):
@@ -168,14 +173,14 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """What is wrong with the first buffer that is."""
+    """The fault of the first wrong buffer."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
                 return f"{buffer.name} holds other integers than the reference's"
             continue
-        # All that either has changed: what only one of them has counts in full.
+        # Everything that either has changed: a change on only one side counts in full.
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         old = before[key].view(bits)
         changed = (old != expected.view(bits)) | (old != found.view(bits))
@@ -193,9 +198,9 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 
 
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
-    """Relative error of what an instruction writes, in the Euclidean norm.
+    """The allowed relative error of an instruction's results, in the Euclidean norm.
 
-    bfloat16: a few roundings fall the other way. float32: sums in another order; but a split's o is a sum over
+    bfloat16: a few roundings go the other way. float32: the sums are in another order; and a split's o is a sum over
     probabilities that the tensor cores take in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

@@ -1,6 +1,6 @@
-"""From csrc/cuda to a cubin: NVRTC at first use, nvcc where there is no NVRTC; cached by content.
+"""Compiles csrc/cuda into a cubin: with NVRTC at first use, or with nvcc if there is no NVRTC; cached by content.
 
-`python -m megakernel.runtime.cuda.compile` fills the cache ahead of use, the builds for benchmarks included.
+`python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the builds for benchmarks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ...isa.launch import Ablation
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
-_FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]  # lines: for profilers, and for tests of the machine code
+# line information: for profilers, and for tests of the machine code
+_FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# Exit status 0, and code several times slower: setmaxnreg ignored, wgmma serialised.
+# Notes with exit status 0 about code that is several times slower: setmaxnreg ignored, wgmma serialised.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for sm_90a, and what the compiler said of it: registers, spills, notes."""
+    """Machine code for sm_90a, and the compiler's report: registers, spills, notes."""
 
     code: bytes
     log: str
@@ -42,13 +43,13 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Compiler:
-    """`nvcc` is its path; None: NVRTC."""
+    """`nvcc` is the path of nvcc; None means NVRTC."""
 
     version: str
     nvcc: str | None = None
 
     def compile(self, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> Cubin:
-        """One of the cubins. Raises MegakernelError with the compiler's first complaint, or for slow code."""
+        """Compile one cubin. Raises MegakernelError with the compiler's first error, or if the code is slow."""
         defines = _defines(trace, units, sms, ablation)
         cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
         if slow := _SLOW.search(cubin.log):
@@ -57,7 +58,7 @@ class Compiler:
 
 
 def source_folder() -> Path:
-    """csrc: inside the installed package, or beside it in a checkout."""
+    """The folder csrc: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parents[2]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "cuda" / "megakernel.cu").is_file():
@@ -66,7 +67,7 @@ def source_folder() -> Path:
 
 
 def sources() -> dict[str, bytes]:
-    """All that a cubin depends on, by path relative to csrc."""
+    """Everything that a cubin depends on, by path relative to csrc."""
     folder = source_folder()
     files = (path for room in ("common", "cuda") for path in sorted((folder / room).rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.suffix in (".h", ".cuh", ".cu")}
@@ -74,7 +75,7 @@ def sources() -> dict[str, bytes]:
 
 @functools.cache
 def compiler() -> Compiler:
-    """NVRTC, or nvcc from the PATH. Raises MegakernelError where there is neither."""
+    """NVRTC, or nvcc from the PATH. Raises MegakernelError if there is neither."""
     try:
         from cuda.bindings import nvrtc
 
@@ -88,7 +89,7 @@ def compiler() -> Compiler:
 
 
 def nvcc_path() -> str | None:
-    """Of the nvcc on the PATH, or where CUDA puts it."""
+    """The path of the nvcc on the PATH, or where CUDA installs it."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
@@ -99,10 +100,10 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> bytes:
-    """The interpreter's code for programs whose matmuls `units` compute, on workers of `sms` SMs: from the cache, or
+    """The interpreter's code for programs whose matmuls `units` compute, with `sms` SMs per worker; from the cache, or
     compiled now.
 
-    That takes about half a minute, which a terminal is told.
+    Compiling takes about half a minute, which is announced on a terminal.
     """
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, sms, ablation))}.cubin"
@@ -121,7 +122,7 @@ def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablat
 
 
 def _key(with_: Compiler, defines: list[str]) -> str:
-    """Names everything that the code depends on, and nothing else: no times, no paths."""
+    """A name for everything that the code depends on, without times or paths."""
     digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
@@ -130,7 +131,9 @@ def _key(with_: Compiler, defines: list[str]) -> str:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Whole or not at all, whoever else does the same. A cache that cannot be written costs time at the next start."""
+    """Store a cubin completely or not at all, even if other processes do the same. If the cache cannot be written, the
+    next start compiles again.
+    """
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # A buffer of one byte would be CPython's own b" ", which the library then overwrites.
+        # A buffer of one byte would be CPython's shared b" ", which the library would overwrite.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

@@ -1,4 +1,5 @@
-"""The CUDA driver as this package needs it: a GPU, its memory, a kernel. Thin over cuda-python's bindings.
+"""The parts of the CUDA driver that this package needs: a GPU, its memory, a kernel. A thin layer over cuda-python's
+bindings.
 
 Addresses are ints: device memory of all GPUs and pinned host memory share one address space.
 """
@@ -26,7 +27,7 @@ _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """The value of a driver call, or MegakernelError saying that `what` failed and how."""
+    """The value of a driver call, or MegakernelError that says what failed (`what`) and how."""
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -67,11 +68,11 @@ class Gpu:
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Call it no more: what runs may never end, and most calls wait for that. It keeps what it holds."""
+        """Stop calling the GPU: its work may never end, and most calls wait for that. Its memory is not released."""
         _lost.add(self.ordinal)
 
     def check(self) -> None:
-        """Raise MegakernelError where it is lost."""
+        """Raise MegakernelError if the GPU is lost."""
         if self.ordinal in _lost:
             raise MegakernelError(f"GPU {self.ordinal} has ceased to answer this process: end it, start another one")
 
@@ -100,7 +101,7 @@ class Gpu:
     # -- memory
 
     def allocate(self, size: int) -> int:
-        """Device memory, zeroed, aligned to 256 bytes at least."""
+        """Device memory, zeroed, aligned to at least 256 bytes."""
         self.use()
         address = int(check(f"allocating {size / 1e9:.2f} GB", self.driver.cuMemAlloc(size)))
         self.fill(address, 0, size)
@@ -123,12 +124,12 @@ class Gpu:
         check("freeing pinned memory", self.driver.cuMemFreeHost(pinned.ctypes.data))
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Set bytes; in the order of `stream`, like all copies."""
+        """Set bytes, in the order of `stream`, like all copies."""
         if size:
             check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
 
     def upload(self, address: int, array: NDArray[Any]) -> None:
-        """Copy an array to the device; it may change afterwards."""
+        """Copy an array to the device; the array may change afterwards."""
         whole = np.ascontiguousarray(array)
         if whole.nbytes:
             self.send(address, whole)
@@ -156,14 +157,14 @@ class Gpu:
     def interrupt(self, address: int) -> None:
         """Set an int32 of the device to 1 while a kernel runs.
 
-        By the copy engine: what fills memory may be a kernel, and a persistent one leaves it no SM.
+        The copy engine does it, because a fill may be a kernel, and a persistent kernel leaves it no SM.
         """
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy from the device, whatever runs; zeros where that does not come in a second."""
+        """Copy from the device, whatever runs there; zeros if the copy does not arrive within a second."""
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
@@ -174,7 +175,7 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """`done` will say when all that was begun so far has ended."""
+        """Record an event: `done` then says when everything begun so far has ended."""
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -182,7 +183,7 @@ class Gpu:
         return self._over(self.driver.cuEventQuery(self._done))
 
     def idle(self) -> bool:
-        """Whether all that was begun has ended."""
+        """Whether everything that was begun has ended."""
         self.use()
         return self._over(self.driver.cuStreamQuery(self.stream))
 
@@ -197,7 +198,7 @@ class Gpu:
         check("waiting for the GPU", self.driver.cuStreamSynchronize(self.stream))
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """The launches that `work` makes, as a graph instead."""
+        """Turn the launches that `work` makes into a graph."""
         self.use()
         d = self.driver
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -220,7 +221,7 @@ class Gpu:
 
 
 class Stopwatch:
-    """The time that a GPU takes for what its stream is given between `begin` and `end`."""
+    """Measures the time of a GPU for the work that its stream gets between `begin` and `end`."""
 
     def __init__(self, gpu: Gpu) -> None:
         gpu.use()
@@ -239,7 +240,7 @@ class Stopwatch:
         check("recording an event", self._gpu.driver.cuEventRecord(self._events[event], self._gpu.stream))
 
     def seconds(self) -> float:
-        """Once both have come."""
+        """The seconds between the two events, once both have happened."""
         return float(check("reading a time", self._gpu.driver.cuEventElapsedTime(*self._events))) / 1e3
 
     def close(self) -> None:
@@ -264,7 +265,7 @@ class Graph:
 
 
 class Kernel:
-    """The interpreter on one GPU. `blocks` is how many can be resident at once, one on each SM."""
+    """The interpreter on one GPU. `blocks` is the number that can be resident at once, one per SM."""
 
     def __init__(self, gpu: Gpu, code: bytes) -> None:
         gpu.use()
@@ -283,7 +284,9 @@ class Kernel:
 
 
 class Prepared:
-    """Launches of `blocks` blocks with `params` as they are when each is begun. All that Python does is one call."""
+    """Launches of `blocks` blocks with the contents of `params` at the time of each. A launch is a single call
+    from Python.
+    """
 
     def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
         self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
@@ -292,7 +295,9 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """`together`: all blocks resident at once, or an error; else they must never wait for each other."""
+        """`together`: all blocks must be resident at once, or it is an error; otherwise they must never wait
+        for each other.
+        """
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
         arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
         answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
@@ -300,10 +305,10 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """A tensor map of what lies at an address.
+    """A tensor map for memory at an address.
 
-    Reads beyond the sizes give zeros and writes there do nothing. The bindings encode into an object of their own at an
-    address that the driver refuses, so the driver is called directly.
+    Reads beyond the sizes give zeros, and writes there do nothing. The bindings would encode into an object of their
+    own, at an address that the driver refuses, so the driver is called directly.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
@@ -324,7 +329,7 @@ def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
         0,  # no interleaving
         swizzle_128 if layout.swizzled else 0,
         promote_256,
-        0,  # zeros, not NaN, beyond the sizes
+        0,  # zeros instead of NaN beyond the sizes
     )
     if status:
         raise MegakernelError(f"a tensor map of sizes {layout.sizes} was refused: the CUDA driver answers {status}")

@@ -1,6 +1,6 @@
-"""Device memory of all ranks: the symmetric heap, and the weights beside it.
+"""Device memory of all ranks: the symmetric heap, and the weights outside it.
 
-What the heap holds lies at the same offset on each rank. Every GPU of the node can reach all of it.
+Data in the heap lies at the same offset on each rank, and every GPU of the node can access all of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .maps import layers, map_layouts
 from .node import Node
 
 _ALIGNMENT = 256
-STATUS_BYTES = 256  # of a grid: its abort word, on a line of its own
+STATUS_BYTES = 256  # of a grid: its abort word, on a cache line of its own
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """Bytes of one copy (of one layer) of rank `dims.rank`."""
+    """The bytes of one copy (of one layer) of rank `dims.rank`."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
 
@@ -43,7 +43,7 @@ class Heap:
         self._grown: list[tuple[Gpu, int]] = []  # by rank: allocations that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
         self._maps: dict[tuple[int, bytes], int] = {}  # by GPU and contents
-        # By rank, the address of STATUS_BYTES of its GPU, zero; after them come TOKENS_OUT and LOGPROBS_OUT.
+        # By rank, the address of STATUS_BYTES on its GPU, zeroed, followed by TOKENS_OUT and LOGPROBS_OUT.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
@@ -52,11 +52,11 @@ class Heap:
         return (replace(dims, rank=rank) for rank in range(dims.tp))
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
-        """Bytes that hold any rank's copy, all layers."""
+        """The bytes that hold any rank's copy, with all layers."""
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """One allocation on each rank, laid out alike after `head` bytes."""
+        """One allocation per rank, with the same layout after `head` bytes."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -71,8 +71,8 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs of `dims`; activations may be lost and addresses change."""
-        # What the host reads after each launch lies at the beginning, so that one copy brings it.
+        """Make room for programs of `dims`; activations may be lost and addresses may change."""
+        # The buffers that the host reads after each launch come first, so that one copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
         if sizes == self._sizes:
@@ -91,14 +91,14 @@ class Heap:
         return address
 
     def bind(self, rank: int, buffer: Buffer, address: int) -> None:
-        """Where a rank's weights of a buffer begin."""
+        """Set the address of a rank's weights of a buffer."""
         self._address[rank, buffer] = address
 
     def address(self, rank: int, buffer: Buffer, layer: int = 0) -> int:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """Bytes from a layer's copy to the next one's; 0 where all layers share one."""
+        """The bytes from a layer's copy to the next one's; 0 if all layers share one."""
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, replace(self._dims, rank=rank), self.pages)
@@ -106,7 +106,7 @@ class Heap:
     # -- for launches
 
     def addresses(self) -> NDArray[np.uint64]:
-        """[tp, buffers]; 0 of weights that the model has not."""
+        """[tp, buffers]; 0 for weights that the model does not have."""
         return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
@@ -114,9 +114,9 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """Address of the tensor maps for a program of `dims`: [tp, buffers, MAPS, bytes]; zeros where there is none.
+        """The address of the tensor maps for a program of `dims`: [tp, buffers, MAPS, bytes]; zeros for unused ones.
 
-        The copy engine keeps maps that it has used, so the memory is not written again while the heap lives.
+        The copy engine caches maps, so this memory is not written again while the heap exists.
         """
         encoded = self._encoded(forward, dims)
         key = gpu.ordinal, encoded.tobytes()
@@ -135,7 +135,7 @@ class Heap:
     # -- for the host
 
     def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
-        """A copy of a rank's copy of a buffer, shaped for `dims`."""
+        """A host copy of a rank's copy of a buffer, shaped for `dims`."""
         d = replace(dims, rank=rank)
         spec = BUFFERS[buffer]
         gpu = self.node.gpu(rank)
@@ -148,7 +148,7 @@ class Heap:
         return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(np.float32)
 
     def write(self, rank: int, buffer: Buffer, layer: int, array: NDArray[Any], *, at: int = 0) -> None:
-        """Replace a rank's copy of a buffer, or a part of it that begins at element `at`."""
+        """Replace a rank's copy of a buffer, or a part that begins at element `at`."""
         gpu = self.node.gpu(rank)
         gpu.use()
         gpu.upload(self.address(rank, buffer, layer) + at * array.dtype.itemsize, array)

@@ -1,4 +1,4 @@
-"""A launch under way on the GPUs."""
+"""A running launch on the GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .loaded import Loaded
 if TYPE_CHECKING:
     from .backend import CudaBackend
 
-_SPIN_S = 2e-3  # covers a step of decode; longer ones are polled with naps between
+_SPIN_S = 2e-3  # long enough for a decode step; longer steps are polled with pauses
 _NAP_S = 50e-6
 _STOP_S = 5.0
-_PATIENCE = 4  # times the limit of the device's own waits, which do not know of what never completes without one
+_PATIENCE = 4  # times the limit of the device's own waits, which cannot detect an operation that never completes
 
 
 class CudaLaunch:
-    """Begun by its constructor. A backend has one at a time."""
+    """The constructor begins the launch. A backend has at most one at a time."""
 
     def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
         self.traced = trace
@@ -33,12 +33,14 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Its outcome, once; `seconds` is the time until it was seen to end. Ctrl-C aborts it within a second."""
+        """Return the output, once; `seconds` lasts until the end was noticed. Ctrl-C aborts the launch within
+        a second.
+        """
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
             seconds = time.perf_counter() - self._begin
         except MegakernelError:
-            self._backend.lose()  # the driver itself has failed, and answers nothing else from now on
+            self._backend.lose()  # the driver itself has failed and will not answer any more
             raise
         except BaseException:
             self.abort()
@@ -52,9 +54,10 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """End it soon, and return when it has; its outcome is lost. Does nothing to a launch that has ended.
+        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch has
+        ended.
 
-        Raises MegakernelError where it does not end: nothing of its GPUs can be used any more, or given back.
+        Raises MegakernelError if it does not stop: then its GPUs can neither be used nor released.
         """
         if self._backend.running is not self:
             return
@@ -62,7 +65,7 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait until it has ended; false: it has not."""
+        """Wait until the launch has ended; returns false if it has not."""
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:
@@ -81,7 +84,7 @@ class CudaLaunch:
             time.sleep(_NAP_S)
 
     def _lost(self) -> MegakernelError:
-        """What runs may still read and write all that it was given, so none of it is freed."""
+        """The launch may still read and write all of its memory, so nothing is freed."""
         seconds, loaded = time.perf_counter() - self._begin, self._loaded
         try:
             waiting = loaded.waiting()

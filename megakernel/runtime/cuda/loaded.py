@@ -27,7 +27,7 @@ Params = STRUCTURES["Params"]
 
 
 class Tables:
-    """Arrays in one allocation of a GPU."""
+    """Several arrays in one allocation of a GPU."""
 
     def __init__(self, gpu: Gpu, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._gpu = gpu
@@ -57,13 +57,13 @@ class Tables:
 
 
 class Grid:
-    """The ranks of one GPU: `params` are the arguments of their launches, made anew by `refresh`."""
+    """The ranks of one GPU. `params` are the arguments of their launches, which `refresh` builds."""
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
-        # By the names of Params; where a name has several arrays, its field has as many pointers.
+        # By the names of Params; a field has one pointer per array.
         arrays: dict[str, NDArray[Any]] = {
             "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
@@ -112,7 +112,7 @@ class Grid:
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
-        """The heap has moved."""
+        """Rebuild the arguments after the heap has moved."""
         self.gpu.use()
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
@@ -129,7 +129,7 @@ class Grid:
         prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:
-        """What its warps waited for when the last launch was given up; of one that runs, as far as they have left."""
+        """What the warps waited for when the last launch failed; for a running launch, the reports so far."""
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
@@ -143,7 +143,9 @@ class Grid:
 
 
 class Loaded:
-    """`program` keeps the object alive whose id is a backend's key. `launches` since the counters were zero."""
+    """`program` keeps the object alive whose id is the backend's key. `launches` counts since the counters
+    were zero.
+    """
 
     def __init__(self, heap: Heap, program: Program) -> None:
         program.check_arrays()
@@ -167,14 +169,14 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Of the first grid the status and the outputs, of the others the status."""
+        """The addresses of the outputs: status and outputs of the first grid, and the status of the others."""
         heap, rows = self._heap, self.program.dims.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
 
     def settle(self) -> None:
-        """Follow the heap where it has moved."""
+        """Follow the heap if it has moved."""
         if self._generation == self._heap.generation:
             return
         for grid, answer in zip(self.grids, self._answers, strict=True):
@@ -184,7 +186,7 @@ class Loaded:
         self._generation = self._heap.generation
 
     def synchronise(self, wanted: bool) -> None:
-        """Whether launches wait and signal from now on. Those that do not are not counted by counters."""
+        """Whether launches wait and signal from now on. Counters do not count launches that do not."""
         if wanted != self._synchronises:
             self.reset()
             for grid in self.grids:
@@ -192,7 +194,7 @@ class Loaded:
             self._synchronises = wanted
 
     def send(self, words: NDArray[np.int32]) -> None:
-        """Begin to give every grid a step table. The launch before must have ended."""
+        """Begin to send a step table to every grid. The previous launch must have ended."""
         pinned = self._words[: words.nbytes]
         pinned[:] = words.view(np.uint8)
         for grid in self.grids:
@@ -200,7 +202,7 @@ class Loaded:
             grid.send(pinned)
 
     def fetch(self) -> None:
-        """Begin to bring status and outputs, after what was launched; `answered` says when they are there."""
+        """Begin to copy status and outputs after the launch; `answered` says when they have arrived."""
         for grid, answer in zip(self.grids, self._answers, strict=True):
             grid.gpu.use()
             grid.gpu.fetch(answer, self._heap.status[grid.ranks.start])
@@ -210,7 +212,7 @@ class Loaded:
         return all(grid.gpu.done() for grid in self.grids)
 
     def idle(self) -> bool:
-        """Whether nothing runs, whatever was begun."""
+        """Whether nothing runs."""
         return all(grid.gpu.idle() for grid in self.grids)
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -223,19 +225,19 @@ class Loaded:
         return tokens.view(np.int32), logprobs.view(np.float32)
 
     def failure(self) -> str | None:
-        """Why the last launch was given up; None where it was not."""
+        """Why the last launch failed; None if it did not."""
         if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
             return None
         return self.waiting() or "no warp says what it waits for"
 
     def waiting(self) -> str | None:
-        """Who held up the last launch, where its watchdogs say so."""
+        """Which wait held up the last launch, if its watchdogs reported one."""
         waits = [wait for grid in self.grids for wait in grid.waits()]
         table = StepTable(self.program.dims, self._words.view(np.int32))
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
-        """As before the first launch. No grid may run."""
+        """Reset to the state before the first launch. No grid may run."""
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
@@ -243,7 +245,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # another GPU's next launch may signal here at once
+        for grid in self.grids:  # another GPU's next launch may signal here immediately
             grid.gpu.synchronise()
         self.launches = 0
 
@@ -257,12 +259,12 @@ class Loaded:
 
 
 def segments(program: Program) -> list[Segment]:
-    """Prologue, body, epilogue, queues: record lists as the interpreter numbers them."""
+    """Prologue, body, epilogue, queues: the record lists as the interpreter numbers them."""
     return [*(getattr(program, name) for name in SEGMENTS), program.queues]
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError for words that would reach outside the program's tables, and for what no GPU executes."""
+    """Raise MegakernelError for words that would reach outside the program's tables, or that no GPU can execute."""
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():

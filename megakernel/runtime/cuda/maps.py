@@ -1,4 +1,4 @@
-"""Tensor maps of a program: how the bulk copy engine reads and writes the buffers of a rank."""
+"""The tensor maps of a program, by which the bulk copy engine reads and writes a rank's buffers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
 from ...isa.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
-PARTS, PAGES = range(MAPS)  # which of a buffer's maps: its boxes have BOX_ROWS rows, or fill a page
+PARTS, PAGES = range(MAPS)  # the two maps of a buffer: boxes of BOX_ROWS rows, or boxes that fill a page
 
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map but for its address. Inner first: sizes and box in elements, strides in bytes of all dimensions but
-    the first. `swizzled`: rows of a box lie in the 128-byte swizzle."""
+    """A tensor map without its address. Inner dimension first: sizes and box in elements, strides in bytes of all
+    dimensions but the first. `swizzled`: rows of a box are in the 128-byte swizzle.
+    """
 
     item: int  # bytes of an element
     sizes: tuple[int, ...]
@@ -28,7 +29,7 @@ def layers(buffer: Buffer, dims: Dims) -> int:
 
 
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
-    """Of rank `dims.rank`, by buffer, and PARTS or PAGES."""
+    """The layouts for rank `dims.rank`, by buffer, and PARTS or PAGES."""
     found = {}
 
     def add(kinds: tuple[int, ...], buffer: Buffer | None, per_layer: int = 1) -> None:
@@ -53,7 +54,9 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Bit b of the first: a rank's blocks copy by its tensor maps of buffer b; of the second: by those of all ranks."""
+    """Bit b of the first result: the rank's blocks copy buffer b with its tensor maps; of the second: with
+    those of all ranks.
+    """
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
     used = {buffer for d in ranks for buffer, _ in map_layouts(forward, d, 1)}
@@ -62,7 +65,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """Tiles of the matrices that a buffer holds, so many in a layer."""
+    """The tiles of the matrices in a buffer, with this many per layer."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
@@ -71,9 +74,9 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """Weight pages of dots: a piece of PIECES columns, which are those of one matrix or every other one.
+    """Weight pages of dots: a piece of PIECES columns, which are consecutive or every other column of a matrix.
 
-    A box has at most 256 elements in each dimension, so a piece is rows of PIECE_INNER elements.
+    A box has at most 256 elements per dimension, so a piece consists of rows of PIECE_INNER elements.
     """
     item, inner, width = BUFFERS[weights].resolve_dtype(dims).itemsize, phase.inner(dims), phase.width(dims)
     row, two = inner * item, phase.matrices(dims) == 2

@@ -1,4 +1,4 @@
-"""Which GPU has which rank."""
+"""Assigns ranks to GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .driver import Gpu
 
 
 class Node:
-    """The GPUs of a model and the ranks on each: a rank per GPU where there are enough, else all on the first one.
+    """The GPUs of a model and the ranks on each: one rank per GPU if there are enough, otherwise all on the first one.
 
     Ranks on one GPU are partitions of one grid, so that they run at the same time.
     """

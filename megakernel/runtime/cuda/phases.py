@@ -1,6 +1,7 @@
-"""Phase-per-launch: the same instructions by the same code, with a kernel's end wherever a phase must wait.
+"""Runs one launch per phase: the same instructions with the same code, but with the end of a kernel wherever a phase
+must wait.
 
-The honest baseline of the megakernel, and a way to find a missing wait: it has none.
+It is the megakernel's baseline. Since it needs no waits, it also helps to find a missing one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .loaded import Grid, Tables
 
 
 class Phases:
-    """One program's phases on one GPU, as a graph. `generation` of the heap whose addresses it was made with."""
+    """One program's phases on one GPU as a graph. `generation` is that of the heap whose addresses it uses."""
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
         self.generation = generation

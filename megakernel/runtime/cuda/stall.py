@@ -1,7 +1,8 @@
-"""Why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
+"""Explains why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
 
-Most warps wait for others that wait. A block whose oldest unfinished instruction does not wait for a counter is at
-fault itself. Where each waits for one, a signal is missing: to the earliest, since all that come before it have ended.
+Most warps wait for others that wait. A block whose oldest unfinished instruction does not wait for a counter is itself
+at fault. If each of them waits for a counter, a signal is missing: the earliest one, because everything before it has
+ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LATE = object()
 
 @dataclass(frozen=True)
 class Wait:
-    """A Diagnosis and whose it is."""
+    """A Diagnosis, and the warp it belongs to."""
 
     rank: int
     worker: int
@@ -45,12 +46,12 @@ class Wait:
 
     @property
     def consumer(self) -> int:
-        """Negative of a service warp."""
+        """The consumer's number; negative for a service warp."""
         return self.warp - len(SERVICE_WARPS)
 
 
 def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
-    """Those of a grid's diagnoses that are set; `notes` [blocks * WARPS] of NOTE."""
+    """The recorded waits of a grid; `notes` is [blocks * WARPS] of NOTE."""
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
@@ -62,7 +63,9 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """Who holds up a launch in which these wait, at least one: a clause. The program is right, or it may be any."""
+    """A clause that says which of these waits (at least one) holds up the launch, whether or not the program
+    is right.
+    """
     order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
@@ -86,10 +89,10 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """The wait of a worker's blocks that their others wait for; `oldest`: those at its oldest instruction.
+    """The wait that the other warps of a worker's blocks wait for; `oldest` are those at its oldest instruction.
 
-    A consumer that wants a page that the loaders have come by lacks a load. A storer lacks a consumer that has passed,
-    or that waits for nothing. A loader lacks one that has not released a page, though it has it.
+    A consumer that waits for a page which the loaders have passed lacks a load. A storer waits for a consumer that has
+    passed, or that waits for nothing. A loader waits for a consumer that has a page and has not released it.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -104,10 +107,10 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(Launch):
-    """A launch of one layer that does no work, to know the order of its instructions.
+    """A launch of one layer without work, to find the order of its instructions.
 
-    Nothing is claimed before it must be: so whatever a worker may have to do before it claims an instruction comes
-    before that one.
+    Nothing is claimed earlier than necessary, so everything that a worker may have to do before it claims an
+    instruction comes before that instruction.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
@@ -125,7 +128,7 @@ class _Rehearsal(Launch):
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """When each (segment, number) comes, as far as it gets."""
+        """The position of each (segment, number) in the order, as far as the launch gets."""
         ended = object()
         for rank in range(self._program.ranks):
             self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))
@@ -161,7 +164,7 @@ class _Rehearsal(Launch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                self._ready.extend(self._late)  # who goes on after the last claim comes before the next one
+                self._ready.extend(self._late)  # workers that continue after the last claim come before the next one
                 self._late.clear()
             yield from self._run(claimed)
 
@@ -178,7 +181,7 @@ def _key(place: Place) -> tuple[int, int]:
 
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
-    """Names of the phases whose instructions signal a counter."""
+    """The names of the phases whose instructions signal a counter."""
     layers, block = program.dims.layers, _block(program, wait)
     ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
     numbers: set[int] = set()
@@ -196,7 +199,7 @@ def _signallers(program: Program, wait: Wait) -> list[str]:
 
 
 def _block(program: Program, wait: Wait) -> int:
-    """Of counters, where a wait is."""
+    """The counter block of a wait."""
     return (0, wait.layer, program.dims.layers)[wait.segment]
 
 

@@ -1,8 +1,8 @@
-"""Intervals of a traced launch, from the GPUs' clocks to the common trace.
+"""Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
-A block stamps intervals with its SM's cycle counter: cheap and fine, but each SM counts from a moment of its own, at a
-rate that may change from launch to launch. So it also reads both that counter and the GPU's global timer at its begin
-and at its end, right after the timer's step, and the two pairs turn cycles into nanoseconds.
+A block stamps intervals with its SM's cycle counter, which is cheap and precise. But each SM counts from its own start,
+at a rate that may differ between launches. So the block reads both that counter and the GPU's global timer at its begin
+and its end, right after the timer has advanced; the two pairs convert cycles into nanoseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .loaded import Grid, Loaded, segments
 
 _PER_INSTRUCTION = 32  # intervals that all roles together may report, in most programs
 _MOST = 1 << 16  # of a block: 2 MiB
-_READ_CYCLES = 36  # of clock64, as measured on a B300; benchmarks/speed/probe_gpu.py measures it
+_READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/speed/probe_gpu.py measures it
 
 
 class Tracing:
@@ -85,7 +85,7 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Intervals with begin and end in the global timer's nanoseconds. `stamps` is CLOCK_STAMPS of their block."""
+    """Intervals with begin and end in the global timer's nanoseconds. `stamps` are the CLOCK_STAMPS of their block."""
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):
@@ -101,13 +101,13 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """Nanoseconds between two values of the global timer: all its stamps lie so many apart, or a multiple."""
+    """The nanoseconds by which the global timer advances: all stamps differ by multiples of it."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """Intervals that the longest stream may report."""
+    """The most intervals that the longest stream may report."""
     lists = segments(program)
     runs = (1, program.dims.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

@@ -1,4 +1,6 @@
-"""From a checkpoint to the device: each rank's part of each tensor, row-major as the instruction set shapes it."""
+"""Copies a checkpoint to the devices: each rank's part of each tensor, row-major in the shapes of the
+instruction set.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from ...model.shard import shard
 from .heap import Heap, copy_bytes
 from .maps import layers
 
-_THREADS = 8  # that read tensors, one each
+_THREADS = 8  # threads that read tensors, one each
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights that the model has and bind them.
+    """Copy all weights of the model and bind them.
 
-    Ranks of one GPU share what each needs whole; a tied LM head is EMBED's rows.
+    Ranks on one GPU share weights that both need whole; a tied LM head is EMBED's rows.
     """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
     weights = families.weights(checkpoint.config, dims)
@@ -59,7 +61,7 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 
 
 def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, dims: Dims) -> Iterator[NDArray[Any]]:
-    """All layers' whole tensors in order; while one is copied to the GPU, others are read, or made."""
+    """All layers' whole tensors in order; while one is copied to the GPU, others are read or generated."""
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[NDArray[Any]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
