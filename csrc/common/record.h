@@ -1,16 +1,16 @@
-// Decoding of instruction records. Record layout: megakernel/isa/record.py.
+// Decodes instruction records. megakernel/isa/record.py has the layout.
 #pragma once
 #include "isa.h"
 
 namespace mk {
 
-// Number of the phase that a record belongs to.
+// The number of the record's phase.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 
-// Index in a counter block that a wait or signal word names.
+// The index in a counter block that a wait or signal word names.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
-// Rank that a signal word names; kAllRanks or kOwner.
+// The rank that a signal word names; kAllRanks or kOwner.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

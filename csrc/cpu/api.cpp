@@ -1,5 +1,5 @@
-// The C interface that megakernel/runtime/cpu/native.py loads. Functions give 0 or a handle on success; on
-// failure -1 or null, and mk_error() says why.
+// The C interface that megakernel/runtime/cpu/native.py loads. Functions return 0 or a handle on success. On
+// failure they return -1 or null, and mk_error() gives the reason.
 #include <string.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
     try {
       last_error = e.what();
     } catch (const std::bad_alloc&) {
-      last_error = "out of memory";  // so short that it needs none
+      last_error = "out of memory";  // short enough to need no allocation
     }
   }
   return failure;
@@ -37,19 +37,20 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 struct mk_engine {
   mk::Arena weights;
   int64_t weight_bytes = 0;
-  std::unique_ptr<mk::Interpreter> interpreter;  // last: it ends before the weights that it reads
+  // last, so that it is destroyed before the weights that it reads
+  std::unique_ptr<mk::Interpreter> interpreter;
 };
 
 MK_API const char* mk_error() { return last_error.c_str(); }
 
-// Name of the SIMD width that `simd` selects.
+// The name of the SIMD path that `simd` selects.
 MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Executes ranks [first_rank, first_rank + ranks) of dims->tp. `cores`: this process's share of those that it
-// and other ranks' processes may use. `abort`: a word that ends a launch when it is not zero, in memory
-// shared with other processes, and that the caller clears; or null.
+// An engine for ranks [first_rank, first_rank + ranks) of dims->tp. `cores` is this process's share of the
+// cores that it and other ranks' processes may use. `abort` is a word in memory shared with other processes,
+// which ends a launch while it is non-zero and which the caller clears; or null.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
                             int32_t cores, const char* simd, int32_t null, double deadlock_seconds,
                             void* abort) {
@@ -66,13 +67,13 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
       static_cast<mk_engine*>(nullptr));
 }
 
-// Aborts what runs, and returns when it has ended.
+// Aborts a running launch and returns when it has ended.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Bytes of all packed matrices.
+// The bytes of all packed matrices.
 MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
 
-// Packs a weight matrix of a rank into memory of the engine's own, and binds it.
+// Packs a rank's weight matrix into the engine's own memory and binds it.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
                        const mk::Matrix* matrix) {
   return guarded(
@@ -85,12 +86,12 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
       -1);
 }
 
-// Borrows `data`, in the declared row-major layout, or packed where the buffer is.
+// Borrows `data`, in the declared row-major layout, or packed if the buffer is.
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }
 
-// What is bound, null for nothing.
+// The address of a bound buffer; null if nothing is bound.
 MK_API void* mk_bound(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer) {
   return engine->interpreter->bound(rank, static_cast<mk::Buffer>(buffer), layer);
 }
@@ -110,8 +111,8 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// 0: done; 1: still running; -1: aborted, mk_error() names what was waited for, and before another launch of
-// the program mk_reset is needed.
+// 0: done; 1: still running; -1: aborted. Then mk_error() names the blocked wait, and mk_reset is needed
+// before another launch of the program.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   return guarded(
       [&] {
@@ -130,16 +131,16 @@ MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 
-// Makes a program whose launch failed as good as new; no rank may run it meanwhile.
+// Resets a program whose launch failed; no rank may run it meanwhile.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
-// Bytes that a rank has stored at others so far.
+// The bytes that a rank has stored on others so far.
 MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
 }
 
-// From now on memory of other ranks that is named to mk_watch may be touched by remote stores only, and those
-// are listed. `words`: shared memory of `size` bytes for the reason why this process died; null: standard
+// From now on, memory of other ranks that is passed to mk_watch may be touched only by remote stores, which
+// are listed. `words` is shared memory of `size` bytes for the reason why this process died; null: standard
 // error.
 MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
   engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
@@ -154,7 +155,7 @@ MK_API int32_t mk_watch(mk_engine* engine, const void* window, int64_t bytes) {
       -1);
 }
 
-// Number of remote stores listed; where `out` is not null copies them and forgets them.
+// The number of remote stores in the list. If `out` is not null, copies the list and clears it.
 MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   std::vector<mk::RemoteStore>& all = engine->interpreter->audit->stores;
   const auto count = static_cast<int64_t>(all.size());
@@ -165,7 +166,7 @@ MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   return count;
 }
 
-// `phases`: kMaxPhases + 1, as rank dims->rank sees them.
+// `phases` has kMaxPhases + 1 entries, as rank dims->rank sees them.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
                        const int32_t* record, int32_t layer) {
   engine->interpreter->execute(*dims, phases, words, record, layer);
@@ -177,7 +178,7 @@ MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t
   engine->interpreter->delay = {segment, layer, record, ns};
 }
 
-// Number of intervals of the last traced launch, or -1 on failure; copies them where `out` is not null.
+// The number of intervals of the last traced launch, or -1 on failure. Copies them if `out` is not null.
 MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
   return guarded(
       [&] {
@@ -189,7 +190,7 @@ MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropp
       int64_t{-1});
 }
 
-// Seconds that reading the clock takes.
+// The seconds that reading the clock takes.
 MK_API double mk_clock_cost() {
   constexpr int kReads = 1000;
   const uint64_t begin = mk::clock_ns();

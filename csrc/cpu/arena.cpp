@@ -23,7 +23,7 @@ Arena::~Arena() {
 void* Arena::allocate(int64_t bytes) {
   const int64_t size = rounded(std::max<int64_t>(bytes, 1), kAlign);
   if (end_ - next_ < size) {
-    // One huge page more than wanted, so that the first one may begin where it must.
+    // One huge page more than requested, so that the first one can be aligned.
     const int64_t wanted = std::max(rounded(size, kHuge), kLeast) + kHuge;
     mappings_.reserve(mappings_.size() + 1);
     void* p = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -6,8 +6,8 @@
 
 namespace mk {
 
-// Maps large pieces and hands out parts of them, so that small matrices lie on huge pages as well: with pages
-// of 4 KiB, reads of them wait for address translation. Not thread-safe.
+// Maps large areas and hands out parts of them, so that small matrices also lie on huge pages. With 4 KiB
+// pages, reads wait for address translation. Not thread-safe.
 class Arena {
  public:
   Arena() = default;
@@ -15,7 +15,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena();
 
-  // Zeroed memory at a multiple of 64 bytes. Throws std::bad_alloc.
+  // Zeroed memory aligned to 64 bytes. Throws std::bad_alloc.
   void* allocate(int64_t bytes);
 
  private:
@@ -24,7 +24,7 @@ class Arena {
     int64_t bytes;
   };
   std::vector<Mapping> mappings_;
-  char* next_ = nullptr;  // of the last mapping, what is left
+  char* next_ = nullptr;  // the unused rest of the last mapping
   char* end_ = nullptr;
 };
 

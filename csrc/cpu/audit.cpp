@@ -11,7 +11,7 @@
 namespace mk {
 namespace {
 
-// For the signal handler, which has no other way to them.
+// The signal handler can reach these variables only as globals.
 struct Window {
   uintptr_t begin, end;
 };
@@ -41,10 +41,10 @@ void explain(int signal, siginfo_t* info, void*) {
     }
     break;
   }
-  sigaction(signal, &before, nullptr);  // the access is tried again, and ends the process
+  sigaction(signal, &before, nullptr);  // the access is repeated, and ends the process
 }
 
-// The pages around [begin, begin + bytes).
+// Protects the pages around [begin, begin + bytes).
 void protect(void* begin, int64_t bytes, int protection) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / page * page;

@@ -1,5 +1,5 @@
-// Where ranks are processes: proof that they touch each other's memory in store_remote only, and a list of
-// what they store there, to be compared with what the instructions declare.
+// For ranks that are processes: checks that they touch each other's memory only in store_remote, and lists
+// their stores, to be compared with the declared regions.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -8,22 +8,22 @@
 
 namespace mk {
 
-// `segment`, `layer` and `number` name the instruction as a trace does.
+// `segment`, `layer` and `number` identify the instruction as in a trace.
 struct RemoteStore {
   uint64_t address;
   int64_t bytes;
   int32_t segment, layer, number, rank;
 };
 
-// Windows are other ranks' memory, mapped so that any access faults; a fault ends the process. One audit at a
-// time in a process can explain faults.
+// Windows are other ranks' memory, mapped without access, so that any access ends the process. Only one audit
+// at a time per process can explain such faults.
 class Audit {
  public:
-  // `words`: `size` bytes for the reason of a fault, which outlive the process; null: standard error.
+  // `words` has `size` bytes for the reason of a fault and outlives the process; null: standard error.
   Audit(char* words, int64_t size);
   ~Audit();
   void watch(const void* window, int64_t bytes);
-  // Opens the window for the time of the copy.
+  // Makes the window accessible during the copy.
   void store(const Call& call, void* to, const void* from, int64_t bytes);
   std::vector<RemoteStore> stores;  // the caller clears it
 
@@ -31,7 +31,7 @@ class Audit {
   std::mutex mutex_;
 };
 
-// While it lives, faults of this thread are the call's, if that is audited.
+// While it exists, faults of this thread are attributed to the call, if the call is audited.
 class Audited {
  public:
   explicit Audited(const Call& call);

@@ -10,7 +10,7 @@
 namespace mk {
 namespace {
 
-// Null operations: everything but the arithmetic. Every sampled token is 0.
+// Null operations: the interpreter runs without arithmetic, and every sampled token is 0.
 void nothing(const Call&, const int32_t*) {}
 
 void sample_zero(const Call& call, const int32_t* record) {

@@ -8,7 +8,7 @@
 namespace mk {
 namespace {
 
-// Sorts by weight, largest first, then by id. Non-negative floats order as their bits do.
+// A key that sorts by weight, largest first, then by id. Non-negative floats are ordered like their bits.
 uint64_t order_key(float weight, int32_t id) {
   uint32_t bits;
   memcpy(&bits, &weight, sizeof bits);
@@ -28,8 +28,8 @@ double total(const std::vector<uint64_t>& keys) {
   return sum;
 }
 
-// Moves the fewest smallest keys whose share reaches top_p to the front, in order; gives their number. Sorts
-// only as many as it takes: a few, in a trained model's distribution.
+// Moves the fewest smallest keys whose share reaches top_p to the front, in order, and returns their number.
+// It sorts only as many as necessary, which are few for a trained model's distribution.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
   const double wanted = top_p * total(keys);
   double sum = 0.0;

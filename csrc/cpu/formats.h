@@ -1,5 +1,5 @@
-// The k steps of a packed panel (packed.h) as vectors of float32, each exactly what the stored weight stands
-// for: a product of at most 24 bits, and one rounding where a minimum is added.
+// Reads the k steps of a packed panel (packed.h) as vectors of float32. Each value is exactly the stored
+// weight's: a product of at most 24 bits, and one rounding if a minimum is added.
 #pragma once
 #include <type_traits>
 
@@ -8,7 +8,8 @@
 
 namespace mk::MK_SIMD {
 
-// Bytes between a weight's prefetch and its use: hides DRAM latency where the hardware stops at 4 KiB pages.
+// The bytes between a use of weights and the weights prefetched at that time. Prefetching hides DRAM latency,
+// because the hardware's own prefetching stops at 4 KiB pages.
 constexpr int kPrefetchBytes = 2048;
 
 // Whether weights of type W are multiplied two k steps at a time.
@@ -16,23 +17,23 @@ template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
 struct Half {};    // float16
-struct Cached {};  // quantised weights that were widened to float32s and are in a cache
+struct Cached {};  // quantised weights that have been widened to float32 in a cache
 
-// Of a type that is multiplied as it is, whatever the number of rows.
+// Whether weights of type W are multiplied directly from memory, whatever the number of rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads a unit of a panel: `open` at a step that is a multiple of kUnit, then for each run `turn_to`, then
-// the weights of its steps.
+// Reads a unit of a panel: first `open` at a step that is a multiple of kUnit, then for each run `turn_to`,
+// then the weights of its steps.
 template <class W>
 class Reader;
 
 MK_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes); }
 
-// Types of kBytes a weight, as they are.
+// Types with kBytes per weight that need no dequantisation.
 template <class T, int kBytes>
 class PlainReader {
  public:
@@ -89,7 +90,7 @@ class Reader<Bf16> : public PlainReader<uint32_t, 2> {
 template <>
 class Reader<Bf16Pairs> : public PlainReader<uint32_t, 2> {
  public:
-  // Of steps 2s and 2s + 1.
+  // The weights of steps 2s and 2s + 1.
   MK_INLINE F32 weight(int s, int v) const { return (F32)load_words(at(2 * s, 2 * v)); }
 };
 #endif
@@ -101,7 +102,7 @@ struct Line {
   F32 scale, offset;
 };
 
-// Of unit `unit` of a block; where a scale holds for 16 steps, of the unit's first or second half.
+// The line of unit `unit` of a block; if a scale covers 16 steps, that of the unit's first or second half.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -132,7 +133,8 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   using P = PackedBlock<S, kBits, kCount>;
   static constexpr bool kHalves = std::is_same_v<S, SuperScale>;
   static constexpr bool kSymmetric = kHalves || std::is_same_v<S, Scale>;
-  static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;  // stands for a weight of 0
+  // the stored value of a weight of 0
+  static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;
 
  public:
   MK_INLINE void open(const char* panel, int step) {
@@ -184,13 +186,13 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
       if (kBits == 4 && kSymmetric)
-        line.offset = line.scale * -float{kZero};  // exact, like their product with a value
+        line.offset = line.scale * -float{kZero};  // exact, like the product of scale and value
       if (kBits == 4) sixteenths_[v] = line.scale * 0x1p-4f;
     }
   }
 
-  // Value s of each column, or sixteen times it, which saves a shift. A word's byte is read from where it
-  // lies if the vector that begins there ends with the cache line.
+  // Value s of each column, or sixteen times it, which saves a shift. The byte of a word is loaded directly
+  // from its address if a vector that begins there ends within the cache line.
   MK_INLINE U32 nibble(int s, int v) const {
     const int byte = s / 2;
     const bool in_line = ((v + 1) * kLanes) * int{sizeof(uint32_t)} + byte <= 64;
@@ -199,14 +201,14 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     return lowest & (s % 2 == 0 ? 0x0F : 0xF0);
   }
 
-  // All values of a unit less kZero, a vector of bytes at a time.
+  // All values of a unit minus kZero, one vector of bytes at a time.
   MK_INLINE void join_bits(const Values<kBits>& values) {
     constexpr int kAbove = kBits - 4, kHigh = (kBits - 4) * 64, kAt = sizeof(Bytes);
     constexpr uint8_t kMask = (1 << kAbove) - 1;
     MK_UNROLL for (int i = 0; i < 256; i += kAt) {
       const Bytes low = load_bytes(values.low + i), high = load_bytes(values.high + i % kHigh);
       MK_UNROLL for (int upper = 0; upper < 2; ++upper) {
-        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;  // of the values' bits in `high`
+        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;  // position of the values' bits in `high`
         const Bytes above = (high >> shift & kMask) << 4;
         const Bytes joined = ((upper ? low >> 4 : low & 15) | above) - uint8_t{kZero};
         memcpy(joined_ + upper * 256 + i, &joined, sizeof joined);
@@ -243,7 +245,7 @@ MK_INLINE void with_format(Dtype type, const F& f) {
   }
 }
 
-// k steps [begin, begin + steps) of a panel, whole units, to [steps][kPanel].
+// Widens k steps [begin, begin + steps) of a panel, whole units, to [steps][kPanel].
 template <class W>
 void widen(const Panel& panel, int begin, int steps, float* out) {
   for (int s = 0; s < steps; s += kUnit) {

@@ -1,17 +1,17 @@
-// Tiles of C = A W^T on packed weights (packed.h), accumulated in float32.
+// Tiles of C = A W^T with packed weights (packed.h), accumulated in float32.
 //
-// Every output has one accumulator that adds its products in ascending k, one fused multiply-add each where
-// the processor has it, whatever the number of rows, the tile or the register block: a row's bits depend on
-// nothing else. Quantised weights are multiplied as the float32 values that they stand for.
+// Every output has one accumulator, which adds its products in ascending k, with one fused multiply-add each
+// if the processor has it. This does not depend on the number of rows, the tile or the register block, so
+// nothing else affects a row's bits. Quantised weights are multiplied as their float32 values.
 #pragma once
 #include "formats.h"
 #include "rms_norm.h"
 
 namespace mk::MK_SIMD {
 
-// Accumulators that fit the registers beside weights; accumulators and scales that fit beside what it takes
-// to widen quantised weights; and the rows of the largest block. 16-lane targets have 32 registers. A test
-// reads the machine code of every block.
+// The accumulators that fit the registers beside weights; the accumulators and scales that fit beside the
+// registers for widening quantised weights; and the rows of the largest block. 16-lane targets have 32
+// registers. A test reads the machine code of every block.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -22,9 +22,9 @@ constexpr int kAccumulators = 24, kWithScales = 24, kMicroRows = 6;
 constexpr int kAccumulators = 8, kWithScales = 16, kMicroRows = 2;
 #endif
 static_assert(kMicroRows <= kMaxMicroRows);
-constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;  // of a pass over a weight tile
+constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;  // rows of one pass over a weight tile
 
-// log2 of the panels that a block of `rows` rows covers at once.
+// log2 of the number of panels that a block of `rows` rows covers at once.
 template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
@@ -34,16 +34,16 @@ constexpr int panel_log2(int rows) {
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
-// k steps in a word of A. A pair of bfloat16s has the first step in its upper half.
+// The k steps in a word of A. In a pair of bfloat16 values, the first step is in the upper half.
 template <class W>
 constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
 
-// sum + x w, of all steps of a word in their order.
+// sum + x w, for all steps of a word in order.
 template <class W>
 MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
 #if MK_LANES == 16
   if constexpr (kInPairs<W>) {
-    // The product of the upper halves is added first, each with one rounding.
+    // It first adds the product of the upper halves, and rounds each sum once.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
   }
@@ -51,8 +51,9 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// C[R][P panels] (+)= A W^T over k steps [begin, begin + steps) of the panels, whole units. A: rows
-// kChunkStride apart within a chunk, chunks chunk_stride apart; steps that begin inside a chunk end in it.
+// C[R][P panels] (+)= A W^T over k steps [begin, begin + steps) of the panels, in whole units. Rows of A are
+// kChunkStride apart within a chunk, and chunks are chunk_stride apart; steps that begin inside a chunk also
+// end in it.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -128,7 +129,8 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Rows that are multiplied with a block of panels: x as `micro` has a, in blocks of block_rows, to c.
+// Rows to be multiplied with a block of panels: x is laid out like `a` in `micro`, in blocks of block_rows;
+// results go to c.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -145,8 +147,8 @@ struct RowBlocks {
   }
 };
 
-// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. Quantised weights go
-// straight into the arithmetic of one block of rows; for more they are widened first, to `wide` (Scratch).
+// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. For one block of rows,
+// quantised weights are widened in registers; for more, they are first widened to `wide` (Scratch).
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
@@ -164,8 +166,7 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Rows of a matmul's inputs on their way into the arithmetic: of the compute type; or of float32, and
-// normalised here.
+// Converts rows of a matmul's inputs: from the compute type, or from float32 with normalisation.
 template <class T>
 class Inputs {
  public:
@@ -175,7 +176,7 @@ class Inputs {
         k_(call.phase->inner),
         eps_(call.dims->rms_eps) {}
 
-  // What `unpack` gives from now on: rows [row, row + count), at most kPassRows.
+  // Selects the rows that `unpack` converts: [row, row + count), at most kPassRows.
   void turn_to(int row, int count) {
     first_ = row;
     count_ = count;
@@ -183,8 +184,8 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Their chunk [begin, begin + kChunk) of k as float32, or as pairs of bfloat16s; rows kChunkStride apart; a
-  // partial unit is filled with zeros.
+  // Converts their chunk [begin, begin + kChunk) of k to float32, or to pairs of bfloat16 values. Rows are
+  // kChunkStride apart; a partial unit is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -224,8 +225,8 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// t = inputs weights^T + bias of the phase on a tile. kResult takes columns [first, first + columns) of a
-// row, every output once. Several matrices alternate by panels: then it takes one panel's columns at a time,
+// t = inputs weights^T + bias of the phase, for a tile. kResult gets columns [first, first + columns) of a
+// row, and every output once. If several matrices alternate by panels, it gets one panel's columns at a time,
 // with t of the next matrix kPanel further.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
@@ -248,7 +249,8 @@ inline void gemm(const Call& call, const Tile& tile) {
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // Few rows: all of k fits the cache, so weights stream once and accumulators never leave the registers.
+    // With few rows, all of k fits the cache, so weights stream once and accumulators never leave the
+    // registers.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     if (whole_k) {

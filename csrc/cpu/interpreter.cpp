@@ -13,14 +13,14 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit = 256 << 10;  // stays in a core's second-level cache
+constexpr int64_t kPrefetchLimit = 256 << 10;  // fits a core's L2 cache
 constexpr int64_t kPrefetchSlice = 4 << 10;    // between two polls
-// Spinning lasts longer than most waits of a step, so that a busy machine does not take the core at each of
-// them.
+// Spinning lasts longer than most waits of a step, so that a busy system does not take the core away at each
+// wait.
 constexpr int kSpins = 4000, kYields = 200;
-// Where threads outnumber cores, the thread that is waited for may need this one's core.
+// With more threads than cores, the awaited thread may need this thread's core.
 constexpr int kCrowdedSpins = 20;
-constexpr int kPatience = 10;  // pauses before looking at other threads' streams
+constexpr int kPatience = 10;  // pauses before a thread looks at other threads' streams
 constexpr long kNapNs = 50'000;
 
 void relax() {
@@ -36,7 +36,7 @@ void nap(int64_t ns) {
   nanosleep(&time, nullptr);
 }
 
-// Polite waiting: spin, then yield, then sleep.
+// Waits politely: spins, then yields, then sleeps.
 class Backoff {
  public:
   explicit Backoff(bool crowded) : spins_(crowded ? kCrowdedSpins : kSpins) {}
@@ -141,7 +141,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
     if (trace) c.intervals.reserve(interval_bound(c));
   }
   deal_streams();
-  ++program.launches;  // from here on nothing can fail
+  ++program.launches;  // nothing can fail from here on
   left_.store(0, std::memory_order_relaxed);
   for (Cursor& c : cursors_) {
     if (settle(c)) {
@@ -156,7 +156,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
 }
 
-// In turn; where there are enough threads, each serves one rank.
+// Deals streams to threads in turn. With at least as many threads as ranks, each thread serves one rank.
 void Interpreter::deal_streams() {
   const int threads = pool_.size(), workers = program_->workers;
   dealt_.assign(threads, {});
@@ -173,8 +173,8 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// A wait, a load, a compute and a store interval for each instruction, and for each further item of an
-// attention; a worker may claim all of its rank's queues.
+// A wait, a load, a compute and a store interval for each instruction, and for each further item of
+// attention. A worker may claim all instructions of its rank's queues.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -219,14 +219,14 @@ void Interpreter::serve(int thread) {
   }
 }
 
-// On the last thread of a launch.
+// Runs on the last thread of a launch.
 void Interpreter::finish() {
   failed_ = aborted();
   if (!failed_) return;
   try {
     error_ = out_of_memory_.load(std::memory_order_relaxed) ? "out of memory" : describe_block();
   } catch (const std::bad_alloc&) {
-    error_ = "out of memory";  // so short that it needs none
+    error_ = "out of memory";  // short enough to need no allocation
   }
 }
 
@@ -277,15 +277,15 @@ void Interpreter::run(int thread) {
       backoff.reset();
       continue;
     }
-    if (ended && backoff.sleeps()) return;  // a thread that sleeps would hold up the end of the launch
+    if (ended && backoff.sleeps()) return;  // a sleeping thread would delay the end of the launch
     if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
-    // In the time for which a thread is patient, a running owner has long seen that its stream can go on.
+    // A running owner would have noticed within this thread's patience that its stream can continue.
     if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
 }
 
-// Nobody gets a stream any more once the launch is aborted.
+// Takes the stream for this thread. No thread gets a stream after the launch is aborted.
 bool Interpreter::hold(Cursor& c) {
   Hold free = Hold::kFree;
   return !aborted() && c.hold.load(std::memory_order_relaxed) == free &&
@@ -293,7 +293,7 @@ bool Interpreter::hold(Cursor& c) {
                                         std::memory_order_relaxed);
 }
 
-// Executes the stream's next instruction if nobody else holds the stream and the waits are met.
+// Executes the stream's next instruction if no other thread holds the stream and the waits are satisfied.
 template <bool kTrace>
 Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   if (!hold(c)) return c.hold.load(std::memory_order_relaxed) == Hold::kEnded ? Visit::kEnded : Visit::kHeld;
@@ -313,7 +313,7 @@ Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   return visited;
 }
 
-// Fetches a slice of the weights of a blocked stream's next instruction; false where there is none left.
+// Prefetches a slice of the weights of a blocked stream's next instruction; returns false if none is left.
 template <bool kTrace>
 bool Interpreter::fetch_weights(Cursor& c) {
   if (!hold(c)) return false;
@@ -327,14 +327,14 @@ bool Interpreter::fetch_weights(Cursor& c) {
   return fetched;
 }
 
-// Moves past the ends of segments and layers to the next record and fetches it; false once the stream has
-// ended.
+// Moves past the ends of segments and layers to the next record and fetches it; returns false once the stream
+// has ended.
 bool Interpreter::settle(Cursor& c) {
   const int stream = program_->stream(c.rank, c.worker);
   while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
     if (c.segment == kBody && ++c.layer < layers_) {
       c.next = program_->begin(kBody, stream);
-      if (c.next == program_->end(kBody, stream)) c.layer = layers_ - 1;  // empty: skip all layers
+      if (c.next == program_->end(kBody, stream)) c.layer = layers_ - 1;  // an empty body: skip all layers
       continue;
     }
     ++c.segment;
@@ -359,7 +359,7 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// The head, a drain, claims the next record of its queue; false where its part of the queue is claimed.
+// The current drain claims the next record of its queue; returns false if its part of the queue is claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -372,7 +372,7 @@ bool Interpreter::claim(Cursor& c) {
     if (done >= op.end) return false;
   } while (!claims.compare_exchange_weak(seen, static_cast<int32_t>(static_cast<uint32_t>(seen) + 1),
                                          std::memory_order_relaxed));
-  // Numbered after the body's records.
+  // Queue records are numbered after the body's records.
   const int32_t body = program_->end(kBody, program_->stream(program_->ranks - 1, program_->workers - 1));
   fetch(c, program_->record(kQueues, first + done), body + first + done);
   c.claimed = true;
@@ -386,7 +386,7 @@ bool Interpreter::met(int rank, int32_t block, int32_t counter) const {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// Whether all waits of the record hold; for attention, of its current item.
+// Whether all waits of the record are satisfied; for attention, those of its current item.
 bool Interpreter::ready(Cursor& c) const {
   for (int i = 0; i < kWaits; ++i) {
     const int32_t word = c.record[kWaitWord + i];
@@ -407,7 +407,8 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Attention: the row blocks and KV-head groups of the current item, in the grid [row block][group].
+// Attention: whether the row blocks and KV-head groups of the current item are ready, in the grid [row
+// block][group].
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -423,7 +424,7 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// A norm of logit rows: the row block of each that the rank normalises.
+// A norm of logit rows: whether the row block of each row that the rank normalises is ready.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);

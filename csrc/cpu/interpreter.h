@@ -20,7 +20,7 @@
 
 namespace mk {
 
-// A stall of one instruction, for tests of the trace; applies to traced launches.
+// A stall of one instruction, for tests of the trace; it applies to traced launches.
 struct Delay {
   int segment, layer;
   int32_t record;  // as in a trace
@@ -31,65 +31,68 @@ enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
-  // `cores`: this process's share of those that it and the processes of other ranks may use.
-  // `seconds` without progress count as a deadlock. `abort`: the word that ends a launch, in memory that
-  // other processes may write too and that its owner clears; null: one of its own.
+  // `cores` is this process's share of the cores that it and the processes of other ranks may use. `seconds`
+  // without progress count as a deadlock. `abort` is the word that ends a launch, in memory that other
+  // processes may write too and that its owner clears; null: a word of its own.
   Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, int cores,
               double deadlock_seconds, std::atomic<int32_t>* abort);
   // Aborts what runs.
   ~Interpreter() { abort(); }
 
-  // Buffer pointers of any rank. Of ranks that run elsewhere: what their instructions may be sent.
+  // Binds a buffer of any rank. For ranks that run elsewhere, these are the buffers that instructions may
+  // store to.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
-  // Copies the step table's words. The interpreter must be idle and the program outlive the launch.
+  // Copies the step table. The interpreter must be idle, and the program must outlive the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
-  // All threads leave soon; wait() then gives kFailed, and the program needs a reset.
+  // All threads leave soon; wait() then returns kFailed, and the program needs a reset.
   void abort() { abort_->store(1, std::memory_order_relaxed); }
-  // After a failed launch, once no rank of the program runs: its counters and SPLITS are as before the first.
+  // Resets counters and SPLITS after a failed launch, once no rank runs the program.
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
-  // One instruction of rank `dims.rank`, which has these phases, on the calling thread, without waits and
-  // signals; attention runs all items of its slot.
+  // Runs one instruction of rank `dims.rank`, which has these phases, on the calling thread, without waits
+  // and signals; attention runs all items of its slot.
   void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
                int layer);
 
-  // Bytes that a rank has stored at others so far.
+  // The bytes that a rank has stored on others so far.
   int64_t link_bytes(int rank) const;
 
-  // The last traced launch, by rank, worker and begin.
+  // The intervals of the last traced launch, by rank, worker and begin.
   std::vector<Interval> intervals() const;
   int64_t dropped() const;
 
   Delay delay{};
-  bool fetch_ahead = true;       // a waiting worker loads the weights of its next instruction
+  bool fetch_ahead = true;       // a waiting worker prefetches the weights of its next instruction
   std::unique_ptr<Audit> audit;  // null: none
   int threads() const { return pool_.size(); }
 
  private:
-  // Who may touch a stream: the one thread that changed kFree to kHeld. kEnded is final.
+  // Who may touch a stream: the thread that changed kFree to kHeld. kEnded is final.
   enum class Hold : int32_t { kFree, kHeld, kEnded };
-  // What came of a visit to a stream. kHeld: another thread has it.
+  // The result of a visit to a stream. kHeld: another thread has it.
   enum class Visit { kMoved, kBlocked, kHeld, kEnded };
 
-  // Where a worker's stream stands.
+  // The position in a worker's stream.
   struct Cursor {
-    alignas(64) std::atomic<Hold> hold{Hold::kFree};  // a line of its own, as others look at it
+    // on a cache line of its own, because other threads read it
+    alignas(64) std::atomic<Hold> hold{Hold::kFree};
     alignas(64) int rank = 0, worker = 0;
-    int thread = 0;  // to which it is dealt
+    int thread = 0;  // the thread to which it is dealt
     int segment = 0, layer = 0;
-    int32_t next = 0;  // record in the segment
+    int32_t next = 0;  // index of the next record in the segment
     const int32_t* record =
-        nullptr;  // to run now: that one, or what it, a drain, has claimed; null: not fetched
-    const Phase* phase = nullptr;  // of `record`, like the next
+        // the record to run now: that one, or the one that it, a drain, has claimed; null: not fetched
+        nullptr;
+    const Phase* phase = nullptr;  // of `record`, like the next members
     int32_t number = 0;            // as in a trace
     bool claimed = false;
-    int32_t item = 0, item_end = 0;  // attention: work items to go
-    int blocked = 0;                 // wait word that did not hold
-    int64_t prefetched = 0;          // bytes of the record's weights
+    int32_t item = 0, item_end = 0;  // attention: the remaining work items
+    int blocked = 0;                 // the wait word that was not satisfied
+    int64_t prefetched = 0;          // bytes of the record's weights that were prefetched
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
     int64_t dropped = 0;
@@ -111,7 +114,7 @@ class Interpreter {
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
-  void serve(int thread);  // `run`, where memory may run out
+  void serve(int thread);  // the body of `run`, in which memory may run out
   template <bool kTrace>
   Visit visit(Cursor& cursor, int thread);
   template <bool kTrace>
@@ -164,7 +167,7 @@ class Interpreter {
   uint64_t seen_progress_ = 0;
   std::chrono::steady_clock::time_point seen_at_;
 
-  Pool pool_;  // last: its threads end before the rest is destroyed
+  Pool pool_;  // last, so that its threads end before the rest is destroyed
 };
 
 // CLOCK_MONOTONIC, nanoseconds.

@@ -1,4 +1,4 @@
-// Compiled once per SIMD width: MK_SIMD names it, MK_LANES is its vector length in floats.
+// This file is compiled once per SIMD path: MK_SIMD names it, and MK_LANES is its vector length in floats.
 #include "kernels.h"
 
 #include "../common/record.h"
@@ -19,7 +19,7 @@ namespace mk {
 namespace MK_SIMD {
 namespace {
 
-// Four streams at once: what the hardware's prefetchers follow best.
+// Reads four streams at once, which suits the hardware's prefetchers best.
 double read(const void* data, int64_t bytes) {
   constexpr int kStreams = 4;
   const int64_t floats = bytes / 4 / kStreams;
@@ -40,7 +40,7 @@ double read(const void* data, int64_t bytes) {
 
 template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  // Latency x ports on every processor so far, and few enough for 16 registers; pairs take twice as long.
+  // Latency x ports of all known processors, and few enough for 16 registers; pairs take twice as long.
   constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
@@ -55,7 +55,7 @@ double multiply_add(int64_t rounds, double* flops) {
   return sum(all);
 }
 
-// Nothing: waits, signals and claims are the interpreter's.
+// Does nothing: the interpreter handles waits, signals and claims.
 void nothing(const Call&, const int32_t*) {}
 
 template <class Operands, void (*kFunction)(const Call&, const Operands&)>
@@ -65,7 +65,7 @@ void run(const Call& call, const int32_t* record) {
 
 #if MK_LANES == 16
 // Whether the processor adds the products of a pair in the order and with the roundings that `add_products`
-// relies on. The manuals say so; nothing else guarantees it.
+// relies on. The manuals say so, but nothing else guarantees it.
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {

@@ -1,4 +1,5 @@
-// The seam between the interpreter and the arithmetic: one function per operation, one table per SIMD width.
+// The interface between the interpreter and the arithmetic: one function per operation, and one table per
+// SIMD path.
 #pragma once
 #include "packed.h"
 
@@ -12,22 +13,22 @@ struct Bf16 {
 // A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two k steps.
 struct Bf16Pairs : Bf16 {};
 
-// Bounds of the blocking that the scratch is sized for (gemm.h, attention.h).
+// The limits of the blocking, for which the scratch memory is sized (gemm.h, attention.h).
 constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
 constexpr int kTilePanels = 32;    // weight panels of one pass
 constexpr int kMaxMicroRows = 12;  // rows of the register block
-constexpr int kChunk = 256;        // k steps between two visits of the tile's accumulators
+constexpr int kChunk = 256;        // k steps between two accesses to the tile's accumulators
 constexpr int kChunkStride =
-    kChunk + 16;                 // floats; not a power of two, so rows fall into different cache sets
-constexpr int kWideSteps = 128;  // k steps of quantised weights that are widened together
+    kChunk + 16;                 // floats; not a power of two, so that rows fall into different cache sets
+constexpr int kWideSteps = 128;  // k steps of quantised weights that are widened at a time
 constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two widened panels; see kChunkStride
-constexpr int kWidePanels = 4;  // panels of them: the most that a register block covers
+constexpr int kWidePanels = 4;  // widened panels: the most that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
-// Floats between two elements of the widened keys; like kChunkStride no power of two.
+// The floats between two elements of the widened keys; not a power of two, like kChunkStride.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
-// One thread's working memory, made when the engine is created.
+// The working memory of a thread, allocated when the engine is created.
 struct Scratch {
   float* activations;  // rows of A in float32, by chunk
   float* tile;         // kTileRows x kTilePanels * kPanel accumulators
@@ -51,19 +52,19 @@ inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
 
-// What an operation's function may see.
+// The inputs of an operation's function.
 struct Call {
   const Dims* dims;
   const Phase* phase;  // as the rank sees it
   const StepView* step;
   void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
-  const int32_t* abort;  // non-zero: leave soon, results no longer matter
-  int64_t* link_bytes;   // stored by this rank at others
+  const int32_t* abort;  // non-zero: leave soon, because results no longer matter
+  int64_t* link_bytes;   // bytes stored on other ranks by this one
   int32_t layer;
   int32_t item = 0;                 // attention: the work item
-  Audit* audit = nullptr;           // checks remote stores; null: nobody does
-  const char* name = "";            // of the phase, for the audit like the next two
+  Audit* audit = nullptr;           // checks remote stores; null if there is no audit
+  const char* name = "";            // the phase's name, for the audit like the next two
   int32_t segment = 0, number = 0;  // of the instruction, as in a trace
 
   template <class T>
@@ -78,7 +79,7 @@ struct Call {
   MK_INLINE const T* weights() const {
     return copy<T>(phase->weights, dims->rank, weights_layer(*phase, *dims, layer));
   }
-  // Null where the phase has none.
+  // Null if the phase has none.
   MK_INLINE const float* bias() const {
     return phase->bias == Buffer::kNone ? nullptr : at<float>(phase->bias);
   }
@@ -86,7 +87,7 @@ struct Call {
   MK_INLINE T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // A rank's copy. Others' are write-only.
+  // A rank's copy of a buffer. Those of other ranks are write-only.
   template <class T>
   MK_INLINE T* copy(Buffer buffer, int rank) const {
     return copy<T>(buffer, rank, layer);
@@ -106,23 +107,23 @@ using Op = void (*)(const Call& call, const int32_t* record);
 
 struct Kernels {
   const char* name;
-  Op ops[kOperations];  // by Operation, like the next
-  // What remains of an instruction after its op: copying results to other ranks, where that is work of its
-  // own; else null.
+  Op ops[kOperations];  // indexed by Operation, like the next
+  // The part of an instruction that copies results to other ranks, if that is separate work; otherwise null.
   Op send[kOperations];
-  Op attention_merge;                               // after all items of call.item's split: the output rows
-  double (*read)(const void* data, int64_t bytes);  // reads every byte, returns a sum so that it must
-  double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that fill the FMA units
+  Op attention_merge;  // after all items of call.item's split: computes the output rows
+  // reads every byte and returns a sum, so that reading cannot be optimised away
+  double (*read)(const void* data, int64_t bytes);
+  double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that occupy the FMA units
 
   Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
-// nullptr where the build or this processor lacks it.
+// nullptr if the build or this processor lacks it.
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);
-const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr: pairs have other bits here
+const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr: pairs give other bits here
 const Kernels* null_kernels();
 
 // The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.

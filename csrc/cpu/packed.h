@@ -1,13 +1,13 @@
-// Weight matrices as they lie in memory, repacked for the kernels.
+// Weight matrices in memory, repacked for the kernels.
 //
-// A matrix [N, K] becomes panels of kPanel columns, which are rows of the matrix; the last panel is filled up
-// with zeros. Several matrices alternate by panels: panel 0 of each, then panel 1 of each, ... Each panel has
-// a type of its own, so a matrix may have rows of several.
+// A matrix [N, K] becomes panels of kPanel columns, which are rows of the matrix; the last panel is padded
+// with zeros. Several matrices alternate by panels: panel 0 of each, then panel 1 of each, and so on. Each
+// panel has its own type, so the rows of a matrix may have different types.
 //
-// float32 and float16: [K][16]. bfloat16: [K / 2][16], the two k steps of a column share a 32-bit word, the
-// first one in its upper half. A quantised panel has the blocks of its 16 columns one beside the other:
-// scales first, then the values of 32 k steps at a time. K is filled up with zeros to whole units of 32
-// steps, and to whole blocks.
+// float32 and float16: [K][16]. bfloat16: [K / 2][16]; two k steps of a column share a 32-bit word, with the
+// first one in the upper half. A quantised panel has the blocks of its 16 columns side by side: first the
+// scales, then the values of 32 k steps at a time. K is padded with zeros to whole units of 32 steps and to
+// whole blocks.
 #pragma once
 #include <stdint.h>
 
@@ -25,18 +25,18 @@ struct Panel {
   Dtype type() const { return static_cast<Dtype>(dtype); }
 };
 
-// Panels that hold columns [col, col + cols).
+// The number of panels that contain columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The values of a unit, [32][16]. Of 5 or 6 bits: byte i of `low` has the lowest four bits of values i and i
-// + 256, the bytes of `high` the others, again so that the values of a byte are as far apart as there are
-// bytes.
+// The values of a unit, [32][16], with 5 or 6 bits. Byte i of `low` has the lowest four bits of values i and
+// i + 256. The bytes of `high` have the other bits; the values that share a byte are again as far apart as
+// there are bytes.
 template <int kBits>
 struct Values {
   uint8_t low[256];
   uint8_t high[(kBits - 4) * 64];
 };
-// A word has the values of a column at 8 steps, the first step's lowest.
+// A 32-bit word has the values of a column at 8 steps, with the first step in the lowest bits.
 template <>
 struct Values<4> {
   uint32_t words[4][kPanel];
@@ -46,27 +46,27 @@ struct Values<8> {
   int8_t bytes[kUnit][kPanel];
 };
 
-// float16s: a weight is scale * (value - zero).
+// float16 scales: a weight is scale * (value - zero).
 struct Scale {
   uint16_t scale[kPanel];
 };
-// scale * value + minimum.
+// A weight is scale * value + minimum.
 struct ScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
 };
-// Of eight times 32 steps: scale * s * value - minimum * m; `six` has the 12 bytes in which GGML packs eight
-// 6-bit s and eight m.
+// For eight times 32 steps: a weight is scale * s * value - minimum * m. `six` has the 12 bytes in which GGML
+// packs eight 6-bit s and eight 6-bit m.
 struct SuperScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
   uint32_t six[3][kPanel];
 };
-// Of 16 times 16 steps: scale * s * (value - zero).
+// For 16 times 16 steps: a weight is scale * s * (value - zero).
 struct SuperScale {
   uint16_t scale[kPanel];
   int8_t eight[16][kPanel];
 };
 
-// The blocks of a panel's columns that begin at one k step.
+// The blocks of a panel's columns that begin at the same k step.
 template <class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
@@ -85,7 +85,7 @@ using PackedQ4_K = PackedBlock<SuperScaleAndMinimum, 4, 8>;
 using PackedQ5_K = PackedBlock<SuperScaleAndMinimum, 5, 8>;
 using PackedQ6_K = PackedBlock<SuperScale, 6, 8>;
 
-// Calls f.template operator()<PackedX>() for a quantised type; otherwise gives `none`.
+// Calls f.template operator()<PackedX>() for a quantised type; otherwise returns `none`.
 template <class F, class R>
 R with_packed(Dtype type, R none, const F& f) {
   switch (type) {
@@ -114,7 +114,7 @@ R with_packed(Dtype type, R none, const F& f) {
   return none;
 }
 
-// Bytes of a panel over k steps.
+// The bytes of a panel over k steps.
 inline int64_t panel_bytes(Dtype type, int64_t k) {
   const int64_t plain = (k + kUnit - 1) / kUnit * kUnit * kPanel * (type == Dtype::F32 ? 4 : 2);
   return with_packed(type, plain, [&]<class P>() {

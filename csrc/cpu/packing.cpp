@@ -13,14 +13,14 @@
 namespace mk {
 namespace {
 
-// Rows of a part that a panel has as columns; they may lie at any address.
+// The rows of a part that are columns of a panel; they may lie at any address.
 struct Columns {
   Dtype type;
   const char* rows;
   int64_t count, k;
 };
 
-// kPair steps of a column are neighbours, the first one last.
+// kPair steps of a column are neighbours, with the first one last.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;
@@ -35,7 +35,7 @@ void pack_plain(const Columns& columns, char* packed) {
   }
 }
 
-// -- GGML's blocks of a row: their scales go to a column of the panel's, their values to one byte each.
+// -- GGML's blocks of a row: the scales go to a column of the panel's scales, and each value goes to a byte.
 
 template <class P>
 struct RowBlock;
@@ -219,7 +219,7 @@ int64_t row_bytes(Dtype type, int64_t k) {
   });
 }
 
-// What panel `index` has of a matrix.
+// The columns of panel `index`, as rows of a matrix.
 Columns columns_of(const Matrix& m, int64_t index) {
   const int64_t first = index / m.matrices * kPanel;
   int64_t row = index % m.matrices * m.rows + first;
@@ -256,7 +256,7 @@ Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   int64_t t = 1;
   try {
     for (; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
-  } catch (const std::exception&) {  // no room for another thread: this one does the rest
+  } catch (const std::exception&) {  // there is no room for another thread, so this one does the rest
   }
   work(0, panels / n);
   work(panels * t / n, panels);

@@ -1,4 +1,4 @@
-// From rows of weights, as files have them, to packed panels (packed.h).
+// Converts rows of weights, as files store them, to packed panels (packed.h).
 #pragma once
 #include "arena.h"
 #include "kernels.h"
@@ -6,7 +6,7 @@
 
 namespace mk {
 
-// Neighbouring rows of one type, in the layout of files: of quantised types GGML's blocks.
+// Neighbouring rows of one type, in the layout of files; GGML's blocks for quantised types.
 struct Part {
   int32_t dtype;
   int64_t rows;
@@ -22,17 +22,17 @@ struct Matrix {
   int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }
 };
 
-// Packed panels and the table that is bound as the matrix.
+// Packed panels, and the table of them that is bound as the matrix.
 struct Packed {
   void* table;  // Panel[panels]
   void* data;
   int64_t bytes;  // of data
 };
 
-// In memory of `arena`, on `threads` threads. Throws std::bad_alloc.
+// Packs into memory of `arena`, on `threads` threads. Throws std::bad_alloc.
 Packed pack(const Matrix& matrix, Arena& arena, int threads);
 
-// The packed weights of a matmul's tile: addresses, as far as the tile's panels adjoin.
+// The addresses of the packed weights of a matmul's tile, as far as the tile's panels are adjacent.
 struct WeightSpan {
   const char* begin;
   int64_t bytes;

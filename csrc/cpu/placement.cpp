@@ -15,12 +15,12 @@ enum class Move : int { kNone, kBegun, kDone };
 
 }  // namespace
 
-// Where a thread runs.
+// The place of a thread.
 struct alignas(64) Placement::Place {
-  std::atomic<pid_t> id{0};  // the system's name of it; 0 until it starts
-  std::atomic<int> core{0};  // where it was last seen
+  std::atomic<pid_t> id{0};  // the thread's id in the system; 0 until it starts
+  std::atomic<int> core{0};  // the core on which it was last seen
   std::atomic<Move> move{Move::kNone};
-  cpu_set_t cores;  // of a moved thread: where it may run otherwise
+  cpu_set_t cores;  // for a moved thread, the cores on which it may otherwise run
 };
 
 Placement::Placement(int threads) : places_(threads) {}

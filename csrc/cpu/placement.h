@@ -1,5 +1,5 @@
-// On which cores the threads of a pool run. Only Linux lets a process move one of its threads, so
-// elsewhere every function does nothing.
+// Moves the threads of a pool between cores. Only Linux lets a process move its threads, so elsewhere every
+// function does nothing.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -12,7 +12,7 @@ class Placement {
   ~Placement();
   // Thread `self` calls this once, when it starts.
   void thread_starts(int self);
-  // A job starts, on all threads.
+  // Called when a job starts on all threads.
   void job_starts();
   // Thread `self` calls this before its part of a job.
   void part_starts(int self);

@@ -17,9 +17,9 @@ class Pool {
   explicit Pool(int threads);
   ~Pool();
   int size() const { return static_cast<int>(threads_.size()); }
-  // Runs job(thread) on every thread, then finish() on the last to end. The pool must be idle.
+  // Runs job(thread) on every thread, then finish() on the last one to end. The pool must be idle.
   void start(std::function<void(int)> job, std::function<void()> finish);
-  // True once idle; false where `limit` passed first.
+  // True once the pool is idle; false if `limit` passes first.
   bool wait(std::chrono::milliseconds limit);
   Placement& placement() { return placement_; }
 

@@ -1,4 +1,4 @@
-// Ceilings of this machine, in the chosen SIMD.
+// Measures the ceilings of this machine with the chosen SIMD path.
 #pragma once
 #include <stdint.h>
 
@@ -6,10 +6,10 @@
 
 namespace mk {
 
-// Bytes per second that `threads` read together from `bytes` of memory, best of passes over `seconds`.
+// Bytes per second that `threads` read together from `bytes` of memory, the best of passes over `seconds`.
 double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds);
 
-// float32 FLOP per second of multiply-adds on `threads` threads, best of passes over `seconds`.
+// float32 FLOP per second of multiply-adds on `threads` threads, the best of passes over `seconds`.
 double probe_multiply_add(const Kernels& kernels, int threads, double seconds);
 
 }  // namespace mk

@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kListNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
 
-// Everything that follows counts on it: each stream's records lie in the list.
+// All later code relies on this: the records of each stream lie in the list.
 void check_offsets(const ProgramSource& source, int list, int64_t streams) {
   const int32_t* offsets = source.offsets[list];
   bool good = offsets[0] == 0 && offsets[streams] == source.lengths[list];
@@ -64,7 +64,8 @@ void Program::reset(int first, int end) {
   }
 }
 
-// Throws where executing a record would leave an array of the program, of a step table, or a buffer.
+// Throws if executing a record would access memory outside an array of the program, of a step table, or a
+// buffer.
 void Program::check(int list) const {
   const int streams = list == kQueues ? queues_ : workers;
   for (int s = 0; s < ranks * streams; ++s) {
@@ -110,7 +111,7 @@ std::string Program::wrong(int list, int rank, const int32_t* r) const {
   return "";
 }
 
-// Rows and columns of what is neither a join nor a drain.
+// The faulty rows or columns of a record that is neither a join nor a drain.
 std::string Program::wrong_operands(int rank, const int32_t* r) const {
   const Dims& d = dims_[rank];
   const Phase& p = phase(rank, r);
@@ -122,7 +123,7 @@ std::string Program::wrong_operands(int rank, const int32_t* r) const {
       return " has groups that do not cover the rank's KV heads";
     return "";
   }
-  const Tile& op = operands<Tile>(r);  // a Run is its first half
+  const Tile& op = operands<Tile>(r);  // a Run is the first half of a Tile
   const bool logits = p.rows == Rows::kLogit || p.rows == Rows::kSampled;
   if (op.rows < 1) return " has no rows";
   if (!inside(op.row, op.rows, logits ? d.logit_rows : d.tokens)) return " has rows outside its step";

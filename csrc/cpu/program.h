@@ -1,5 +1,5 @@
-// A program as the interpreter holds it: streams, queues, counters and their totals. Format:
-// megakernel/program/program.py.
+// A program in the interpreter: streams, queues, counters and their totals. megakernel/program/program.py
+// describes the format.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -11,24 +11,24 @@
 namespace mk {
 
 constexpr int kPrologue = 0, kBody = 1, kEpilogue = 2, kSegments = 3;
-constexpr int kQueues = 3;  // where records and their offsets are meant: the queues, after the segments
+constexpr int kQueues = 3;  // an index of record lists: the queues follow the segments
 constexpr int kRecordLists = 4;
 
-// One cache line each, so that waiting on one does not slow arrivals at another. May lie in memory that
-// processes share.
+// Each counter has its own cache line, so that waiting on one does not slow arrivals at another. It may lie
+// in memory that processes share.
 struct alignas(64) Counter {
   std::atomic<int32_t> value{0};
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<int32_t>::is_always_lock_free);
 
-// Borrowed arrays that a program is made from.
+// The borrowed arrays from which a program is made.
 struct ProgramSource {
   const Dims* dims;
   const Phase* phases;                       // [ranks][kMaxPhases + 1]
-  const char* const* names;                  // of the phases, [kMaxPhases + 1]
-  int32_t ranks, workers, counters, queues;  // queues of one rank
+  const char* const* names;                  // names of the phases, [kMaxPhases + 1]
+  int32_t ranks, workers, counters, queues;  // queues: of one rank
   const int32_t* records[kRecordLists];
-  int64_t lengths[kRecordLists];         // records of each list
+  int64_t lengths[kRecordLists];         // the number of records of each list
   const int32_t* offsets[kRecordLists];  // ranks * workers + 1; ranks * queues + 1
   const int32_t* totals[3];              // first, middle and last block, each [ranks][counters]
   Counter* const* values;  // each rank's (layers + 1) * counters counters, zero; null: the program's own
@@ -36,12 +36,12 @@ struct ProgramSource {
 
 class Program {
  public:
-  // Copies, but for the counters. Throws std::runtime_error where a record cannot be executed.
+  // Copies everything but the counters. Throws std::runtime_error if a record cannot be executed.
   explicit Program(const ProgramSource& source);
 
   const int32_t ranks, workers, layers;
 
-  // Sizes as a rank sees them.
+  // The sizes as a rank sees them.
   const Dims& dims(int rank) const { return dims_[rank]; }
 
   // The phase of a record as a rank sees it, and its name.
@@ -53,15 +53,15 @@ class Program {
   const int32_t* record(int list, int32_t index) const {
     return records_[list].data() + int64_t{index} * kWords;
   }
-  // Records of a (rank, worker)'s stream; of a rank's queue.
+  // The range of records of a (rank, worker)'s stream, or of a rank's queue.
   int32_t begin(int list, int stream) const { return offsets_[list][stream]; }
   int32_t end(int list, int stream) const { return offsets_[list][stream + 1]; }
   int stream(int rank, int worker) const { return rank * workers + worker; }
   int queue(int rank, int index) const { return rank * queues_ + index; }
   int queues() const { return queues_; }
 
-  // Counter block of a record: the prologue shares the first, the epilogue has the one after the last
-  // layer's.
+  // The counter block of a record: the prologue shares the first block, and the epilogue has the block after
+  // the last layer's.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }
@@ -72,13 +72,14 @@ class Program {
   int32_t total(int rank, int32_t block, int32_t index) const {
     return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
   }
-  // Records claimed from a queue in one layer's run of the body; like counters never reset between launches.
+  // The number of records claimed from a queue in one layer's run of the body; like counters, never reset
+  // between launches.
   std::atomic<int32_t>& claims(int queue, int32_t layer) {
     return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }
 
-  uint32_t launches = 0;  // begun since the counters were zero
-  // Counters and claims of ranks [first, end) as before the first launch.
+  uint32_t launches = 0;  // launches begun since the counters were zero
+  // Resets the counters and claims of ranks [first, end) to the state before the first launch.
   void reset(int first, int end);
 
  private:

@@ -4,7 +4,8 @@
 
 namespace mk {
 
-// The only way to another rank's memory: copies, and counts the bytes as the calling rank's.
+// The only function that writes another rank's memory: copies, and adds the bytes to the calling rank's
+// count.
 void store_remote(const Call& call, void* to, const void* from, int64_t bytes);
 
 }  // namespace mk

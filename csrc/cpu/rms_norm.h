@@ -6,7 +6,7 @@
 
 namespace mk::MK_SIMD {
 
-// Not inlined: a row's scale must come from the same instructions wherever it is needed.
+// Not inlined, because a row's scale must come from the same instructions wherever it is needed.
 __attribute__((noinline)) inline float rms_scale(const float* x, int n, float eps) {
   F32 squares{};
   for (int i = 0; i < n; i += kLanes) {
@@ -16,7 +16,7 @@ __attribute__((noinline)) inline float rms_scale(const float* x, int n, float ep
   return 1.0f / sqrtf(sum(squares) / static_cast<float>(n) + eps);
 }
 
-// n elements of a row that has this scale; not rounded yet.
+// n elements of a row with this scale, not yet rounded.
 MK_INLINE F32 normalised(const float* x, const float* weight, float scale, int n) {
   return load(x, n) * scale * load(weight, n);
 }

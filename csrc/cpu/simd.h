@@ -1,6 +1,6 @@
-// Vectors of MK_LANES floats in the compiler's own vector extension, so that one source serves every
-// processor. Everything lies in namespace MK_SIMD: copies compiled for different processors must not be
-// merged by the linker.
+// Vectors of MK_LANES floats in the compiler's vector extension, so that one source serves every processor.
+// Everything lies in namespace MK_SIMD, because the linker must not merge copies compiled for different
+// processors.
 #pragma once
 #include <string.h>
 
@@ -28,7 +28,7 @@ typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
-// With AVX-512 of any four bytes.
+// With AVX-512, any four bytes can be broadcast this way.
 MK_INLINE F32 splat(float x) {
 #if defined(__AVX512F__)
   return _mm512_set1_ps(x);
@@ -43,8 +43,8 @@ MK_INLINE F32 load(const float* p) {
   return v;
 }
 
-// GCC makes several instructions of the conversion where AVX has one (and warns of the unmasked one's own
-// header).
+// GCC turns the conversion into several instructions although AVX has one (and warns about the header of the
+// unmasked intrinsic).
 MK_INLINE U32 widen(U16 v) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)v);
@@ -76,7 +76,7 @@ MK_INLINE F32 load(const int8_t* p) {
 
 MK_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }
 
-// Nearest, ties to even; NaN becomes the one quiet NaN.
+// Rounds to nearest, ties to even; every NaN becomes the same quiet NaN.
 MK_INLINE U32 bf16_bits(F32 v) {
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -84,7 +84,8 @@ MK_INLINE U32 bf16_bits(F32 v) {
   return (rounded & ~nan) | (nan & 0x7FC0);
 }
 
-// Neighbours, which are bfloat16s, as the halves of a word, the first one above.
+// Stores neighbours, which are bfloat16 values, as the halves of a 32-bit word, the first one in the upper
+// half.
 MK_INLINE void store_pairs(uint32_t* p, F32 v) {
   typedef uint64_t U64 __attribute__((vector_size(4 * MK_LANES)));
   typedef uint32_t Half __attribute__((vector_size(2 * MK_LANES)));
@@ -98,13 +99,13 @@ MK_INLINE void store(Bf16* p, F32 v) {
   memcpy(p, &half, sizeof half);
 }
 
-// What a T that v is stored to gives when it is loaded.
+// v after being stored as a T and loaded again.
 MK_INLINE F32 rounded(F32 v, float) { return v; }
 
 MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
-// The first n of kLanes elements, and zeros. What follows in memory is not read: another thread may be
-// storing it.
+// The first n of kLanes elements, followed by zeros. Memory behind them is not read, because another thread
+// may be storing it.
 template <class T>
 struct Part {
   T lanes[kLanes];
@@ -138,7 +139,7 @@ MK_INLINE Part<T> part(const T* p, int n) {
   return to;
 }
 
-// The first n lanes; the others are zero, or left alone. Tails run the same vector code as the rest, so a
+// The first n lanes; the others are zero, or not stored. Tails use the same vector code as the rest, so a
 // value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
@@ -155,7 +156,7 @@ MK_INLINE void store(T* p, F32 v, int n) {
 
 MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
 
-// From byte `skip` of the first one on.
+// Loads from byte `skip` of the first word on.
 MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
   U32 v;
   memcpy(&v, reinterpret_cast<const char*>(p) + skip, sizeof v);
@@ -163,8 +164,8 @@ MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
 }
 
 #if defined(__AVX512F__)
-// The lowest four bits of each lane as a number less kZero. The bits above may be anything: these four are
-// the index of a table that fits a register.
+// The lowest four bits of each lane, minus kZero, as a float. The other bits are ignored, because the four
+// bits index a table in a register.
 template <int kZero>
 MK_INLINE F32 float_of_nibble(U32 v) {
   const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
@@ -188,7 +189,7 @@ MK_INLINE F32 load_half(const uint16_t* p) {
   return (F32)_mm256_cvtph_ps((__m128i)v);
 #endif
   const U32 half = widen(v), exponent = half & 0x7C00, mantissa = half & 0x03FF;
-  const U32 rebias = U32{} + (112u << 23);  // the exponent's bias is 127, not 15
+  const U32 rebias = U32{} + (112u << 23);  // the float32 exponent's bias is 127 instead of 15
   const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));
   const F32 small = __builtin_convertvector((I32)mantissa, F32) * 0x1p-24f;
   return (F32)((U32)select(exponent == 0, small, (F32)wide) | (half & 0x8000) << 16);
@@ -198,11 +199,11 @@ MK_INLINE F32 load_half(const uint16_t* p, int n) {
   return n >= kLanes ? load_half(p) : load_half(part(p, n).lanes);
 }
 
-// A number that is not negative as float16: nearest, ties to even.
+// Rounds a non-negative number to float16, to nearest, ties to even.
 inline uint16_t half_of(float x) {
   if (!(x < 65520.0f)) return x != x ? 0x7E00 : 0x7C00;
   uint32_t bits;
-  if (x < 0x1p-14f) {  // a multiple of 2^-24, the last bit of numbers from a half to one
+  if (x < 0x1p-14f) {  // a multiple of 2^-24, which is the last bit of numbers from 0.5 to 1
     x += 0.5f;
     memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits - 0x3F000000);
@@ -217,7 +218,7 @@ MK_INLINE I32 lane_index() {
   return v;
 }
 
-// Of all lanes: the upper half joins the lower one, lane by lane, until one is left.
+// Reduces all lanes: the upper half is combined with the lower half, lane by lane, until one is left.
 template <class V, class F>
 MK_INLINE float folded(V v, const F& join) {
   if constexpr (sizeof(V) == 8) {

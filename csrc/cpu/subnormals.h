@@ -1,6 +1,6 @@
-// The CPU backend computes without subnormal numbers: float32 operands and results that are subnormal count
-// as zero on every SIMD path. The instructions that multiply pairs of bfloat16s always do that, and all paths
-// must give the same bits.
+// The CPU backend computes without subnormal numbers: subnormal float32 operands and results count as zero on
+// every SIMD path. Instructions that multiply pairs of bfloat16 values always do that, and all paths must
+// give the same bits.
 #pragma once
 #include <stdint.h>
 
@@ -10,7 +10,7 @@
 
 namespace mk {
 
-// For the calling thread, as long as the object lives.
+// For the calling thread, as long as the object exists.
 class FlushSubnormals {
  public:
   FlushSubnormals() : before_(control()) { set_control(before_ | kFlush); }

@@ -1,4 +1,4 @@
-// What a rank's last shared cache holds, by pieces: a weight tile, a row block of an activation.
+// The contents of a rank's last-level cache: entries such as a weight tile or a row block of an activation.
 #pragma once
 #include <stdint.h>
 
@@ -8,16 +8,15 @@
 
 namespace mk::simulate {
 
-// A piece is there until as many bytes as the cache holds have come into it since the piece was last touched:
-// least recently used, for pieces that come and go while they are read. `filled` is how many bytes have come
-// so far.
+// An entry is evicted when as many bytes as the cache holds have been filled since the entry was last used:
+// least recently used, also for entries that are being read. `filled` is the number of bytes filled so far.
 class Cache {
  public:
-  // `sizes`: bytes of each piece; pieces below `layered` are others in each layer.
+  // `sizes` are the bytes of each entry; entries below `layered` are different ones in each layer.
   Cache(double capacity, const double* sizes, int32_t pieces, int32_t layered)
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
-  // Bytes of a read that are not there. They are afterwards.
+  // Reads an entry; returns its bytes that were not in the cache, which are afterwards.
   double read(int32_t piece, int32_t layer, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     if (piece < layered_ && e.layer != layer) {
@@ -30,15 +29,15 @@ class Cache {
     return missing;
   }
 
-  // Puts more of a piece there.
+  // Adds bytes of an entry by a store.
   void write(int32_t piece, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     e.bytes = std::min(sizes_[piece], e.bytes + bytes);
     e.dirty = true;
   }
 
-  // Bytes of pieces stored there that had to leave, since the last call: noticed when a piece is next
-  // touched.
+  // The bytes of stored entries that were evicted since the last call; an eviction is noticed at the next use
+  // of the entry.
   double take_written_back() { return std::exchange(written_back_, 0.0); }
 
  private:

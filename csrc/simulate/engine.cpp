@@ -1,12 +1,13 @@
-// The event simulation: workers with a controller, two loaders, consumers and a storer, each of which takes
-// the worker's tasks in order.
+// The event simulation: workers with a controller, two loaders, consumers and a storer, each of which
+// processes the worker's tasks in order.
 //
-//   controller     sets a task up, where fewer than `in_flight` are between that and the end of their store
-//   weight loader  loads the head of a task, as far as the ring has room: weights, and what the task reads if
-//                  its counters are met; has the cache fetch some of the weights that come next
-//   input loader   waits for the counters; then loads the rest, the body
-//   consumers      compute once the first bytes are there, and no faster than bytes come
-//   storer         stores, here and at other ranks; then the task's signals go out
+//   controller     sets a task up if fewer than `in_flight` tasks are between set-up and the end of their
+//   store
+//   weight loader  loads the head of a task, as far as the ring has room: its weights, and its inputs if its
+//                  counters are satisfied; also prefetches some of the weights that come next into the cache
+//   input loader   waits for the counters, then loads the rest: the body
+//   consumers      compute once the first bytes have arrived, and no faster than bytes arrive
+//   storer         stores, here and on other ranks; then the task's signals are sent
 #include <algorithm>
 #include <new>
 #include <queue>
@@ -25,7 +26,7 @@ namespace {
 
 class Engine {
  public:
-  // `intervals`: room for `most` trace records; none are made where it is null.
+  // `intervals` has room for `most` trace records; if it is null, none are written.
   Engine(const Program& program, const Costs& costs, const Stall& stall, Interval* intervals, int64_t most)
       : p_(program),
         c_(costs),
@@ -71,7 +72,7 @@ class Engine {
         store_part_ended(workers_[links_.pop(now_)]);
       } else if (source) {
         const int32_t who = source->pop(now_);
-        if (who < 0) continue;  // written back: nobody waits for it
+        if (who < 0) continue;  // bytes written back: nobody waits for them
         flow_ended(workers_[who / kParts], who % kParts);
       } else {
         const Event e = events_.top();
@@ -100,36 +101,37 @@ class Engine {
   static constexpr int kDepth = 8;                 // at least in_flight + 1
   enum Part { kHead, kBodyPart, kAhead, kParts };  // of a load
 
-  // One run of a task on its way through a worker. Times that are still unknown are kNever.
+  // One task on its way through a worker. Times that are still unknown are kNever.
   struct Run {
     int32_t record = 0, layer = 0, segment = 0;
     const Task* task = nullptr;
     double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    double last_begin = kNever;  // of the part of the body that the ring holds at the end
+    double last_begin = kNever;  // for the part of the body that the ring holds at the end
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
-    double rest = 0.0, rest_missing = 0.0;  // what is still to be loaded; of that, not in the cache
-    double ahead = 0.0;                     // of the latter, what the cache fetches before the ring has room
-    int32_t slot = 0;                       // wait word met last
-    bool read_ahead = false;                // its head is also of what it reads
+    double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded, and those of them that miss the cache
+    double ahead = 0.0;       // bytes of the latter that the cache prefetches before the ring has room
+    int32_t slot = 0;         // the last satisfied wait word
+    bool read_ahead = false;  // its head also contains inputs
     bool began = false;
   };
 
   struct Worker {
     int32_t stream = 0, rank = 0;
-    // Tasks taken so far by each role; what is between two of them is under way.
+    // Tasks completed so far by each role; those between two counts are under way.
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // Of the next head: since when it waits for pages, when it begins, how much of its task the ring holds.
+    // For the next head: since when it waits for pages, when it begins, and how much of its task the ring
+    // holds.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    int flows[kParts] = {}, store_flows = 0;  // by part of a load, of the store under way
-    int64_t ahead = 0;                        // of which task the cache fetches
-    bool body_joins = false;                  // whether that one's body waits for it
-    // where the stream is
+    int flows[kParts] = {}, store_flows = 0;  // by part of a load; of the store under way
+    int64_t ahead = 0;                        // the task whose weights the cache prefetches
+    bool body_joins = false;                  // whether that task's body waits for it
+    // the position in the stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
     int32_t wait = 0;  // of tasks[loaded]; -1: none left
@@ -140,9 +142,9 @@ class Engine {
   };
 
   struct Counter {
-    int64_t left = 0;  // a program may announce any total, and more arrivals than that
+    int64_t left = 0;  // a program may state any total, and make more arrivals than that
     Worker* waiter = nullptr;
-    double met = 0.0;  // when its last arrival is known
+    double met = 0.0;  // when its last arrival becomes visible
   };
 
   struct Rank {
@@ -155,14 +157,14 @@ class Engine {
   using Then = void (Engine::*)(Worker&);
   struct Event {
     double time;
-    int64_t number;  // equal times: as they were made
+    int64_t number;  // orders events with equal times by creation
     Then then;
     Worker* worker;
     bool operator<(const Event& o) const { return time > o.time || (time == o.time && number > o.number); }
   };
 
   void schedule(double time, Then then, Worker& w) { events_.push({time, scheduled_++, then, &w}); }
-  // At once, if the time has come.
+  // Schedules an event, or runs it at once if its time has come.
   void at(double time, Then then, Worker& w) {
     if (time > now_)
       schedule(time, then, w);
@@ -170,7 +172,7 @@ class Engine {
       (this->*then)(w);
   }
 
-  // To the worker's next record; false where its stream has ended.
+  // Moves to the worker's next record; returns false if its stream has ended.
   bool seek(Worker& w) const {
     while (w.task == w.task_end) {
       const int32_t end = p_.offsets[w.segment][w.stream + 1];
@@ -186,7 +188,7 @@ class Engine {
     return true;
   }
 
-  // The next task, in a run of its own.
+  // Takes the next task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -208,16 +210,16 @@ class Engine {
   // Whether the worker's next task comes from a queue.
   bool claims(Worker& w) const { return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0; }
 
-  // Which part of a task's loads the ring holds when the last of its pages has been asked for, outputs
+  // The fraction of a task's loads that the ring holds when the last of its pages has been requested, outputs
   // included.
   double kept(const Task& task) const {
     const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // When the loads of the last task that was set up have all been asked for: its waits are met, and what is
-  // left to compute on is in the ring. The pages before that have come, and been computed on. kNever: that is
-  // not known yet.
+  // The time at which all loads of the last task set up have been requested: its waits are satisfied, and the
+  // ring holds what is left to compute. Earlier pages have arrived and been used. kNever if that is not known
+  // yet.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -258,8 +260,8 @@ class Engine {
 
   // -- loaders
 
-  // What the ring has left for task n, when the task that is computed on has left its pages, which it does as
-  // it goes if all of it has come. `leaving`: its pages, if it has come.
+  // The room that the ring has for task n once the present task has left its pages, which it does gradually
+  // if all of it has arrived. `leaving` are its pages, if it has arrived.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -276,9 +278,9 @@ class Engine {
     return bytes;
   }
 
-  // When does the next task's head begin? Once there is room behind the pages of the tasks before it.
+  // Determines when the next task's head begins: as soon as there is room behind the pages of earlier tasks.
   void load(Worker& w) {
-    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // loads come in order
+    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // loads arrive in order
     const Run& run = w.run(w.headed);
     const Task& task = *run.task;
     double from = std::max(now_, run.fetched), room = task.ring_bytes;
@@ -299,7 +301,8 @@ class Engine {
     at(from, &Engine::begin_head, w);
   }
 
-  // Flows of the head or the body of a load; `missing` of its bytes come from memory, all pass the cache.
+  // Starts the flows of the head or the body of a load; `missing` of its bytes come from memory, and all pass
+  // through the cache.
   void flow(Worker& w, int part, double bytes, double missing) {
     ranks_[w.rank].cached.add(now_, bytes, kParts * w.stream + part);
     ++w.flows[part];
@@ -309,7 +312,7 @@ class Engine {
     }
   }
 
-  // Bytes of a read that are not in the cache.
+  // The bytes of a read that are not in the cache.
   double missing(const Worker& w, int32_t key, int32_t layer, double bytes) {
     if (key < 0) return bytes;
     Rank& rank = ranks_[w.rank];
@@ -323,7 +326,7 @@ class Engine {
   }
 
   void begin_head(Worker& w) {
-    if (w.head_due > now_) return;  // it has begun already
+    if (w.head_due > now_) return;  // it has already begun
     w.head_due = kNever;
     Run& run = w.run(w.headed++);
     record(w, run, Role::LOADER, IntervalKind::PAGE_WAIT, w.head_asked, now_);
@@ -334,7 +337,7 @@ class Engine {
     run.rest_missing = missing(w, task.weight_key, run.layer, run.rest);
     const int64_t number = w.headed;
     if (w.loaded + 1 == w.headed) begin_waits(w);
-    if (w.headed > number || run.body_begin != kNever) return load(w);  // the body brings all
+    if (w.headed > number || run.body_begin != kNever) return load(w);  // the body loads everything
     if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
       add_reads(w);
       run.read_ahead = true;
@@ -344,8 +347,8 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // The head of a task has come. The cache has been asked, beside each of its pages, for one that lies
-  // `ahead_bytes` behind it: of those, for what the ring has no room for.
+  // The head of a task has arrived. With each of its pages, the cache was asked for one that lies
+  // `ahead_bytes` behind it, as far as the ring has no room for them.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -360,7 +363,7 @@ class Engine {
     ranks_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
 
-  // What tasks[loaded] reads, to what it still has to load.
+  // Adds the inputs of tasks[loaded] to what it still has to load.
   void add_reads(Worker& w) {
     Run& run = w.run(w.loaded);
     const Task& task = *run.task;
@@ -369,16 +372,16 @@ class Engine {
     run.rest_missing += missing(w, task.read_key, run.layer, task.read_bytes);
   }
 
-  // The input loader gets to tasks[loaded], whose head has begun.
+  // The input loader reaches tasks[loaded], whose head has begun.
   void begin_waits(Worker& w) {
     w.wait = w.run(w.loaded).task->first_wait;
     wait_on(w);
   }
 
-  // Whether the waits of tasks[loaded], whose head has begun, are met.
+  // Whether the waits of tasks[loaded], whose head has begun, are satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
-  // Goes on through the task's waits, from `w.wait`; stops at the first that is not met.
+  // Continues through the task's waits from `w.wait`; stops at the first that is not satisfied.
   void wait_on(Worker& w) {
     Run& run = w.run(w.loaded);
     for (; w.wait < run.task->end_wait; ++w.wait) {
@@ -397,8 +400,8 @@ class Engine {
     at(run.ready, &Engine::begin_body, w);
   }
 
-  // The rest of a task's loads, once its waits are met; what the ring cannot hold beside the task before,
-  // only when that is computed.
+  // Loads the rest of a task once its waits are satisfied. What the ring cannot hold beside the previous task
+  // follows when that is computed.
   void begin_body(Worker& w) {
     if (!met(w)) return;
     Run& run = w.run(w.loaded);
@@ -416,7 +419,7 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // Where the next task is claimed beside this one, it matters when the last pages are asked for.
+    // If the next task is claimed during this one, the time at which the last pages are requested matters.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -429,7 +432,7 @@ class Engine {
     if (run.body_end == now_) loaded(w);
   }
 
-  // A share of what is left to load of a task, as flows of its head or its body.
+  // Starts flows for a fraction of a task's remaining loads, as part of its head or its body.
   void load_rest(Worker& w, Run& run, int part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
     run.rest -= bytes;
@@ -441,7 +444,7 @@ class Engine {
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
              part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
-  // Asking takes its time too.
+  // Requesting takes time too.
   void asked_head(Worker& w) { flow_ended(w, kHead); }
   void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
@@ -470,13 +473,13 @@ class Engine {
     loaded(w);
   }
 
-  // Is all of tasks[loaded] there?
+  // Checks whether all of tasks[loaded] has arrived.
   void loaded(Worker& w) {
     Run& run = w.run(w.loaded);
     if (run.head_end == kNever || run.body_end == kNever) return;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    const bool next = ++w.loaded < w.headed;  // else its head is still to begin, and the waits with it
+    const bool next = ++w.loaded < w.headed;  // otherwise its head must still begin, and its waits with it
     if (run.began) decide_end(w);
     if (next) begin_waits(w);
     load(w);
@@ -484,7 +487,7 @@ class Engine {
 
   // -- consumers
 
-  // The oldest task that is not computed begins when its first bytes are there.
+  // Begins the oldest task that is not computed, if its first bytes have arrived.
   void begin_compute(Worker& w) {
     Run& run = w.run(w.computed);
     if (w.computed == w.headed || run.body_begin == kNever || run.begin != kNever) return;
@@ -505,7 +508,7 @@ class Engine {
     if (w.loaded > w.computed) decide_end(w);
   }
 
-  // The task is computed and loaded: when will both have ended?
+  // The task is computed and loaded: determines when both end.
   void decide_end(Worker& w) {
     Run& run = w.run(w.computed);
     const Task& task = *run.task;
@@ -537,7 +540,7 @@ class Engine {
     load(w);
   }
 
-  // The one that is the segment's of a run.
+  // The list of a run's segment.
   static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
     return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
   }
@@ -571,7 +574,8 @@ class Engine {
 
   void store_part_ended(Worker& w) {
     if (--w.store_flows > 0) return;
-    const Run run = w.run(w.stored);  // its place may be taken when a signal lets this worker go on
+    // a copy, because its place may be reused when a signal lets this worker continue
+    const Run run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
     w.storing = false;
     bool final = true;
@@ -612,13 +616,13 @@ class Engine {
     counter.waiter = nullptr;
   }
 
-  // Of counters, where a run waits; it signals there, or in the next.
+  // The counter block in which a run waits; it signals there or in the next.
   int32_t block(const Run& run) const { return by_segment(run, 0, run.layer, p_.layers); }
   Counter& counter(int32_t rank, int32_t block, int32_t index) {
     return counters_[(static_cast<int64_t>(block) * p_.ranks + rank) * p_.counters + index];
   }
 
-  // -- what is told of it
+  // -- writing the trace
 
   void record(const Worker& w, const Run& run, Role role, IntervalKind kind, double begin, double end,
               int32_t slot = 0) {
@@ -660,9 +664,8 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Runs a program. `intervals` gets up to `most` trace records, if not null. 0, -1 where memory runs out,
-// or -2 where the program names something that it does not have.
-// scheduler/simulate/native.py loads it.
+// Runs a program. `intervals` receives up to `most` trace records, if not null. Returns 0, or -1 if memory
+// runs out, or -2 if the program names something that does not exist. scheduler/simulate/native.py loads it.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
                            const mk::simulate::Stall* stall, mk::Interval* intervals, int64_t most,
                            mk::simulate::Result* result) {

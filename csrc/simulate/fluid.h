@@ -1,5 +1,5 @@
-// Shared rates as fluids: whoever uses one at a moment gets an equal share of it, and what a share leaves
-// unused is free to the others.
+// Shared rates as fluids: all users of a rate get an equal share, and what one leaves unused is available to
+// the others.
 #pragma once
 #include <stdint.h>
 
@@ -12,13 +12,13 @@ namespace mk::simulate {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Flows of equal speed. Their progress is counted once for all of them: `v_` is what a flow would have got
-// that was there from the start, so a flow of some bytes ends when v_ has grown by as many.
+// Flows of equal speed. One counter measures the progress of all: `v_` is what a flow would have received
+// that was there from the start, so a flow of some bytes ends when v_ has grown by that many.
 class Flows {
  public:
   bool empty() const { return heap_.empty(); }
   int64_t count() const { return static_cast<int64_t>(heap_.size()); }
-  // Time at which the first flow ends, at the present speed.
+  // The time at which the first flow ends at the present speed.
   double next() const { return next_; }
   void add(double now, double bytes, int32_t who) {
     advance(now);
@@ -30,7 +30,7 @@ class Flows {
     advance(now);
     const auto [end, who] = heap_.top();
     heap_.pop();
-    v_ = end;  // whatever rounding has made of it
+    v_ = end;  // corrects rounding
     look_ahead();
     return who;
   }
@@ -40,7 +40,7 @@ class Flows {
     look_ahead();
   }
   double speed() const { return speed_; }
-  // Bytes that have come to all flows by `now`.
+  // The bytes that all flows have received by `now`.
   double delivered(double now) const {
     return delivered_ + (now - at_) * speed_ * static_cast<double>(heap_.size());
   }
@@ -65,7 +65,7 @@ class Flows {
   double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
 };
 
-// One rate for all, of which no flow takes more than `cap`.
+// One rate for all flows, none of which gets more than `cap`.
 class Shared {
  public:
   Shared(double rate, double cap) : rate_(rate), cap_(cap) {}
@@ -94,8 +94,8 @@ class Shared {
   Flows flows_;
 };
 
-// Ports of ranks on one switch. A flow goes out of one port and into another, and all pass the switch; speeds
-// are max-min fair: no flow can be faster without slowing one that is not faster than it.
+// The ports of ranks on one switch. A flow leaves one port and enters another, and all flows pass the switch.
+// Speeds are max-min fair: no flow can be faster without slowing down one that is not faster than it.
 class Links {
  public:
   Links(int ranks, double port, double total, double cap)
@@ -135,9 +135,9 @@ class Links {
   double carried = 0.0;
 
  private:
-  // From one rank to another: all flows between them are equally fast.
+  // From one rank to another: all flows between them have the same speed.
   struct Pair {
-    int out, in;  // which places they pass, beside the switch
+    int out, in;  // the places that they pass, besides the switch
     Flows flows;
   };
 
@@ -147,8 +147,8 @@ class Links {
     stale_ = true;
   }
 
-  // Water-filling: all flows speed up alike until a port, the switch or the cap is full; its flows stay at
-  // that speed, the others go on.
+  // Water-filling: all flows speed up together until a port, the switch or the cap is full. Its flows stay at
+  // that speed, and the others continue.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
     std::fill_n(room, switch_, port_);
@@ -181,7 +181,7 @@ class Links {
     }
   }
 
-  // Places that flows pass: the ports out of the ranks, those into them, the switch.
+  // Places that flows pass: the ports out of the ranks, those into them, and the switch.
   static constexpr int kMostRanks = 16, kMostPlaces = 2 * kMostRanks + 1;
 
   const int ranks_, switch_;
@@ -191,7 +191,7 @@ class Links {
   bool stale_ = false;
   double passing_[kMostPlaces] = {};  // flows through each place
   std::vector<Pair> pairs_;           // [from][to]
-  std::vector<Pair*> used_, rising_;  // those with flows; those that are not yet as fast as they can be
+  std::vector<Pair*> used_, rising_;  // pairs with flows; pairs that have not reached their speed yet
 };
 
 }  // namespace mk::simulate

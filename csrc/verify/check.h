@@ -1,4 +1,4 @@
-// Do a graph and a step name only what they have? Asked before anything indexes with their numbers.
+// Checks that a graph and a step name only what exists, before any code uses their numbers as indices.
 #pragma once
 #include <stdint.h>
 
@@ -21,7 +21,7 @@ inline bool is_sound(const Graph& graph) {
   return true;
 }
 
-// Whether `order` holds each row of the graph once.
+// Whether `order` contains each row of the graph once.
 inline bool is_order(const Graph& graph, const int32_t* order) {
   std::vector<uint8_t> seen(graph.rows);
   return std::all_of(order, order + graph.rows,
@@ -33,7 +33,7 @@ inline bool are_rows(const Graph& graph, int64_t n, const int32_t* rows) {
 }
 
 inline bool is_sound(const Graph& graph, const Step& step) {
-  // The body's runs are alike, so its first stands for all.
+  // The body's runs are alike, so the first represents all.
   const auto events = [&](int32_t segment) {
     const int32_t run = segment == 2 ? graph.runs - 1 : segment;
     return graph.first[run + 1] - graph.first[run];

@@ -1,7 +1,7 @@
-// Which pairs of events of an acyclic graph are ordered? An event begins and ends. A counter gets its arrival
-// when the event that signals it ends; an event begins after the counters that it waits for. Events that
-// follow one another in a stream begin in that order and end in that order, but the second may begin before
-// the first ends.
+// Decides which pairs of events of an acyclic graph are ordered. An event begins and ends. A counter gets its
+// arrival when the event that signals it ends; an event begins after the counters that it waits for.
+// Successive events of a stream begin in order and end in order, but the second may begin before the first
+// ends.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,7 @@
 
 namespace mk::verify {
 
-// Values of 0 .. n - 1 by the group that each belongs to, and in a group in that order.
+// Values of 0 .. n - 1 by the group that each belongs to, in ascending order within a group.
 template <class T>
 class Groups {
  public:
@@ -43,8 +43,9 @@ struct Pair {
   int32_t earlier, later;
 };
 
-// A topological order of all rows into `order`; returns how many rows it holds, fewer where there is a cycle.
-// A row may be taken once `missing` (which is used up) of its incoming edges have been.
+// Writes a topological order of all rows into `order` and returns how many rows it contains, which is fewer
+// if there is a cycle. A row can be taken when all but `missing` (which is used up) of its incoming edges
+// have been.
 inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
   const Groups<int32_t> after(
       graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },
@@ -78,9 +79,9 @@ class Reach {
     }
   }
 
-  // Indices of the pairs that nothing orders, ascending. Hundreds of tiles signal one counter, so the
-  // question is first asked of the counter. What has no path from there may have another: that is asked of
-  // the row itself.
+  // The indices of the pairs that nothing orders, ascending. Hundreds of tiles signal one counter, so the
+  // question is first asked for the counter. If there is no path from there, there may be another, so the
+  // question is then asked for the row itself.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -89,20 +90,20 @@ class Reach {
   }
 
  private:
-  static constexpr int kWords = 8;  // 64-bit words of sources that one sweep follows
+  static constexpr int kWords = 8;  // 64-bit words of sources in one sweep
   static constexpr int kBits = 64 * kWords;
 
-  // Does the event at position `later` follow a sweep's source of number `bit`? `index`: of the pair.
+  // Does the event at position `later` follow the sweep's source number `bit`? `index` is that of the pair.
   struct Question {
     int64_t index;
     int32_t later, bit;
   };
 
-  // Of the pairs `which`, those whose later event does not follow source(i), a position. Ascending.
+  // Among the pairs `which`, those whose later event does not follow source(i), a position. Ascending.
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
-    // Number the sources in topological order and deal the pairs to chunks of kBits sources.
+    // Numbers the sources in topological order and deals the pairs to chunks of kBits sources.
     std::vector<int32_t> number(rows_, -1);
     for (int64_t i : which) number[source(i)] = 0;
     std::vector<int32_t> sources;
@@ -119,7 +120,7 @@ class Reach {
           return Question{i, position_[pairs[i].later], number[source(i)] % kBits};
         });
 
-    // Each thread takes every so many chunks.
+    // Each thread takes every n-th chunk.
     const size_t threads = std::min<size_t>(chunks, std::max(1u, std::thread::hardware_concurrency()));
     const auto work = [&](size_t first) {
       std::vector<int64_t> missed;
@@ -139,9 +140,9 @@ class Reach {
     return out;
   }
 
-  // Carry two bits per source along all edges, from the first source to the last row that is asked about:
-  // whether the source has ended, and whether it has only begun, when a row begins. A signal comes when what
-  // began has ended. Adds the indices of the questions whose answer is no.
+  // Carries two bits per source along all edges, from the first source to the last row in question: whether
+  // the source has ended, and whether it has only begun, when a row begins. A signal is sent when what has
+  // begun has ended. Adds the indices of the questions whose answer is no.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();
@@ -181,11 +182,12 @@ class Reach {
     }
   }
 
-  int32_t rows_, counters_;         // the first counter's row
-  std::vector<int32_t> position_;   // of a row in the order
-  Groups<int32_t> before_;          // by position: those of the predecessors
-  std::vector<int32_t> row_;        // of a position
-  std::vector<int32_t> stands_in_;  // a counter that a row signals and somebody waits for, else the row
+  int32_t rows_, counters_;        // the first counter's row
+  std::vector<int32_t> position_;  // of a row in the order
+  Groups<int32_t> before_;         // by position: the positions of the predecessors
+  std::vector<int32_t> row_;       // of a position
+  // a counter that the row signals and another row waits for; otherwise the row
+  std::vector<int32_t> stands_in_;
 };
 
 }  // namespace mk::verify

@@ -1,5 +1,5 @@
-// The C interface that scheduler/verify/native.py loads. Functions give -1 where memory or threads run out,
-// and -2 where their arguments name rows, phases or buffers that there are not.
+// The C interface that scheduler/verify/native.py loads. Functions return -1 if memory or threads run out,
+// and -2 if their arguments name rows, phases or buffers that do not exist.
 #include <algorithm>
 #include <exception>
 
@@ -21,8 +21,8 @@ MK_API int32_t mk_verify_order(const Graph* graph, int32_t* missing, int32_t* or
   }
 }
 
-// Up to `most` violations into `found`; returns how many. `order` is a topological order of all rows. Also
-// asks that each of `lasts` comes after each of `ends`.
+// Writes up to `most` violations into `found` and returns their number. `order` is a topological order of all
+// rows. Also requires that each of `lasts` comes after each of `ends`.
 MK_API int64_t mk_verify_data(const Graph* graph, const int32_t* order, const Step* step, int64_t n_ends,
                               const int32_t* ends, int64_t n_lasts, const int32_t* lasts, int64_t most,
                               Found* found) {

@@ -1,4 +1,4 @@
-// The sequential meaning of a step, box by box: who must come before whom?
+// The sequential meaning of a step, box by box: which event must come before which.
 #pragma once
 #include <stdint.h>
 
@@ -11,8 +11,9 @@
 
 namespace mk::verify {
 
-// Walks every place through the phases of all runs. `found` gets what is wrong whatever the order; `pairs`
-// what must be ordered, and `about` the access behind each pair (with What::unordered or What::not_onward).
+// Walks every place through the phases of all runs. `found` gets violations that do not depend on order;
+// `pairs` gets the pairs that must be ordered, and `about` the access behind each pair (with What::unordered
+// or What::not_onward).
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {
@@ -36,7 +37,7 @@ class Walk {
   struct Cell {
     int32_t writer = -1;    // row of the last event that wrote it
     int32_t instance = -1;  // run * phases + phase of that event
-    int32_t readers = -1;   // since then: into readers_
+    int32_t readers = -1;   // readers since then: an index into readers_
   };
   struct Reader {
     int32_t row, next;
@@ -129,9 +130,9 @@ class Walk {
     });
   }
 
-  // What must be ordered in every layer is asked where it is hardest: layer 0 and the prologue have all edges
-  // of a later layer and more, so layer 1 stands for all layers, and the last step from layer to layer for
-  // all steps.
+  // An order that must hold in every layer is tested where it is hardest. Layer 0 and the prologue have all
+  // edges of a later layer and more, so layer 1 represents all layers, and the last step from layer to layer
+  // represents all such steps.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;
@@ -167,7 +168,7 @@ class Walk {
 
   const Graph& graph_;
   const Step& step_;
-  std::vector<int32_t> rows_, cols_;  // edges of the cells of the place at hand
+  std::vector<int32_t> rows_, cols_;  // borders of the cells of the present place
   std::vector<Cell> cells_;
   std::vector<Reader> readers_;
   std::vector<int64_t> seen_;  // [row]: the last access that required the row

@@ -1,10 +1,10 @@
 // Attention of one work item: rows of one sequence, some KV heads, some KV blocks.
 //
 // For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s -
-// m), o = sum e^(s - m) v; blocks merge in ascending order. K and V of a block serve up to kQueryRows (row,
-// head) pairs: few read the cache itself, many a copy that is widened to float32 once. Everything a pair does
-// depends on its own position alone: scores add over elements in order, l over lanes in a fixed tree, o over
-// tokens in order up to its own position.
+// m), o = sum e^(s - m) v. Blocks are merged in ascending order. K and V of a block serve up to kQueryRows
+// (row, head) pairs: few pairs read the cache itself, many a copy that is widened to float32 once. The
+// computation of a pair depends only on its own position: scores add over elements in order, l over lanes in
+// a fixed tree, and o over tokens in order up to its own position.
 #pragma once
 #include <math.h>
 
@@ -21,12 +21,12 @@ constexpr int kDenseRows = 6, kDenseVectors = 4;
 #else
 constexpr int kDenseRows = 6, kDenseVectors = 2;
 #endif
-constexpr int kDirectPairs = 2 * kDenseRows;  // more of them gain from a widened copy
+constexpr int kDirectPairs = 2 * kDenseRows;  // with more pairs, a widened copy is faster
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A column of vectors, those of successive rows `stride` apart, `now` the first one's address. What lies at
-// the same distances from `next` is needed soon, and fetched meanwhile.
+// A column of vectors: those of successive rows are `stride` apart, and `now` is the address of the first.
+// Data at the same distances from `next` is needed soon and is prefetched meanwhile.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -37,7 +37,7 @@ struct Strip {
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
-// One in a cache already, of memory that has room for whole vectors and that nobody else writes.
+// A column that is in a cache already, in memory that has room for whole vectors and that nobody else writes.
 struct NearStrip {
   const float* now;
 
@@ -47,9 +47,9 @@ struct NearStrip {
   MK_INLINE F32 row(int t, int64_t stride, int, F32) const { return load(now + t * stride); }
 };
 
-// Of quantised keys: rows are elements, columns tokens of a page. Blocks of elements lie one after the other,
-// each behind the scales of its tokens; `scale` gives those of the block that begins with row t. Products of
-// a value and its scale are exact.
+// A column of quantised keys: rows are elements, columns are tokens of a page. Blocks of elements follow each
+// other, each behind the scales of its tokens; `scale` gives those of the block that begins with row t.
+// Products of a value and its scale are exact.
 struct KeyStrip {
   const int8_t *now, *scales, *next;
 
@@ -67,7 +67,7 @@ struct KeyStrip {
   }
 };
 
-// Of quantised values: rows are tokens of a page, columns elements of one block of `width`.
+// A column of quantised values: rows are tokens of a page, columns are elements of one block of `width`.
 struct ValueStrip {
   const int8_t *now, *next;
   const float* scales;
@@ -80,8 +80,8 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values of a page's tokens from `token` on. Of their widened scales, [block of elements][token
-// of the KV block], `scales` is the first one's.
+// The quantised values of a page's tokens from `token` on. `scales` points to the first of their widened
+// scales, [block of elements][token of the KV block].
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;
@@ -96,7 +96,7 @@ struct ValuePage {
   }
 };
 
-// A KV block as a matrix of which `dense` takes columns: its keys [element][token].
+// The keys [element][token] of a KV block, as a matrix of which `dense` takes columns.
 template <class Kv>
 struct Keys {
   const Kv& kv;
@@ -120,8 +120,8 @@ struct TokenValues {
   }
 };
 
-// C[R][V vectors] (+)= A B for rows [t, end) of B and columns from `column` on; of the last vector only
-// `last` lanes are B's.
+// C[R][V vectors] (+)= A B for rows [t, end) of B and columns from `column` on; only `last` lanes of the last
+// vector belong to B.
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int t, int end, float* c,
                  int64_t ldc, bool resume) {
@@ -165,12 +165,12 @@ inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int co
   if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, column, last, t, end, c, ldc, resume);
 }
 
-// C (+)= A B for any number of rows and columns; an output's bits do not depend on either. C has room for
+// C (+)= A B for any number of rows and columns, on which an output's bits do not depend. C has room for
 // whole vectors.
 template <int V = kDenseVectors, class B>
 inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
                   bool resume, int column = 0) {
-  // Rows of V vectors that fit half of a first-level cache, for all rows of A to use them in turn.
+  // The rows of V vectors that fit half of an L1 cache, so that all rows of A can use them in turn.
   const int depth = rows > kDenseRows ? 64 : k;
   for (; cols - column > (V - 1) * kLanes; column += V * kLanes) {
     const int last = lower_of(cols - column - (V - 1) * kLanes, kLanes);
@@ -183,7 +183,8 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
 
-// (m, l, o) += one block's. Not inlined: split and unsplit attention must run the same instructions.
+// (m, l, o) += those of one block. Not inlined, because split and unsplit attention must run the same
+// instructions.
 __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, float block_m, float block_l,
                                                   const float* block_o, int head_dim) {
   const float top = block_m > m ? block_m : m;
@@ -211,7 +212,7 @@ inline void divide(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// A row of the output over some query heads, where the O projection reads it.
+// A row of the output for some query heads, at the place where the O projection reads it.
 template <class T>
 inline void store_output(const Call& call, int row, QueryHeads heads, const T* values) {
   const Dims& d = *call.dims;
@@ -220,18 +221,18 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Keys and values of one KV head in type T, where int8_t is Q8_0, in the pages of a sequence.
+// The keys and values of one KV head in the pages of a sequence, in type T, where int8_t stands for Q8_0.
 template <class T>
 struct Cache {
   const Dims& d;
   const T *keys, *values;  // of page 0
-  int64_t page, head;      // from one page or head to the next
+  int64_t page, head;      // distance from one page or head to the next
   const int32_t* pages;    // of the sequence
-  int end;                 // tokens that are read
-  const int32_t* after;    // pages that are read next: those of the next head, `head` further
-  float* scales;           // room for those of a block's values
+  int end;                 // number of tokens that are read
+  const int32_t* after;    // the pages that are read next: those of the next head, `head` further
+  float* scales;           // room for the scales of a block's values
 
-  // `head`: this one of those that follow each other up to head_end. Tokens [first, end) are read of each.
+  // `head` is one of several consecutive heads up to head_end. Tokens [first, end) of each are read.
   Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
       : d(*call.dims),
         keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
@@ -244,8 +245,8 @@ struct Cache {
         scales(room) {}
 };
 
-// Tokens of one KV block where the cache has them. Keys of tokens in one run lie side by side, an element
-// key_stride after the one before; values are rows.
+// The tokens of one KV block in the cache. Keys of tokens in one run are adjacent, with elements key_stride
+// apart; values are rows.
 template <class T>
 class CachedBlock {
   static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
@@ -289,7 +290,8 @@ class CachedBlock {
   }
 
  private:
-  // A page of the block. Needed soon: the same one of the next block, or else of the next head's first block.
+  // A page of the block. The page needed soon is the same one of the next block, or otherwise of the next
+  // head's first block.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;
@@ -314,7 +316,7 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token}; }
   NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
-  // Of keys beyond the last token, which others may be storing meanwhile, nothing is read.
+  // Keys beyond the last token are not read, because other threads may be storing them.
   template <class T>
   Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int tokens)
       : d(dims), scratch(to) {
@@ -342,7 +344,7 @@ struct Widened {
   }
 };
 
-// Scores of one pair become probabilities (zero beyond its tokens); gives m and l.
+// Turns the scores of one pair into probabilities (zero beyond its tokens) and computes m and l.
 inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -361,7 +363,8 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
-// (m, l, o) of one KV block for rows at ascending `positions`, `group` pairs each, which all see some of it.
+// (m, l, o) of one KV block for rows at ascending `positions`, with `group` pairs each, which all see some of
+// it.
 template <class Kv>
 inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
                          int group, const float* queries, float* scores, float* m, float* l, float* out) {
@@ -371,7 +374,7 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
-  // All rows together up to the first row's end, then each to its own: positions ascend by one.
+  // First all rows together up to the first row's end, then each to its own end: positions ascend by one.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
   for (int i = 1; i < rows; ++i) {
@@ -381,7 +384,7 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   }
 }
 
-// The rows [first, first + rows) of the item and one KV head, of a cache in type C.
+// The rows [first, first + rows) of the item for one KV head, with a cache in type C.
 template <class T, class C>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;
@@ -448,7 +451,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   }
 }
 
-// One item (call.item). Of a split's item it leaves the blocks' (m, l, o) in PARTIALS.
+// Computes one item (call.item). For an item of a split, it stores the blocks' (m, l, o) in PARTIALS.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;
@@ -470,7 +473,7 @@ void attention(const Call& call, const Attention&) {
   }
 }
 
-// After the last item of call.item's split: PARTIALS of all its blocks, ascending, to the output.
+// After the last item of call.item's split: merges PARTIALS of all blocks, ascending, into the output.
 template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;

@@ -5,7 +5,7 @@
 
 namespace mk::MK_SIMD {
 
-// A column of a panel over k steps.
+// One column of a panel over k steps.
 template <class W>
 void read_column(const Panel& panel, int column, int k, float* out) {
   for (int begin = 0; begin < k; begin += kUnit) {
@@ -16,8 +16,8 @@ void read_column(const Panel& panel, int column, int k, float* out) {
   }
 }
 
-// output[r] = weights[token(r)]. The table is packed like a matrix (packed.h), so that one that is also an
-// LM head is stored once.
+// output[r] = weights[token(r)]. The table is packed like a matrix (packed.h), so that a table that is also
+// the LM head is stored once.
 inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;

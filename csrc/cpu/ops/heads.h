@@ -4,7 +4,7 @@
 
 namespace mk::MK_SIMD {
 
-// Each even lane's value in both lanes of its pair, each odd lane's, and the two swapped.
+// The even lane's value in both lanes of each pair, the odd lane's value in both, and the two swapped.
 #if defined(__clang__)
 #define MK_SHUFFLE(v, mask) shuffle_lanes(v, mask)
 MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
@@ -16,7 +16,7 @@ MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
 #define MK_SHUFFLE(v, mask) __builtin_shuffle(v, mask)
 #endif
 
-// n columns (even, starting on a pair) rotated: (a, b) -> (a cos - b sin, b cos + a sin).
+// Rotates n columns (even, starting with a pair): (a, b) -> (a cos - b sin, b cos + a sin).
 template <class T>
 inline void rotate(const float* t, const float* rope, int n, T* out) {
   const I32 lane = lane_index();
@@ -29,7 +29,7 @@ inline void rotate(const float* t, const float* rope, int n, T* out) {
   }
 }
 
-// The heads of q and k among columns [first, first + n), which are whole heads, normalised.
+// Normalises the heads of q and k among columns [first, first + n), which are whole heads.
 inline void norm_heads(const Call& call, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int rotated = lower_of(n, d.q_cols() + d.kv_cols() - first);
@@ -44,7 +44,8 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
   }
 }
 
-// A token's row of K or V of a head in Q8_0, as gguf rounds it, to its page of that head: `transposed` is K.
+// Stores a token's row of K or V of a head in Q8_0, rounded like gguf, in its page of that head; `transposed`
+// means K.
 inline void quantise(const Dims& d, const float* x, char* page, int token, bool transposed) {
   for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
     const int n = lower_of(d.head_dim - first, kKvUnit);
@@ -58,8 +59,8 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
     memcpy(page + token * kKvScale, &half, sizeof half);
     char* values = page + kKvScale * d.kv_page + (transposed ? token : token * n);
     for (int i = 0; i < n; ++i, values += transposed ? d.kv_page : 1) {
-      // Halves away from zero. Nothing is added to the product, which would round it otherwise. What is not a
-      // number has a scale that says so.
+      // Rounds halves away from zero. Nothing is added to the product, because that would round it
+      // differently. NaN and infinity get a scale that marks them.
       const float product = x[first + i] * inverse, a = product == product ? product : 0.0f;
       const float whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
@@ -68,8 +69,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
   }
 }
 
-// Columns [first, first + n) of q, k and v of row r, q and k rotated, to the output and the KV cache. They
-// may cross heads and the q, k, v borders, but where heads are normalised or the cache is quantised.
+// Stores columns [first, first + n) of q, k and v of row r to the output and the KV cache, with q and k
+// rotated. They may cross heads and the borders of q, k and v, unless heads are normalised or the cache is
+// quantised.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
@@ -112,10 +114,10 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// A tile; where it consists of whole heads, in parts of as many as one pass holds.
+// A tile; if it consists of whole heads, in parts of as many heads as one pass holds.
 template <class T>
 void heads(const Call& call, const Tile& tile) {
-  // A part may begin inside a panel, and so reach into one more than its columns fill.
+  // A part may begin inside a panel and so reach into one more panel than its columns fill.
   constexpr int kPass = (kTilePanels - 1) * kPanel;
   static_assert(kMostHeadDim <= kPass);
   const int head = call.dims->head_dim;

@@ -1,4 +1,4 @@
-// A matmul, and what each result does with columns [first, first + n) of row r: t.
+// A matmul, and the function of each result, which receives columns [first, first + n) of row r in t.
 #pragma once
 #include "../gemm.h"
 #include "heads.h"
@@ -12,7 +12,7 @@ inline void add_residual(const Call& call, int r, int first, int n, float* t) {
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i, n - i) + load(t + i, n - i), n - i);
 }
 
-// output[this rank][r] = t, where the residual of r is kept.
+// output[this rank][r] = t, at the rank that keeps the residual of r.
 template <class T>
 inline void store_partial(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;

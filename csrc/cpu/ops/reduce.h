@@ -3,7 +3,7 @@
 
 namespace mk::MK_SIMD {
 
-// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias on a tile, over the ranks that have partials.
+// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias for a tile, over the ranks that have partial sums.
 template <class T>
 void reduce(const Call& call, const Tile& op) {
   const Dims& d = *call.dims;

@@ -7,7 +7,7 @@
 
 namespace mk::MK_SIMD {
 
-// Index of the largest value, the lowest of equals; 0 where all are NaN.
+// The index of the largest value, the lowest among equals; 0 if all are NaN.
 inline int32_t argmax(const float* z, int n) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -22,7 +22,7 @@ inline int32_t argmax(const float* z, int n) {
   return 0;
 }
 
-// out = e^(z - top), and their sum (float32 in runs, then double).
+// out = e^(z - top), and the sum (float32 in runs, then double).
 inline double exponentials(const float* z, int n, float top, float* out) {
   constexpr int kRun = 64 * kLanes;
   const I32 lane = lane_index();

@@ -1,4 +1,4 @@
-// Results that go to copies of a buffer on one or several ranks: computed once, copied to each.
+// Stores results to copies of a buffer on one or several ranks: they are computed once and copied to each.
 #pragma once
 #include "../../common/index.h"
 #include "../remote.h"
@@ -6,7 +6,7 @@
 
 namespace mk::MK_SIMD {
 
-// n elements at element `at` of the buffer's copy on each rank.
+// Stores n elements at element `at` of the buffer's copy on each rank.
 template <class T>
 inline void store_to(const Call& call, Buffer buffer, Ranks ranks, int64_t at, const T* values, int64_t n) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
@@ -20,7 +20,7 @@ inline void store_to(const Call& call, Buffer buffer, Ranks ranks, int64_t at, c
   }
 }
 
-// n float32 results as T, in place.
+// Converts n float32 results to T, in place.
 inline const float* narrow(float* t, int, float) { return t; }
 
 inline const Bf16* narrow(float* t, int n, Bf16) {
