@@ -88,12 +88,18 @@ class TextConfig(Strict):
     format: TextFormat | None = None
 
 
-class ResponseTool(Function):
+class _OfType(Strict):
+    """A base class that follows another one, so that an unknown type is reported before a missing name."""
+
     type: Literal["function"]
 
 
-class NamedResponseTool(NamedFunction):
-    type: Literal["function"]
+class ResponseTool(Function, _OfType):
+    pass
+
+
+class NamedResponseTool(NamedFunction, _OfType):
+    pass
 
 
 _LOGPROBS = "message.output_text.logprobs"
