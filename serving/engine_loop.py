@@ -128,10 +128,9 @@ class EngineLoop:
             while not self._closing:
                 for frontend, message in self._received():
                     self._handle(frontend, message)
-                if self.engine.idle:
-                    self._tell()
-                else:
+                if not self.engine.idle:
                     self._step()
+                self._tell()
             for request in list(self.owners):
                 self.engine.abort(request)
         except Exception as e:
@@ -296,17 +295,15 @@ class EngineLoop:
         step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
-        messages = self._addresses.sort(step.tokens, now)
+        self._tell()  # before the tokens, so that a client that has an answer finds it in the metrics
+        for frontend, tokens in self._addresses.sort(step.tokens, now).items():
+            self._socket.send_multipart([frontend, encode(tokens)])
         for sequence in step.tokens.sequence[step.tokens.finish > 0]:
             self._ended(sequence.request, 1)
-        self._tell()  # before the tokens, so that a client that has an answer finds it in the metrics
-        for frontend, tokens in messages.items():
-            self._socket.send_multipart([frontend, encode(tokens)])
         for sequence in step.failed:
             if owner := self.owners.get(sequence.request):
                 self._refuse(owner.job.frontend, owner.job.first, f"the text cannot go on: {sequence.stuck}")
                 self._abort(owner.job.frontend, owner.job.first)
-                self._tell()
         for observer in list(self.on_step):
             try:
                 observer(step, now - began)
