@@ -436,8 +436,8 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Executes the record, of attention as many items as are ready, of a drain one claim. False where the launch
-// was aborted meanwhile.
+// Executes the record; for attention as many items as are ready, for a drain one claim. Returns false if the
+// launch was aborted meanwhile.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
@@ -498,7 +498,7 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// True where the item's rows are final: it is no part of a split, or the last part to arrive.
+// Returns true if the item's rows are final: it is not part of a split, or it is the last part to arrive.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];
@@ -537,7 +537,7 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
     program_->counter(rank, block, counter).fetch_add(count, std::memory_order_release);
 }
 
-// Starts loads of the next slice of the record's weights; false where there is none left.
+// Prefetches the next slice of the record's weights; returns false if none is left.
 bool Interpreter::prefetch(Cursor& c) {
   if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;

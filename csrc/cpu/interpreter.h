@@ -1,9 +1,9 @@
 // Runs launches of programs on a pool of threads: the streams of ranks [first_rank, first_rank + ranks).
 //
-// A thread owns some of the streams and executes the next instruction of any whose waits are met, so a
-// program for 8 ranks of 132 workers runs on two cores. A thread that has nothing else to do takes over
-// streams of other threads, which the system may not be running at the moment. Within a stream the order is
-// fixed. A signal is a release, a met wait an acquire, and so is handing a stream from one thread to another.
+// A thread owns some of the streams and executes the next instruction of any stream whose waits are
+// satisfied, so a program for 8 ranks of 132 workers runs on two cores. A thread that has nothing to do takes
+// over streams of other threads, which the system may have descheduled. Within a stream the order is fixed. A
+// signal releases, a satisfied wait acquires, and so does handing a stream from one thread to another.
 #pragma once
 #include <atomic>
 #include <chrono>

@@ -1,4 +1,4 @@
-"""What a person can type: one console script, a verb each."""
+"""The command line: one console script with a verb for each task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Modules with a verb each, or several; a verb with a space in its name is one of a group's.
+# The modules of the verbs; a verb with a space in its name belongs to a group.
 _VERBS = (
     "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a replacement
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left; without this the interpreter complains when it flushes at exit.
+        # The reader of the pipe has left. Without this, the interpreter reports an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except MegakernelError as e:
@@ -56,7 +56,7 @@ def _fail(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of a whole command line; `args.run(args)` executes it."""
-    # Imported here, where Ctrl-C already has a handler.
+    # Imported here, because Ctrl-C already has a handler here.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

@@ -1,4 +1,6 @@
-"""`megakernel bench latency`: tokens per second of one sequence, how far that is from the limit, and others beside."""
+"""`megakernel bench latency`: tokens per second of one sequence, the distance from the limit, and a comparison with
+other programs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """What this machine can do with the engine's threads; of GPUs, what their datasheet says."""
+    """The measured rates of this machine with the engine's threads; for GPUs, those of the datasheet."""
     from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -60,7 +62,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """What this machine can do with so many threads, as it was measured before or `anew`."""
+    """The rates of this machine with this number of threads, from an earlier measurement or measured `anew`."""
     from ..serving import ceilings
 
     with output.busy("measuring this machine's ceilings"):
@@ -71,7 +73,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(workers: int, ranks: int) -> Machine:
-    """A rank of this machine at its measured rates, which its `workers` and the other ranks' share."""
+    """A rank of this machine at its measured rates, which its `workers` and the other ranks share."""
     from .. import machine as machines
     from ..serving.ceilings import share_of
 
@@ -82,7 +84,7 @@ def host_machine(workers: int, ranks: int) -> Machine:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """The figures of `bench latency`, ceilings included. `peers` run after each run of ours that counts."""
+    """The figures of `bench latency`, ceilings included. Each of our runs is followed by one of each of the `peers`."""
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -100,7 +102,7 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """A line on proposed tokens, where there were any."""
+    """A line about proposed tokens, if there were any."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"

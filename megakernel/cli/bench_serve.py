@@ -1,4 +1,4 @@
-"""`megakernel bench serve`: load on any OpenAI-compatible server, or on two in turn."""
+"""`megakernel bench serve`: puts load on any OpenAI-compatible server, or on two servers in turn."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
-    """The machine that the user names; else the one that a server has measured."""
+    """The machine that the user names, or else the ceilings that a server has measured."""
     from .. import machine
     from ..roofline import Ceilings, machine_ceilings
 
@@ -149,7 +149,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
 
 
 def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
-    """The model, its sizes and the requests. A server's own word is trusted only where it is a name we know."""
+    """The model, its sizes and the requests. The name that a server reports is used only if it is a known one."""
     from ..model import PACKAGES, load_config, load_tokenizer
 
     name = args.model or server.model or ""
@@ -170,13 +170,13 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfi
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median throughput."""
+    """The run with the median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """`ttft:500`, for argparse; milliseconds become seconds."""
+    """Parses `ttft:500`; milliseconds become seconds."""
     name, _, value = text.partition(":")
     if name not in _LIMITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS with a name of {', '.join(_LIMITS)}")
@@ -184,7 +184,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a person reads them; of several runs, the median one's."""
+    """Print the figures; for several runs, those of the median run."""
     settings = figures["settings"]
     others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
     lines: list[tuple[str, str | Text]] = [

@@ -1,4 +1,4 @@
-"""`megakernel bench throughput`: the time to finish many prompts offline, through the engine alone."""
+"""`megakernel bench throughput`: the time to finish many prompts offline, without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .workload import add_workload, workload
 if TYPE_CHECKING:
     from ..serving.bench import Workload
 
-# Of a comparison: what others can run, a batch of equal prompts, and enough runs for a median.
+# The defaults of a comparison: a batch of equal prompts, which other programs can run too, and enough runs for a
+# median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
 
@@ -77,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Sequences, tokens of each prompt, and decode steps after it. Raises MegakernelError where prompts differ."""
+    """The number of sequences, tokens per prompt, and decode steps. Raises MegakernelError if prompts differ
+    in length.
+    """
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(

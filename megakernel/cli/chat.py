@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
-_KEPT_FOR_ANSWERS = 0.25  # of the context, before the oldest messages are left out
-# What a terminal would obey, line ends and tabs aside.
+_KEPT_FOR_ANSWERS = 0.25  # fraction of the context, below which the oldest messages are left out
+# Characters that would control a terminal, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
@@ -51,16 +51,18 @@ def run(args: argparse.Namespace) -> int:
         else:
             from ..serving import SamplingParams
 
-            # Before a model is loaded: a wrong flag fails at once.
+            # Checked before a model is loaded, so that a wrong flag fails at once.
             params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
             partner = Model(open_.enter_context(open_llm(args, max_seqs=1)), params)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a pipe may hold anything
+            sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes
         return _Talk(partner, args.max_tokens, args.json).run()
 
 
 class _Talk:
-    """A conversation. On a terminal people type it; else each line is a message, and Ctrl-C ends the program."""
+    """A conversation. On a terminal, the user types it; otherwise each line is a message, and Ctrl-C ends the
+    program.
+    """
 
     def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
         self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
@@ -81,7 +83,7 @@ class _Talk:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, *_: object) -> None:
-        """Ctrl-C on a terminal ends an answer or a line that is being typed. At any other moment it does nothing."""
+        """On a terminal, Ctrl-C ends an answer or a line that is being typed. At any other moment it does nothing."""
         if self._may_interrupt:
             self._may_interrupt = False
             raise KeyboardInterrupt
@@ -131,7 +133,9 @@ class _Talk:
             yield line
 
     def _turn(self, text: str) -> None:
-        """One message and its answer. A message without any answer is forgotten, one that was cut short is not."""
+        """One message and its answer. A message without any answer is forgotten; one whose answer was cut
+        short is kept.
+        """
         from .partners import Answer
 
         self._messages.append({"role": "user", "content": text})
@@ -157,7 +161,9 @@ class _Talk:
             output.stderr.print(output.speed(**figures), style="dim")
 
     def _fit(self) -> int | None:
-        """Leave out the oldest messages until the rest and an answer fit: how many tokens that may have."""
+        """Leave out the oldest messages until the rest and an answer fit; returns how many tokens the answer
+        may have.
+        """
         if (found := self._partner.count(self._messages)) is None:
             return self._max_tokens
         before = len(self._messages)

@@ -1,4 +1,4 @@
-"""`megakernel completion`: a script that lets a shell complete verbs and flags."""
+"""`megakernel completion`: prints a script with which a shell completes verbs and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megakernel demo`: the whole way once, from a checkpoint to text, figures and a timeline."""
+"""`megakernel demo`: one run from a checkpoint to text, figures and a timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .generate import as_json, show_token
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
-_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # steady medians within seconds on two cores
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # stable medians within seconds on two cores
 
 
 def register(add: AddVerb) -> None:

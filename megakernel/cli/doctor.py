@@ -1,4 +1,4 @@
-"""`megakernel doctor`: what this machine has, and what that means for the rest."""
+"""`megakernel doctor`: what this machine has, and what follows for the other verbs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # of each case: other data, and runs that must give the same bits
+_SEEDS, _REPEATS = 3, 20  # of each case: different data, and runs that must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 
@@ -137,7 +137,7 @@ def _calibrate(path: Path, ceilings: Ceilings) -> None:
 
 
 def _shown(setting: Setting) -> str:
-    """The value in force, without passwords: reports end up in public issues."""
+    """The present value without passwords, because reports end up in public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
     return re.sub(r"//[^/@]*@", "//***@", setting.value())

@@ -1,4 +1,4 @@
-"""What `megakernel doctor` says of GPUs: what there is, what stands in the way, and whether the instructions work."""
+"""The GPU part of `megakernel doctor`: which GPUs there are, what is missing, and whether the instructions work."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-_TIMEOUT_S = 2.0  # of a wait in a check: no instruction takes a thousandth of it
-_MOST_DIFFERENCES = 8  # that a case tells: each may be a launch that is given up after three such times
-_BUSY_SHARE = 0.05  # of a GPU's memory that others hold, from which on it is worth a line
+_TIMEOUT_S = 2.0  # limit of a wait in a check; no instruction takes a thousandth of it
+_MOST_DIFFERENCES = 8  # differences reported per case: each may be a launch that fails after three times this limit
+_BUSY_SHARE = 0.05  # fraction of a GPU's memory in use by others that is worth a line
 
 
 def report() -> dict[str, Any]:
-    """Devices, the driver, what is missing for the cuda backend, and notes on how the GPUs are shared."""
+    """Devices, the driver, what the cuda backend lacks, and notes on how the GPUs are shared."""
     found = driver()
     smi = _nvidia_smi()
     return {
@@ -39,7 +39,7 @@ def report() -> dict[str, Any]:
 
 
 def line(facts: dict[str, Any]) -> str:
-    """The same for a person."""
+    """The same as lines of text."""
     if not facts["devices"]:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
@@ -47,7 +47,7 @@ def line(facts: dict[str, Any]) -> str:
 
 
 def backend(facts: dict[str, Any]) -> str:
-    """What `--backend auto` takes here, and what it would take with a GPU."""
+    """The backend that `--backend auto` chooses here, and the one it would choose with a GPU."""
     if not facts["missing"]:
         return "auto takes cuda"
     ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -85,8 +85,9 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and a bucket whose step has every operation: dots or tensor cores, one rank or several, norms where
-    `norm` says."""
+    """A shape and a bucket whose step contains every operation: with dots or tensor cores, one rank or several, and
+    norms as `norm` says.
+    """
 
     name: str
     config: ModelConfig
@@ -97,7 +98,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Few and small, but no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
+    """Few and small cases, in which no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
     from ..model import ModelConfig
 
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -117,7 +118,7 @@ def cases() -> list[Case]:
 
 
 def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
-    """The first differences from the reference, one sentence each; the last may be that there is no GPU any more."""
+    """The first differences from the reference, one sentence each; the last one may say that the GPU is lost."""
     wrong: list[str] = []
     try:
         for difference in islice(_differences(case, seeds, repeats), _MOST_DIFFERENCES):
@@ -169,7 +170,7 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int) -> Any:
-    """A long context, whose attention is split, beside a short prompt."""
+    """A step with a long context, whose attention is split, and a short prompt."""
     import numpy as np
 
     from ..runtime import Chunk, SampleRow, build_step

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..serving import RequestOutput, SamplingParams
     from ..serving.engine import Token
 
-MAX_TOKENS = 256  # enough for an answer; the API's 16 cuts one short
+MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 
 
 def register(add: AddVerb) -> None:
@@ -68,7 +68,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags give; SamplingParams has the defaults and the checks."""
+    """The sampling parameters from the flags; SamplingParams has the defaults and the checks."""
     from ..serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
@@ -79,7 +79,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)  # before a model is loaded: a wrong flag fails at once
+    params = sampling_params(args)  # checked before a model is loaded, so that a wrong flag fails at once
     with open_llm(args, max_seqs=params.n) as llm:
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """A result as `--json` prints it: the first choice's fields, and all of them where there are several."""
+    """A result as `--json` prints it: the fields of the first choice, and all choices if there are several."""
     out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
     if len(result.choices) > 1:
         out["choices"] = [vars(choice) for choice in result.choices]

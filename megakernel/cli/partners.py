@@ -1,4 +1,4 @@
-"""Who answers in `megakernel chat`: a model in this process, or a server of the OpenAI API."""
+"""The two kinds of partner in `megakernel chat`: a model in this process, or a server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..serving import LLM, SamplingParams
 
 Messages = list[dict[str, str]]
-_SILENCE_S = 300.0  # after which a server counts as gone
-_SHOWN = 300  # characters of an answer that is not understood
+_SILENCE_S = 300.0  # after this time without data a server counts as unreachable
+_SHOWN = 300  # characters shown of an answer in an unknown form
 
 
 @dataclass
 class Answer:
-    """What has come of an answer so far. `tokens` stays None where nobody counted them."""
+    """The part of an answer that has arrived. `tokens` stays None if they were not counted."""
 
     text: str = ""
     tokens: int | None = None
@@ -51,15 +51,15 @@ class Answer:
 
 
 class Partner(Protocol):
-    """Who answers; `name` is what its answers are shown under."""
+    """Answers messages; `name` is shown with its answers."""
 
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """How many tokens the conversation has, and how many it may have with its answer; None: nobody knows."""
+        """The tokens of the conversation, and the most that it may have with its answer; None if unknown."""
 
     def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
-        """Fill `answer`, and `show` each piece of it. KeyboardInterrupt ends it with what has come."""
+        """Fill `answer` and pass each piece to `show`. KeyboardInterrupt ends it; the pieces so far remain."""
 
 
 class Model:
@@ -67,7 +67,7 @@ class Model:
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.name, self._llm, self._params = llm.model, llm, params
-        llm.get_tokenizer()  # raises where there is none
+        llm.get_tokenizer()  # raises an error if there is none
 
     def count(self, messages: Messages) -> tuple[int, int]:
         return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
@@ -86,7 +86,9 @@ class Model:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is an exception where the yielded function is called, and nowhere else: a step is not cut in two."""
+    """Ctrl-C raises an exception only where the yielded function is called, so that no step is interrupted in
+    the middle.
+    """
     asked = False
 
     def note(*_: object) -> None:
@@ -105,11 +107,13 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
 
 
 class _RefusedError(MegakernelError):
-    """A server that answers, but not with what it was asked for."""
+    """The server answers, but not with a result."""
 
 
 class Server:
-    """A server of the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None: its first."""
+    """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None means
+    its first.
+    """
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
         given = url if "//" in url else f"http://{url}"
@@ -127,7 +131,7 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """By `/tokenize`, which this server and vLLM's have, and which may refuse what is longer than the context."""
+        """Uses `/tokenize`, which this server and vLLM's have, and which may refuse what exceeds the context."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)
@@ -157,7 +161,7 @@ class Server:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request. Raises MegakernelError with the server's own words, or says that there are none."""
+        """The answer to a request. Raises MegakernelError with the server's own message, or if there is no answer."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
@@ -170,7 +174,7 @@ class Server:
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events, up to the one that ends a stream."""
+    """The JSON of server-sent events, up to the event that ends a stream."""
     for line in reply:
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data == b"[DONE]":
@@ -183,7 +187,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _message(body: bytes | dict[str, Any]) -> str:
-    """What an error says; the body itself where it has another shape."""
+    """The message of an error; the whole body if it has another form."""
     try:
         return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

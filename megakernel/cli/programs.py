@@ -1,4 +1,4 @@
-"""`megakernel compile`, `disasm`, `verify`: programs as files, as text, as proofs."""
+"""`megakernel compile`, `disasm`, `verify`: programs as files, as text, and proofs of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..program import Program
     from ..scheduler.tune import Found
 
-# What an engine also runs with; more logit rows than this in one program are rarely meant.
+# The default of an engine; programs rarely need more logit rows than this.
 _SEQUENCES = 64
 
 
 class Compiled(NamedTuple):
-    """A program, what it is of, and what a search for it found."""
+    """A program, its model, and the result of a search for it."""
 
     program: Program
     config: ModelConfig
@@ -64,7 +64,7 @@ def register(add: AddVerb) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """What a program is compiled for, and how."""
+    """Add the flags that say what a program is compiled for, and how."""
     for name in ("machine", "tp"):
         add_setting(parser, name)
     add_paper_model(parser)
@@ -80,15 +80,15 @@ def _add_bucket(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """A program file, or a model to compile."""
+    """Add the flags for a program file, or for a model to compile."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
     add_setting(source, "model", optional=True)
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
-    """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) where given, else
-    with those that the flags of `_add_bucket` say.
+    """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) if given,
+    otherwise with those from the flags of `_add_bucket`.
     """
     from .. import machine as machines
     from ..scheduler.tune import Fastest, search
@@ -114,7 +114,7 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 
 def load(args: argparse.Namespace) -> Program:
-    """The program of `FILE`, or of `--model`."""
+    """The program from `FILE`, or from `--model`."""
     from ..program import Program
 
     return Program.load(args.file) if args.file else compile_for(args).program

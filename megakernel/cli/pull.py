@@ -1,4 +1,4 @@
-"""`megakernel pull`: fetch a model into the cache."""
+"""`megakernel pull`: downloads a model into the cache."""
 
 from __future__ import annotations
 

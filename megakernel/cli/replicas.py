@@ -15,11 +15,13 @@ from . import output
 from .options import fetch
 
 ROUTINGS = ("prefix", "least-loaded")
-_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that replicas are not told
+_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that are not passed on to replicas
 
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
-    """Serve until a signal on a cluster of this machine; on one that is there, return once it serves."""
+    """Start a cluster on this machine and serve until a signal; on an existing cluster, return when the
+    replicas serve.
+    """
     from ..serving.api.access import local_names
     from ..serving.api.server import listen, url
     from ..serving.replicas.environment import prepare
@@ -34,14 +36,14 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
 
     if address is not None and given["port"] == 0:
         raise MegakernelError("--port 0 takes a free port of this machine, so --ray-address needs another --port")
-    with listen(host, 0 if address else given["port"]) as sock:  # before all else: a port in use fails at once
+    with listen(host, 0 if address else given["port"]) as sock:  # first of all, so that a port in use fails at once
         port = given["port"] or sock.getsockname()[1]
         names = local_names(host, sock.getsockname()[0])
         where = url(sock).rpartition(":")[0] + f":{port}"
     settings = {name: value for name, value in given.items() if value is not None and name not in _OWN}
     settings.setdefault("allowed hosts", ["*"] if names is None else sorted(names))
     if address is None:
-        fetch(given["model"])  # once, not by each replica
+        fetch(given["model"])  # once, instead of once per replica
     try:
         with output.busy(f"starting {given['replicas']} replicas"):
             nodes = cluster.join(address, machine.cpu_count())
@@ -51,7 +53,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 replicas=given["replicas"],
                 share=share,
                 settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},
-                at_once=2 * given["max num seqs"],  # the next ones are there when a sequence ends
+                at_once=2 * given["max num seqs"],  # further requests are ready when a sequence ends
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
                 max_body=given["max body bytes"],
                 drain_seconds=given["shutdown timeout"],
@@ -73,7 +75,9 @@ def _flag(name: str) -> str:
 
 
 def _until_signal(undeploy: Any) -> int:
-    """Wait for SIGTERM or Ctrl-C, then finish what has begun; a second one ends at once. The exit status."""
+    """Wait for SIGTERM or Ctrl-C, then finish running requests; a second signal ends at once. Returns the exit
+    status.
+    """
     asked = threading.Event()
     got = signal.SIGTERM
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _WEIGHT_BITS = 16
-_DIGITS = 9  # of the ways of a layout
+_DIGITS = 9  # digits of the degrees in a layout
 _price = above_zero("a positive number")
 
 
@@ -72,7 +72,7 @@ def register(add: AddVerb) -> None:
 
 
 def _layout(text: str) -> dict[str, int]:
-    """`tp=8,pp=16,dp=128`, for argparse; `Layout` of it is made where that is needed."""
+    """Parses `tp=8,pp=16,dp=128`; a `Layout` is made from it later."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_hardware() -> Hardware:
-    """This machine at its ceilings."""
+    """This machine with its measured ceilings."""
     from .. import machine as machines
 
     measured = host_ceilings(machines.cpu_count())
@@ -108,7 +108,7 @@ def measured_hardware() -> Hardware:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What cannot be said together. Silence about a flag would be a wrong answer."""
+    """Refuse flags that cannot be combined, because ignoring one would give a wrong answer."""
     paper = args.plan or args.fleet
     decoding = paper and not args.training
     for flag, given, needed, there in (

@@ -1,4 +1,4 @@
-"""`megakernel roofline ask`: the questions of the roofline, each answered from its inputs."""
+"""`megakernel roofline ask`: answers the roofline's questions from their inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Below `roofline`. What may be asked is looked up when somebody asks."""
+    """Register the verb below `roofline`. The questions are imported only when one is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
     ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(number: int, args: argparse.Namespace) -> int:
-    """A question of the book with the book's own figures."""
+    """Ask a question of the book with the book's own figures."""
     from ..roofline import EXAMPLES
     from . import parser
 
@@ -106,7 +106,7 @@ def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
 
 
 def _machines(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The machine that an input names; this one is measured."""
+    """The machine that an input names; `host` is measured."""
     from .. import machine as machines
     from .roofline import measured_hardware
 

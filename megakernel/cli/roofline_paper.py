@@ -1,4 +1,4 @@
-"""`megakernel roofline --plan` and `--fleet`: a model on many GPUs, on paper: ways to share it, and what it costs."""
+"""`megakernel roofline --plan` and `--fleet`: a model on many GPUs, on paper: ways to divide it, and their cost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
         ("machine", f"{gpus:,} x {hardware.name}"),
         ("step", f"{args.tokens:,} {what} ({per_gpu}), sequences of {args.context:,}"),
     )
-    # State that is sharded less takes as long and more memory: one line for each way to cut the work.
+    # Sharding state less takes the same time and more memory, so each way to divide the work gets one line.
     cuts = {replace(t.layout, zero=0): t for t in reversed(found.ranked)}
     shown = sorted(cuts.values(), key=found.ranked.index)[:_SHOWN]
     table = output.table("layout", "step", "tokens/s", "math", "memory", "network", "bubble, hops", "GB per GPU", "why")
@@ -104,7 +104,7 @@ def _time_json(time: LayoutTime, gpus: int) -> dict[str, Any]:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """Of the model, its weights and its router as the flags say."""
+    """The sizes of the model, with weights and router as the flags say."""
     shape = paper_shape(args.model)
     if args.router_nodes and shape.experts == 1:
         raise MegakernelError(f"--router-nodes needs a model with experts, which {args.model} is not")
@@ -164,7 +164,7 @@ def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _group(serving: Serving) -> str:
-    """As layouts are named."""
+    """The name of a group, in the form used for layouts."""
     return f"TP {serving.tp} x EP {serving.ep}" if serving.ep > 1 else f"TP {serving.tp}"
 
 

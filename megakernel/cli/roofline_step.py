@@ -105,7 +105,7 @@ def _parts(tasks: Tasks) -> list[Part]:
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
-    """Of all matmuls: a row takes two FLOPs for each weight."""
+    """The mean over all matmuls: a row takes two FLOPs per weight."""
     from ..isa import OperationFamily
 
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
@@ -113,7 +113,7 @@ def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
 
 
 def _points(step: StepRoofline) -> list[Point]:
-    """What each phase that reads memory and multiplies may reach, and the whole step."""
+    """The possible rate of each phase that reads memory and multiplies, and of the whole step."""
     from ..roofline import Mark, Point
 
     out = []
@@ -126,7 +126,7 @@ def _points(step: StepRoofline) -> list[Point]:
 
 
 def _achieved(path: Path) -> list[Point]:
-    """Decode and prefill of a benchmark's JSON."""
+    """The decode and prefill rates in a benchmark's JSON."""
     from ..roofline import Mark, Point
 
     try:

@@ -82,7 +82,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "routing": _routing,
 }
 _SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
-_LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")  # fields of Limits, in order
+# the fields of Limits, in order
+_LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
 
 
 def register(add: AddVerb) -> None:
@@ -107,7 +108,9 @@ def register(add: AddVerb) -> None:
 
 
 class _Config(argparse.Action):
-    """Takes from a file what no flag has given. Flags that come later overwrite it as they overwrite each other."""
+    """Reads the flags that the command line does not give from a file. Later flags override it, as they
+    override each other.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -119,7 +122,7 @@ class _Config(argparse.Action):
 
 
 def _flags(path: Path) -> list[str]:
-    """A configuration file as the command line that says the same."""
+    """A configuration file as the equivalent command line."""
     import yaml
 
     try:
@@ -153,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         return serve_replicas(given, as_json=args.json)
     if given["ray address"]:
         raise MegakernelError("--ray-address needs --replicas: how many servers to deploy there")
-    sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
+    sock = listen(given["host"], given["port"])  # before the model is loaded, so that a port in use fails at once
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
@@ -211,7 +214,7 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
-    """A flag's value, or the environment's, or the default; None where the default says that there is none."""
+    """The value of a flag, of the environment, or the default; None if the default is none."""
     value = getattr(args, name)
     if value is not None:
         return value
@@ -225,7 +228,7 @@ def _value(args: argparse.Namespace, name: str) -> Any:
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
-    """Say that connections are accepted, and how to try it."""
+    """Print that connections are accepted, and how to try it."""
     dims = llm.engine.dims
     kv_tokens = llm.engine.stats.pages * dims.kv_page
     facts = {

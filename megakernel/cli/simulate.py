@@ -1,4 +1,4 @@
-"""`megakernel simulate`: a step in virtual time on a machine that need not be here."""
+"""`megakernel simulate`: runs a step in virtual time on any described machine."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """The program, the machine with as many workers, and whether embeddings are tied, which they may be in a file."""
+    """The program, the machine with as many workers, and whether embeddings are tied, which is unknown for a
+    program file.
+    """
     from .. import machine as machines
     from ..program import Program
 
@@ -144,14 +146,14 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 
 def _measured(machine: Machine, ranks: int) -> Machine:
-    """`machine` with the rates that were measured of it, where it is this one."""
+    """`machine` with its measured rates, if it is this machine."""
     from ..machine import HOST
 
     return host_machine(machine.workers, ranks) if machine.name == HOST else machine
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:
-    """Raise MegakernelError where the machine has fewer."""
+    """Raise MegakernelError if the machine has fewer workers or ranks than the program."""
     from .. import machine as machines
 
     hardware = machines.hardware(name)
@@ -162,7 +164,7 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
-    """What the step needs of each rank's memory; a warning where that is more than there is."""
+    """The memory that the step needs on each rank, and a warning if the rank has less."""
     from ..roofline import memory_fit
     from ..serving.memory import weight_bytes
 

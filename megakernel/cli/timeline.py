@@ -1,4 +1,4 @@
-"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table; two steps compared."""
+"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table; compares two steps."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """A program, its traces and a rank of what ran it.
+    """A program, its traces, and a rank of the machine that ran it.
 
-    The traces are of the last step of a prompt, or of as many decode steps of one bucket as are wanted.
+    The traces are those of the last step of a prompt, or of the requested number of decode steps of one bucket.
     """
     from ..serving.ceilings import share_of
 

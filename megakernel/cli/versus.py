@@ -1,4 +1,4 @@
-"""`--vs`: other programs that run the same model in turn with us."""
+"""`--vs`: other programs that run the same model in turn with ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
-    """The flags that name peers."""
+    """Add the flags that name peers."""
     parser.add_argument(
         "--vs",
         action="extend",
@@ -36,7 +36,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
 
 
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
-    """The peers that the flags name. Raises MegakernelError where one is missing."""
+    """The peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
         return []  # nothing is imported
     from ..serving.bench.peers import find
@@ -64,7 +64,7 @@ def opened(
 
 
 def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
-    """What a person reads of each peer."""
+    """The printed lines of each peer."""
     lines: list[tuple[str, str | Text]] = []
     for name, other in vs.items():
         prefill = other.get("prefill")

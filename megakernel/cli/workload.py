@@ -1,4 +1,6 @@
-"""The flags that choose a benchmark's requests, with the names of vLLM's where it has them, and what they make."""
+"""The flags that choose a benchmark's requests, with vLLM's names where it has them, and the requests made
+from them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """`args.unless` has what holds where a flag is not given; a verb may change it until it calls `workload`."""
+    """Add the flags. `args.unless` has the values of flags that are not given; a verb may change them until it calls
+    `workload`.
+    """
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",
