@@ -1,4 +1,4 @@
-"""Who is asking, and which tokens go into the next step."""
+"""Serving: requests, continuous batching, sampling parameters, the Python API and the HTTP server."""
 
 from .async_llm import AsyncLLM
 from .llm import LLM

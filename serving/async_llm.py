@@ -1,4 +1,4 @@
-"""`LLM` for an event loop: many requests at once, each an asynchronous stream of what is known of its answer."""
+"""`LLM` for asyncio: many concurrent requests, each an asynchronous stream of its answer so far."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _MOST_WAITING = 65536
 
 
 class AsyncLLM:
-    """A model whose engine runs in a thread. The arguments are those of `LLM`. It belongs to the first event loop that
-    asks it for something.
+    """A model whose engine runs in its own thread. The arguments are those of `LLM`.
+
+    An instance belongs to the first event loop that uses it.
     """
 
     def __init__(self, model: Any, **how: Any) -> None:
@@ -38,14 +39,15 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt: after each step that brings tokens, all that is known so far; at last with `finished`.
+        """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last one is `finished`.
 
-        Whoever stops reading aborts the request. Raises MegakernelError where the prompt or a parameter is wrong.
+        The request is aborted if the caller stops iterating. Raises MegakernelError if the prompt or a parameter is
+        invalid.
         """
         params = sampling_params or SamplingParams()
         asked = as_prompts(prompt)
         if len(asked) != 1:
-            raise MegakernelError(f"generate continues one prompt at a time, not {len(asked)}: call it for each")
+            raise MegakernelError(f"generate takes one prompt, not {len(asked)}: call it once for each prompt")
         ids = await asyncio.to_thread(self._llm.encode, asked[0])
         self._llm.check(ids, params)
         number, self._requests = self._requests, self._requests + 1
@@ -63,7 +65,7 @@ class AsyncLLM:
                             first_at[index] = first_at[index] or piece.at
                             last_at[index] = piece.at
                     if transcript.finish_reason is not None:
-                        client.stop(job, index)  # nothing, where the engine ended it
+                        client.stop(job, index)  # does nothing if the engine has ended the choice itself
                 choices = [_choice(*one, params, job) for one in zip(transcripts, first_at, last_at, strict=True)]
                 text = asked[0] if isinstance(asked[0], str) else None
                 name = str(number) if request_id is None else request_id
@@ -73,7 +75,7 @@ class AsyncLLM:
             client.abort(job)
 
     def close(self) -> None:
-        """Abort what runs, and free the weights and the KV pool. Call it in the event loop, or after its end."""
+        """Abort all requests and free the weights and the KV pool. Call it in the event loop, or after its end."""
         if self._client is not None:
             self._client.close()
         self._host.close()
@@ -93,7 +95,7 @@ class AsyncLLM:
 
 
 def _choice(transcript: Transcript, first_at: float, last_at: float, params: SamplingParams, job: Job) -> Completion:
-    """A choice so far, as a copy that later tokens do not change."""
+    """A copy of a choice so far, which later tokens do not change."""
     later = len(transcript.token_ids) - 1
     return Completion(
         token_ids=list(transcript.token_ids),

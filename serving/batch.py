@@ -1,10 +1,11 @@
-"""Who waits and who runs, with which slot and pages, and how many tokens each computes in the next step.
+"""The batch scheduler: which sequences wait and run, their slots and KV pages, and their tokens in the next step.
 
-What every step does for every sequence is done on the columns of `Slots` at once; a sequence alone is looked at where
-it comes, leaves, fills a page or computes its prompt.
+Work that every step does for every sequence is vectorised over the arrays of `Slots`. Code for single sequences runs
+only when a sequence arrives, leaves, fills a page or computes its prompt.
 
-Sequences hold pages for the tokens they have. Where a running one needs a page and none is free, the youngest gives
-up its own and waits again with the tokens it has generated; what it computes again has the same bits.
+A sequence has pages for the tokens that it has. If a running sequence needs a page and none is free, the youngest
+sequence is preempted: it gives up its pages and waits again with the tokens that it has generated. When it computes
+these tokens again, the results have the same bits.
 """
 
 from __future__ import annotations
@@ -23,40 +24,40 @@ from .request import Request, Sequence
 from .slots import Slots
 from .waiting import Waiting
 
-SCORED_ROWS = 64  # logit rows that prompt scoring may fill; each holds a whole vocabulary
+SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row takes the memory of a whole vocabulary
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The engine now, and what it has counted since it was made."""
+    """The engine's current state, and its counters since it was created."""
 
     running: int
     waiting: int
     pages: int
     pages_used: int
     preemptions: int
-    prefix_queries: int  # tokens of admitted sequences that may use the prefix cache
-    prefix_hits: int  # those of them that it held
+    prefix_queries: int  # tokens of all admitted sequences that may use the prefix cache
+    prefix_hits: int  # how many of these tokens were in the prefix cache
     counts: Counts
 
 
 class Batch:
-    """Sequences of `dims.max_seqs` slots on a pool of `pages` KV pages, at most `step_tokens` tokens a step."""
+    """Schedules sequences on `dims.max_seqs` slots and `pages` KV pages, with at most `step_tokens` tokens per step."""
 
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting = Waiting()
         self.slots = Slots(dims)
-        self.counts = Counts()  # the engine's, who knows the outcome of steps
+        self.counts = Counts()  # updated by the engine, which knows the results of steps
         self._max_seqs, self._page = dims.max_seqs, dims.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
-        self._slots = list(range(dims.max_seqs - 1, -1, -1))  # free ones
+        self._slots = list(range(dims.max_seqs - 1, -1, -1))  # free slots
         self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
     def running(self) -> list[Sequence]:
-        """In the order in which they were admitted."""
+        """The running sequences, in the order of admission."""
         return self.slots.sequence[self.slots.order].tolist()  # type: ignore[no-any-return]
 
     @property
@@ -73,8 +74,10 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices; the others after the first where its prompt's pages may be shared."""
-        now = len(request.choices) if len(request.prompt_ids) <= self._page else 1  # nothing to share: all at once
+        """Queue a request's choices. If the prompt exceeds a page, the others wait until the first has computed it."""
+        now = (
+            len(request.choices) if len(request.prompt_ids) <= self._page else 1
+        )  # 1: only if there is a page to share
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 
@@ -82,8 +85,8 @@ class Batch:
         return -(-tokens // self._page)
 
     def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Who takes part in the next step, each with slot and pages: the slots of those who compute one token, then
-        the others with the number of their tokens.
+        """Plan the next step. Returns the slots of the sequences that compute one token, and the other sequences with
+        their numbers of tokens. All of them have a slot and the pages that they need.
         """
         slots, order = self.slots, self.slots.order
         for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
@@ -93,12 +96,12 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """What HISTORY is to hold when the step starts and no launch has stored: (slot, first place, tokens)."""
+        """What the host must write to HISTORY before the step starts: (slot, first position, tokens)."""
         histories, self._histories = self._histories, []
         return histories
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is; again: nothing."""
+        """End a sequence, whether it runs, waits or is held. Does nothing if it has ended already."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -113,9 +116,9 @@ class Batch:
             self.unhold(sequence.request)
 
     def lengthen(self, sequence: Sequence, tokens: int) -> int:
-        """Give a running sequence pages for the K and V of `tokens` tokens, as far as pages are free.
+        """Give a running sequence pages for `tokens` tokens, or for fewer if not enough pages are free.
 
-        Returns for how many of them it has room then.
+        Returns for how many of these tokens it then has room.
         """
         held = int(self.slots.pages.count[sequence.slot])
         more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
@@ -124,7 +127,7 @@ class Batch:
         return min(tokens, (held + len(more)) * self._page)
 
     def shorten(self, sequence: Sequence) -> None:
-        """Forget what a step computed for a sequence after the tokens that it has: those were proposed in vain."""
+        """Discard what a step computed for proposed tokens that were rejected, and free the pages beyond."""
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
@@ -135,7 +138,7 @@ class Batch:
             self._write_history(sequence, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """The first choice has computed the prompt (or ended): the others come next."""
+        """Queue a request's held choices at the front, once the first has computed the prompt or has ended."""
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -144,14 +147,14 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """`unhold` where one of the slots `planned` has a first choice that has now computed the prompt."""
+        """Call `unhold` for each slot in `planned` whose first choice has now computed the prompt."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
             self.unhold(sequence.request)
 
     def reset(self) -> None:
-        """Everybody waits again with the tokens they have, and no page is known."""
+        """Preempt all running sequences, which keep their tokens, and empty the prefix cache."""
         for sequence in sorted(self.running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self.waiting:
@@ -161,11 +164,11 @@ class Batch:
         self.forget()
 
     def forget(self) -> None:
-        """Sequences admitted from now on compute their prompts themselves."""
+        """Empty the prefix cache."""
         self._pool.forget()
 
     def _publish(self, sequence: Sequence) -> None:
-        """Let others share the pages that the launches so far fill."""
+        """Add the pages that the launches so far have filled to the prefix cache."""
         slots, slot = self.slots, sequence.slot
         full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
@@ -174,8 +177,9 @@ class Batch:
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
-        """Give every running sequence room for its next token, the oldest first and, if need be, at the youngest's
-        expense.
+        """Give every running sequence a page for its next token if it needs one, oldest first.
+
+        If no page is free, the youngest sequences are preempted.
         """
         slots = self.slots
         order = slots.order
@@ -193,17 +197,17 @@ class Batch:
                 slots.add_page(np.array([sequence.slot]), self._pool.take(1))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, with the tokens it has."""
+        """Move a running sequence to the front of the queue. It keeps its tokens."""
         sequence.sampling = bool(self.slots.length[sequence.slot] > self.slots.known[sequence.slot])
         self._release(sequence)
         self.waiting.push(sequence)
 
     def _admit(self) -> None:
-        """Let those who wait run while there is a slot and room for the tokens they have, in turn.
+        """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
 
-        A step has masks for MOST_MASKS sequences that follow a grammar. Room is what is free less a page for each
-        running sequence that will need one. Who has just lost its pages waits for the token that is being sampled for
-        it: that goes to the slot that it had.
+        One page is reserved for each running sequence that will need one. A step table has masks for at most MOST_MASKS
+        constrained sequences. A sequence that was just preempted is not admitted before the running launch has sampled
+        its token, because the launch stores that token in the sequence's old slot.
         """
         if not self.waiting or not self._slots:
             return
@@ -239,9 +243,10 @@ class Batch:
             self._prefix_hits += sequence.computed
 
     def _prefix(self, sequence: Sequence) -> list[int]:
-        """Known pages that hold the sequence's beginning, but never its last token, whose logits are wanted.
+        """Cached pages that hold the sequence's prefix.
 
-        A prompt that is scored needs the logits of all of it.
+        The last token is never included, because its logits are needed. A prompt that is scored uses no cached page,
+        because it needs the logits of all its tokens.
         """
         request = sequence.request
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
@@ -250,7 +255,7 @@ class Batch:
         return self._pool.find(sequence.page_hashes(page, (len(sequence.tokens) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Who computes how many tokens in the next step: decoding sequences first, then the oldest prompts."""
+        """Divide the step's tokens: one for each decoding sequence, the rest for prompts in order of admission."""
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
@@ -283,5 +288,5 @@ class Batch:
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:
-    """Order of arrival."""
+    """A sort key by arrival."""
     return sequence.request.id, sequence.choice

@@ -1,6 +1,6 @@
-"""Counters of a server's processes in memory that all of them map: each writes its own row, anybody reads all.
+"""Counters in memory that all processes of a server share. Each process writes its own row, and all may read every row.
 
-A row outlives the process that writes it, so a frontend that takes another's place goes on counting where that ended.
+A row outlives its process, so a frontend that replaces a dead one continues its counters.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_COLUMNS = 512  # numbers of a row: more than its fields, so that rows lie apart
+_COLUMNS = 512  # numbers per row: more than the fields, so that rows of two processes share no cache line
 
-# What the engine's process writes in row 0. The clock of `progress_at` is `monotonic`, which processes share.
+# The fields of row 0, which the engine's process writes. `progress_at` is a `monotonic` time, valid in all processes.
 ENGINE_FIELDS = [
     (name, 1)
     for name in (
@@ -24,7 +24,7 @@ ENGINE_FIELDS = [
 
 
 class Row:
-    """Named numbers in a row of a board. A name is a field, or several numbers in a row (`width`)."""
+    """One row of a board. A field is a name for one number, or for `width` consecutive numbers."""
 
     def __init__(self, numbers: memoryview[float], fields: Sequence[tuple[str, int]]) -> None:
         self.numbers = numbers
@@ -34,7 +34,7 @@ class Row:
             self.at[name] = end
             end += width
         assert end <= _COLUMNS
-        self._cpu_s = 0.0  # of this process, those that are counted
+        self._cpu_s = 0.0  # CPU seconds of this process that are already in the row
 
     def get(self, name: str) -> float:
         return float(self.numbers[self.at[name]])
@@ -44,13 +44,13 @@ class Row:
             self.numbers[self.at[name]] = value
 
     def count_cpu(self) -> None:
-        """Add what this process has computed since it last did so."""
+        """Add the CPU time that this process has used since the last call."""
         before, self._cpu_s = self._cpu_s, time.process_time()
         self.numbers[self.at["cpu_s"]] += self._cpu_s - before
 
 
 class Board:
-    """`rows` rows in the file `path`, which the first process makes."""
+    """`rows` rows of numbers in the file `path`. The engine's process creates the file (`create`)."""
 
     def __init__(self, path: Path, rows: int, *, create: bool = False) -> None:
         if create:

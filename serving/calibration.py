@@ -1,7 +1,8 @@
-"""This machine's costs for the simulator, from micro-benchmarks: no step of a model is timed.
+"""Measures this machine's costs for the simulator with micro-benchmarks. No step of a model is timed.
 
-Arithmetic from single instructions, again and again, on weights that lie in the caches; set-up and signals from
-launches without arithmetic. The best of several, since anything else on the machine only slows one.
+The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
+set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
+machine can only slow a run down.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from ..scheduler import Options, compile_program
 
 _ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
 _ATTENTION_ROWS = (1, 4, 16, 32)
-_COLUMNS = 256  # of a matmul's tile
+_COLUMNS = 256  # columns of a matmul tile
 _CONTEXT = 1024
 _REPEATS, _ROUNDS = 40, 3
 _BEST_S, _LEAST_RUNS = 0.3, 5
-_LEAST_S = 1e-9  # of what is too short to measure
-_FEW, _MANY = 2, 62  # layers
+_LEAST_S = 1e-9  # the value for a cost that is too small to measure
+_FEW, _MANY = 2, 62  # layers of the two models that are compared
 _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """`core`, and seconds that each launch, instruction and signal takes. `others`: see `Measured`."""
+    """One core's rates, and the seconds that a launch, an instruction and a signal take.
+
+    `others` is the part of the machine's CPU time that other processes took, None if that is unknown.
+    """
 
     ceilings: Ceilings
     core: Core
@@ -57,9 +61,10 @@ class Calibration:
 
 
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
-    """`ceilings` of all cores, `alone` of one; `on_round(done, of)` is told how far it is. Takes about a minute.
+    """Run the micro-benchmarks, which takes about a minute. `on_round(done, of)` reports progress.
 
-    What an instruction reaches is no more than a core's share of what multiply-adds alone do, with all cores at work.
+    `ceilings` holds for all cores together, `alone` for one core. An instruction's rate is capped at the multiply-add
+    rate of one core while all cores compute.
     """
     begin = busy.now()
     rounds, idle = [], []
@@ -75,7 +80,7 @@ def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int]
 
 
 def write_machine(path: Path, found: Calibration) -> None:
-    """A machine file on top of `host`, whole or not at all."""
+    """Write a machine file that is based on `host`. A failure leaves no partial file."""
     host = machines.hardware(machines.HOST)
     ghz = host.clock_hz
     cache = (found.ceilings.cache_bytes_per_s or 0.0) / found.ceilings.threads / ghz
@@ -101,8 +106,9 @@ def write_machine(path: Path, found: Calibration) -> None:
         "core": vars(found.core),
     }
     lines = [
-        f"# Measured on {date.today().isoformat()} by `megakernel doctor --calibrate`; others took {known} of it.",
-        "# A core stands for an SM, the last shared cache for L2; figures per clock are per nanosecond.",
+        f"# Measured on {date.today().isoformat()} by `megakernel doctor --calibrate`.",
+        f"# During the measurement other processes used {known} of the CPU time.",
+        "# A core stands for an SM and the last-level cache for L2. The clock counts nanoseconds.",
         'base = "host"',
     ]
     for section, figures in sections.items():
@@ -122,15 +128,17 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """Raises MegakernelError where no round found a rate."""
+    """The best rate of all rounds for each number of rows, at most `most`. Raises MegakernelError if there is none."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
-        raise MegakernelError("cannot calibrate: others disturb every measurement: try again when the machine is quiet")
+        raise MegakernelError(
+            "cannot calibrate: other processes disturb every measurement: try again when the machine is idle"
+        )
     return rates
 
 
 def _config(layers: int) -> ModelConfig:
-    """A shape of no model that predictions are made for."""
+    """A model shape for calibration only. No prediction is made for it, so nothing is fitted to a predicted model."""
     base = load_config("random:llama-3.2-1b")
     return replace(base, layers=layers, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024)
 
@@ -154,9 +162,10 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """FLOP/s of one core by rows of a matmul tile, by (row, head) pairs of an attention item, and of a norm.
+    """FLOP/s of one core: by rows of a matmul tile, by (row, head) pairs of an attention item, and of a norm.
 
-    Each from launches that run one instruction once and many times over: the difference has neither launch nor call.
+    Each rate is the difference between a launch that runs an instruction once and one that runs it many times. This
+    cancels the cost of the launch and of the call.
     """
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
@@ -191,12 +200,12 @@ def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]
 
 
 def _rate(work: float, seconds: float) -> float:
-    """0 where a disturbed launch of one instruction took longer than one of many."""
+    """Work per second, or 0 if a disturbed launch of one instruction took longer than a launch of many."""
     return work / seconds if seconds > 0 else 0.0
 
 
 def _repeated(program: Program, one: Records, times: int) -> Program:
-    """`program` with nothing in it but one record, again and again, on its only worker."""
+    """`program` with only one record, repeated `times` times on its only worker."""
     nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
     body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
     unsignalled = {name: np.zeros_like(getattr(program, name)) for name in _TOTALS}
@@ -204,15 +213,15 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[float]:
-    """Seconds of launches without arithmetic: of few and of many layers, by one worker and by all."""
+    """Seconds of four launches without arithmetic: few and many layers on one worker, then on all workers."""
     return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 
 def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
     """Seconds of an instruction's set-up, of a launch and of a signal, from the shortest launches of all `rounds`.
 
-    The first two are of one worker's. A signal is what all cores' take longer: a layer with one row is a chain of
-    phases, each of which waits for all workers.
+    Set-up and launch come from launches on one worker. The cost of a signal is the additional time on all cores,
+    divided by the number of phases: a layer with one row is a chain of phases, and each phase waits for all workers.
     """
     few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
     few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
@@ -227,14 +236,15 @@ def _null_program(workers: int, layers: int) -> Program:
 
 
 def _instructions(workers: int, layers: int) -> int:
-    """Of each worker."""
+    """The number of instructions of each worker."""
     return _null_program(workers, layers).instructions // workers
 
 
 def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
-    """Shortest launch of one token without arithmetic, instructions of each worker, and phases of a layer.
+    """Launch a step of one token without arithmetic several times.
 
-    Each worker has a thread, unless `threads` says otherwise.
+    Returns the seconds of the shortest launch, the number of instructions of each worker and the number of phases of a
+    layer. Each worker has a thread, unless `threads` says otherwise.
     """
     program = _null_program(workers, layers)
     null = _backend("null", _config(layers), program.dims, threads or workers)
@@ -245,7 +255,7 @@ def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Shortest of many runs."""
+    """Seconds of the shortest of many runs."""
     work()
     times: list[float] = []
     stop = perf_counter() + _BEST_S

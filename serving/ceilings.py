@@ -1,4 +1,4 @@
-"""The ceilings of what a model runs on: this machine's CPU, measured once by the native library's probes, or GPUs."""
+"""Roofline ceilings: of this machine's CPU, measured once by the native library's probes, or of GPUs' datasheets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..runtime.cpu.native import probe_fma, probe_read, simd
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """What `threads` threads read and compute at best, of all that was ever measured on this machine.
+    """The best memory bandwidth and FLOP rate that `threads` threads ever reached on this machine.
 
-    Measured now (about three seconds) where that was never done, where others kept the machine busy each time, or
-    `anew`.
+    The probes run now, for about three seconds, if there is no earlier result, if other processes kept the machine busy
+    in every earlier run, or if `anew` is set.
     """
     name = kept.this_machine(simd())
     known = kept.recall(name, threads)
@@ -24,7 +24,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
-    """`machine`, one of `ranks`, with its share of what `ceilings` say of all of them; a GPU is what its sheet says."""
+    """`machine` as one of `ranks` equal parts of a host with `ceilings`. A GPU keeps its datasheet's rates."""
     if machine.name != HOST:
         return machine
     flops, cache = ceilings.flops / ranks, ceilings.cache_bytes_per_s
@@ -40,7 +40,7 @@ def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
 
 
 def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
-    """The datasheet's rates of `ranks` devices together, each of them `machine`."""
+    """The datasheet rates of `ranks` devices of type `machine`, added up."""
     one = machine_ceilings(machine)
     return replace(
         one,

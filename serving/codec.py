@@ -1,4 +1,4 @@
-"""Between a model's token ids and text; models without a tokenizer have ids only."""
+"""Converts text to token ids and back. A model without a tokenizer accepts and returns token ids only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .transcript import Transcript
 
 @dataclass
 class Codec:
-    """`model` is its name, for errors."""
+    """A model's tokenizer and tool call format. `model` is the name that errors show."""
 
     model: str
     tokenizer: Tokenizer | None
-    tool_parser: str | None = None  # a name of FORMATS; None: what the chat template says
+    tool_parser: str | None = None  # a name of FORMATS; None: found from the chat template
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
@@ -37,8 +37,9 @@ class Codec:
         tools: Sequence[Mapping[str, Any]] = (),
         **how: bool,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the answer, in which the model may call `tools`. The rest is as
-        `Tokenizer.apply_chat_template` has it.
+        """Token ids of a conversation up to where the answer begins; the model may call `tools` in it.
+
+        `values` and `how` go to `Tokenizer.apply_chat_template`.
         """
         if self.tokenizer is None:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
@@ -55,12 +56,12 @@ class Codec:
         return tool_format(self.tool_parser, self.tokenizer.chat_template if self.tokenizer else None)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise MegakernelError where only a tokenizer could do what is asked."""
+        """Raise MegakernelError if `params` need a tokenizer and the model has none."""
         if params.stop_strings and self.tokenizer is None:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """One for the reader of each choice; `special` tokens are in its text whatever `params` say."""
+        """A transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
         return [Transcript(params, self._decoder(params, special)) for _ in range(params.n)]
 
     def _decoder(self, params: SamplingParams, special: bool) -> TextStream | None:

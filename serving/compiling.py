@@ -1,4 +1,4 @@
-"""Constraints made in a thread beside the engine's, which only asks for them: grammars take time to compile."""
+"""Compiles grammars in a thread of its own, so that slow compilations do not hold up the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = Callable[[Constraint | MegakernelError], None]
 
 
 class Compiling:
-    """One after the other. `start` and `close` begin and end the thread, in which answers are given."""
+    """A thread that compiles one grammar after the other. The `answer` callbacks run in this thread."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -28,18 +28,18 @@ class Compiling:
         self._thread.start()
 
     def close(self) -> None:
-        """After the one that is being made; who still waits gets no answer."""
+        """End the thread after the current grammar. Grammars that still wait get no answer."""
         while not self._asked.empty():
             self._asked.get()
         self._asked.put(None)
         self._thread.join()
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint, where that takes no time. Raises MegakernelError for a malformed grammar."""
+        """A new constraint if its grammar is compiled already, otherwise None. Raises MegakernelError if malformed."""
         return self._grammars.known(params)
 
     def ask(self, params: SamplingParams, answer: Answer) -> None:
-        """Have a constraint made."""
+        """Queue a constraint to be made. `answer` is called with it, or with the error."""
         self._asked.put((params, answer))
 
     def _run(self) -> None:
@@ -53,4 +53,4 @@ class Compiling:
                 answer(e)
             except Exception:
                 log.exception("a grammar could not be compiled")
-                answer(MegakernelError("structured outputs: the server failed on them; its log says how"))
+                answer(MegakernelError("structured outputs: internal error, see the server's log"))

@@ -1,4 +1,4 @@
-"""What the sequences of a step whose texts must match a grammar make of it: forced tokens, and masks in its table."""
+"""Applies the constraints of a step's sequences to it: adds forced tokens, and writes masks into its step table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .request import Sequence
 from .speculation import VERIFIED_ROWS, granted
 from .work import Part, Work, extended
 
-Forced = dict[Sequence, list[int]]  # the tokens that come next, maybe none, of each sequence that follows a grammar
+Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that must come next, often none
 
 
 def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
-    """Let the forced tokens of a step's sequences join it, as far as they make no padding and it has at most `tokens`.
+    """Add forced tokens to a step, as many as fit without padding and without exceeding `tokens` tokens.
 
-    A token that does not join is still the one that the step gives next, or a later one.
+    A forced token that does not fit is not lost: this step or a later one gives it as its next token.
     """
     part, slots = work.part, batch.slots
     turns = part.turns
@@ -45,9 +45,9 @@ def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
 
 
 def write(table: StepTable, part: Part, forced: Forced) -> list[Sequence]:
-    """Say in a step's table what `forced` tokens its rows give, and which tokens those allow whose next one is open.
+    """Write constraints into a step table: forced tokens as the rows' targets, and a mask for each row that samples.
 
-    Gives the sequences that cannot go on; their rows sample what they like.
+    Returns the sequences that have no valid continuation. Their rows sample without a mask.
     """
     turns = part.turns
     table.target[: len(turns.target)] = turns.target

@@ -1,4 +1,4 @@
-"""Which tokens may come next in a text, and which must."""
+"""Constraints on generation: which tokens may come next in a text, and which tokens must."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 
 class Constraint(ABC):
-    """Follows the output of one sequence. `error` says why it cannot be followed any further."""
+    """Tracks the output of one sequence. `error` is not empty if no valid continuation is left, and says why."""
 
     error = ""
 
     @abstractmethod
     def copy(self) -> Constraint:
-        """One for another sequence, at the beginning."""
+        """A fresh constraint for another sequence that has no output yet."""
 
     @abstractmethod
     def follow(self, tokens: Seq[int], prompt: int) -> list[int]:
-        """Take note of the output, `tokens` from `prompt` on: the tokens that must come next, maybe none."""
+        """Read the output, which is `tokens[prompt:]`. Returns the tokens that must come next, often none."""
 
 
 class Words(Constraint):
-    """Only `allowed` ids, or all where it is None, and none that would end one of the runs of ids `bad`."""
+    """Permits only `allowed` ids (None: all), and no id that would complete one of the token runs in `bad`."""
 
     def __init__(self, vocab: int, allowed: Seq[int] | None, bad: Seq[Seq[int]]) -> None:
         bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
@@ -46,7 +46,7 @@ class Words(Constraint):
         return []
 
     def write(self, mask: NDArray[np.int32]) -> None:
-        """The tokens that may come next."""
+        """Fill `mask` with one bit per token id: 1 if the token may come next."""
         mask[:] = self._mask
         words = mask.view(np.uint32)
         for before, last in self._bad:
@@ -59,16 +59,16 @@ class Words(Constraint):
 class Grammar(Constraint):
     """A grammar that the text must match.
 
-    Where only one text can come next, its tokens are forced, those into which the tokenizer splits it; elsewhere a mask
-    says which tokens may be sampled. Both depend on the output alone. A forced run is worked out once, as a whole:
-    however many steps its tokens take, they are the same.
+    If only one text can come next, the tokens into which the tokenizer splits it are forced. Otherwise a mask says
+    which tokens may be sampled. Both depend on the output alone. A forced run is computed once, as a whole, so its
+    tokens do not depend on how many steps they take.
     """
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
-        """`matcher` has read nothing, and stays so."""
+        """`matcher` has read no token. It is copied, never advanced."""
         self._start, self._executor = matcher, executor
         self.matcher = matcher.deep_copy()
-        self._read: list[int] = []  # the output, and then what is forced
+        self._read: list[int] = []  # the output, then the forced tokens
 
     def copy(self) -> Grammar:
         return Grammar(self._start, self._executor)
@@ -89,13 +89,16 @@ class Grammar(Constraint):
         return read[known:]
 
     def fail(self) -> None:
-        """The library can go on no more."""
+        """Record the library's reason why there is no valid continuation."""
         why = self.matcher.get_error() or "the grammar allows no token"
         self.error = " ".join(why.split("<state>")[0].split())[:500]
 
     @staticmethod
     def write(masks: NDArray[np.int32], rows: Mapping[int, Grammar]) -> None:
-        """The tokens that may follow what each has read and what is forced, in its row of `masks`; all cores help."""
+        """Fill each grammar's row of `masks` with the tokens that may follow its output and its forced tokens.
+
+        The library computes the rows in parallel on all cores.
+        """
         if not rows:
             return
         executor = next(iter(rows.values()))._executor
@@ -107,7 +110,7 @@ class Grammar(Constraint):
 
 
 def write_masks(masks: NDArray[np.int32], constraints: Seq[Constraint]) -> None:
-    """The tokens that may come next, a row of `masks` for each."""
+    """Fill one row of `masks` for each constraint with the tokens that may come next."""
     Grammar.write(masks, {row: one for row, one in enumerate(constraints) if isinstance(one, Grammar)})
     for row, one in enumerate(constraints):
         if isinstance(one, Words):

@@ -1,4 +1,4 @@
-"""How many tokens an engine's steps gave, and how many of the proposed ones were right."""
+"""Counts the tokens that an engine's steps generate, and how many proposed tokens were accepted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counts:
-    """`generated` tokens; `turns` counts each sequence of each step that got at least one of them.
+    """Token counts of some steps.
 
-    Steps verified `proposed` tokens, of which `accepted` were right.
+    generated  tokens
+    turns      pairs of a step and a sequence that got at least one token in that step
+    proposed   tokens that were proposed and verified
+    accepted   proposed tokens that were right
     """
 
     generated: int = 0
@@ -30,9 +33,9 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step gives a sequence, on average: 1 without speculation."""
+        """Average tokens per step and sequence: 1 without speculation."""
         return self.generated / self.turns if self.turns else 1.0
 
     def figures(self) -> dict[str, float]:
-        """What benchmarks report."""
+        """The figures that benchmarks report."""
         return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}

@@ -1,20 +1,20 @@
-"""What an engine knows of proposals for one sequence: who makes them, and how often they were right."""
+"""Speculation state of one sequence: its proposer, and how often its proposals were right."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_MEMORY = 0.9  # weight of what a share was before the last verification
-_BEGIN = 2.0  # tokens for which a share stands at first
-_PATIENCE, _MOST_PATIENCE = 16, 64  # proposals in a row that are declined, at first and after probes that failed
+_MEMORY = 0.9  # decay factor of the earlier counts at each verification
+_BEGIN = 2.0  # the weight of the initial acceptance rate, in tokens
+_PATIENCE, _MOST_PATIENCE = 16, 64  # declined proposals in a row before a probe: initially, and at most
 
 
 class Proposer(Protocol):
-    """Guesses how one sequence goes on."""
+    """Guesses the next tokens of one sequence."""
 
     def read(self) -> None:
-        """Take note of the sequence's new tokens, while nothing waits for it."""
+        """Read the sequence's new tokens. The engine calls this while a launch runs, when it costs no time."""
 
     def propose(self, count: int) -> list[int]:
         """At most `count` tokens that may come next."""
@@ -22,7 +22,10 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class Share:
-    """How likely a proposed token is right if those before it are: `accepted` of `tried` ones were, as decayed sums."""
+    """Acceptance rate: the probability that a proposed token is right if all tokens before it are.
+
+    `tried` and `accepted` are exponentially decayed counts of tokens.
+    """
 
     memory: float = _MEMORY
     tried: float = _BEGIN
@@ -33,21 +36,25 @@ class Share:
         return self.accepted / self.tried
 
     def young(self) -> Share:
-        """A new one that begins with the value of this one."""
+        """A new acceptance rate that starts with the value of this one."""
         return Share(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Of `proposed` tokens so many were right; the first wrong one was tried, those after it were not."""
+        """Record that the first `accepted` of `proposed` tokens were right.
+
+        The first wrong token counts as tried. The tokens after it do not.
+        """
         self.tried = self.memory * self.tried + accepted + (accepted < proposed)
         self.accepted = self.memory * self.accepted + accepted
 
 
 @dataclass(slots=True)
 class Draft:
-    """`share` is the sequence's own, and begins with what its maker believes.
+    """Decides when a sequence's proposals deserve a probe. `share` is the sequence's own acceptance rate.
 
-    After `patience` declined proposals in a row one token is tried against the odds, a probe. One that succeeds is
-    followed by the next, until the share of accepted tokens decides again; each that fails makes probes rarer.
+    After `patience` declined proposals in a row, one token is verified although it is not expected to pay: a probe. A
+    successful probe is followed by another, until the acceptance rate is high enough to decide. Each failed probe makes
+    probes rarer.
     """
 
     proposer: Proposer
@@ -66,15 +73,15 @@ class Draft:
         return self.declined >= self.patience
 
     def decline(self) -> None:
-        """A proposal is not verified."""
+        """Record that a proposal is not verified."""
         self.declined += 1
 
     def verify(self) -> None:
-        """A proposal is verified."""
+        """Record that a proposal is verified."""
         self.probing, self.declined = self.due, 0
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """See `Share.learn`."""
+        """Update the acceptance rate (see `Share.learn`) and the rate of probes."""
         self.share.learn(proposed, accepted)
         if self.probing and accepted:
             self.declined = self.patience

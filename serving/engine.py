@@ -1,12 +1,14 @@
-"""Continuous batching: requests wait, run a chunk per step, and leave; one launch per step.
+"""Continuous batching with chunked prefill. Each step is one launch.
 
-A step takes one token of every sequence that decodes, then fills what is left of its token budget with pieces of
-prompts, in order of arrival. While a launch runs, the next step is planned and its table built: a token that the launch
-is about to sample stands there as "what HISTORY will hold", so only a sequence that a stop token ends unforeseen
-takes part once too often, and its row is ignored. Proposed tokens are added when the launch has ended, and after a step
-that verifies some the next one is planned late: only its outcome says where sequences go on.
+A step takes one token of every decoding sequence, then fills the rest of its token budget with chunks of prompts, in
+the order of arrival. While a launch runs, the engine plans the next step and builds its table. A token that the running
+launch has yet to sample is represented there by its position in HISTORY. If such a token turns out to end its sequence,
+the sequence still has a row in the next step, and that row is ignored.
 
-A token's bits depend on its own sequence only, so nothing of this shows in what is generated.
+Proposed tokens are added to a planned step when the launch before it has ended. After a step that verifies proposed
+tokens, the next step is planned only when it has ended, because its results decide where the sequences continue.
+
+The bits of a token depend only on its own sequence, so none of this changes what is generated.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ from .work import Part, Planner, Turns, Work
 
 @dataclass(frozen=True)
 class Step:
-    """One launch that has ended: new tokens of each sequence and KV tokens after it; `output.logits` are not kept."""
+    """A finished launch. `rows` and `contexts` hold, for each sequence, its token rows and its KV tokens afterwards.
+
+    `output.logits` is empty unless the step's requests needed logits on the host.
+    """
 
     program: Program
     rows: list[int]
@@ -50,15 +55,15 @@ class Step:
     logit_rows: int
     output: Output
     tokens: Tokens
-    failed: list[Sequence]  # ended with it, because they cannot follow their grammar any further
+    failed: list[Sequence]  # sequences that ended because their constraint allows no continuation
 
 
 class _Fates:
-    """What became of each logit row of a step.
+    """What became of each logit row of a step, as arrays.
 
-    `heard` is False for one of a sequence that had ended or had other tokens. Of the others that sample, `finish` says
-    by index into FINISH why the token ends its sequence, `first` whether it is the sequence's first, and `waited` how
-    many seconds it was waited for.
+    `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. For
+    the other rows that sample, `finish` is an index into FINISH that says why the token ends its sequence, `first` says
+    whether it is the sequence's first token, and `waited` is the seconds since the token before it.
     """
 
     def __init__(self, rows: int) -> None:
@@ -68,11 +73,11 @@ class _Fates:
 
 
 class Engine:
-    """Runs requests on a backend. Not thread-safe: one caller adds, steps and aborts.
+    """Runs requests on a backend. It is not thread-safe: one thread adds requests, steps and aborts.
 
-    `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; the other limits are
-    those of `dims`. With `prefix_cache`, prompts that begin alike share pages; with `speculation`, steps verify
-    proposed tokens. Token ids go in and come out; `Transcript` makes text of them.
+    `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; `dims` has the other
+    limits. With `prefix_cache`, prompts with a common prefix share pages. With `speculation`, steps verify proposed
+    tokens. The engine handles token ids only; `Transcript` converts them to text.
     """
 
     def __init__(
@@ -96,14 +101,14 @@ class Engine:
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
         self._under_way: Work | None = None
-        self._failing: list[Sequence] = []  # of the launch under way, those that end with it
+        self._failing: list[Sequence] = []  # sequences of the running launch that end with it
         self._requests = 0
 
     # -- requests
 
     @property
     def idle(self) -> bool:
-        """Nobody waits or runs; then no launch is under way either."""
+        """Whether no sequence waits or runs. Then no launch is running either."""
         return not self._batch.waiting and not len(self._batch.slots.order)
 
     @property
@@ -119,16 +124,18 @@ class Engine:
         client: str = "",
         constraint: Constraint | None = None,
     ) -> Request:
-        """Queue a prompt, whose tokens will carry `tag`; clients take turns where several have prompts that wait.
+        """Queue a prompt. Its tokens will carry `tag`. When many prompts wait, the clients are admitted in turn.
 
-        `constraint` is what `Grammars` has made of `params`. Raises MegakernelError where the prompt can never run.
+        `constraint` is what `Grammars` made from `params`. Raises MegakernelError if the prompt can never run.
         """
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
-            raise AssertionError("a constraint belongs to parameters that ask for it")
+            raise AssertionError("give a constraint if, and only if, the sampling parameters ask for one")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
-            raise MegakernelError("min_tokens forbids all of allowed_token_ids: they end the text")
+            raise MegakernelError(
+                "min_tokens forbids every id in allowed_token_ids, because all of them end the text: allow another id"
+            )
         request = Request(self._requests, prompt, params, stop_ids, tag, client)
         self._requests += 1
         limit = self._length_limit(len(prompt), params)
@@ -139,7 +146,7 @@ class Engine:
         return request
 
     def check(self, prompt_ids: Seq[int], params: SamplingParams) -> list[int]:
-        """The prompt as plain ints, or the reason why it cannot run."""
+        """The prompt as plain ints. Raises MegakernelError with the reason if it can never run."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise MegakernelError("the prompt is empty: give it at least one token")
@@ -148,14 +155,14 @@ class Engine:
             raise MegakernelError(f"prompt token {wrong} is outside the vocabulary of {self.dims.vocab}")
         if len(prompt) >= self.dims.max_context:
             raise MegakernelError(
-                f"the prompt has {len(prompt)} tokens and the context {self.dims.max_context}, which must also hold"
+                f"the prompt has {len(prompt)} tokens, but the context of {self.dims.max_context} tokens must also hold"
                 " one generated token: shorten the prompt or raise the context"
             )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             wrong = next((t for t in ids if t >= self.dims.vocab), None)
             if wrong is not None:
                 raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.vocab}")
-        # The last token generated is never fed back, so it needs no room.
+        # The last generated token is never an input, so it needs no KV.
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:
             raise MegakernelError(
@@ -164,28 +171,28 @@ class Engine:
         return prompt
 
     def abort(self, request: Request) -> None:
-        """Forget a request; its choices that run end with reason `abort`."""
+        """Abort a request. Its open choices end with the reason `abort`."""
         for sequence in request.choices:
             self._batch.finish(sequence, "abort")
         self._settle()
 
     def stop(self, request: Request, choice: int) -> None:
-        """End one choice where its reader found a stop string."""
+        """End one choice, because its reader found a stop string."""
         self._batch.finish(request.choices[choice], "stop")
         self._settle()
 
     def reset_prefix_cache(self) -> None:
-        """Requests admitted from now on compute their prompts themselves."""
+        """Empty the prefix cache, so that requests admitted from now on compute their whole prompts."""
         self._batch.forget()
 
     # -- steps
 
     def step(self, *, trace: bool = False) -> Step:
-        """Wait for the launch under way, start the next one and tell what the ended one brought; there must be work.
+        """Wait for the running launch, start the next one, and return the finished step. The engine must not be idle.
 
-        `trace` is for the launches that this call starts: the one it returns is traced if the last call asked, or if
-        nothing was under way. After an exception nothing is under way and every request waits, to compute again what
-        was lost; tokens of a launch that had ended may remain untold, so abort the requests that ran.
+        `trace` applies to the launches that this call starts. So the returned step is traced if the previous call asked
+        for it, or if no launch was running. After an exception no launch is running, and every request waits to compute
+        again what was lost. Tokens of the finished launch may be missing then, so abort the requests that ran.
         """
         try:
             if self._under_way is None:
@@ -215,17 +222,17 @@ class Engine:
         return Step(work.program, counts, contexts, len(turns.chunk), output, _read(turns, output, fates), failed)
 
     def run(self) -> Iterator[Step]:
-        """Step until nothing is left."""
+        """Step until the engine is idle."""
         while not self.idle:
             yield self.step()
 
     def close(self) -> None:
-        """Abort what runs and free the backend."""
+        """Abort the running launch and free the backend."""
         self._reset()
         self.backend.close()
 
     def _prepare(self) -> Work | None:
-        """Plan the step after the launches so far; None where nobody can take part."""
+        """Plan the step after the launches so far. Returns None if no sequence can take part."""
         ones, pieces = self._batch.plan()
         if not len(ones) and not pieces:
             return None
@@ -236,13 +243,13 @@ class Engine:
         return Work(part, self._batch.take_histories())
 
     def _build(self, work: Work) -> None:
-        """Choose the program and make the table."""
+        """Choose the program of a planned step and build its table."""
         turns, _, tokens = work.part
         work.program = self.programs.get(len(tokens), max(len(turns.chunk), 1))
         work.table = self._steps.build(work.program.dims, Rows(*work.part))
 
     def _start(self, work: Work | None, trace: bool) -> None:
-        """Launch a step, unless everybody in it has ended meanwhile."""
+        """Launch a planned step, unless all its sequences have ended in the meantime."""
         if work is None:
             return
         constrained = np.count_nonzero(self._batch.slots.constrained)
@@ -265,7 +272,7 @@ class Engine:
         self._under_way = work
 
     def _fail(self) -> list[Sequence]:
-        """End the sequences that cannot follow their grammar any further, but for those that have ended already."""
+        """End the sequences whose constraint allows no continuation. Returns those that had not ended already."""
         failed = [sequence for sequence in self._failing if sequence.finish_reason is None]
         self._failing = []
         for sequence in failed:
@@ -273,7 +280,7 @@ class Engine:
         return failed
 
     def _settle(self) -> None:
-        """A launch whose last sequence has left is waited for, so that an idle engine is at rest."""
+        """Wait for the running launch if its last sequence has left, so that an idle engine has no running launch."""
         if self.idle and self._under_way and self._under_way.launch:
             try:
                 self._under_way.launch.wait()
@@ -283,7 +290,7 @@ class Engine:
                 raise
 
     def _reset(self) -> None:
-        """Nothing that a lost launch computed counts: everybody waits again, and no page is known."""
+        """Drop the running launch and its results: all sequences wait again, and the prefix cache is empty."""
         work, self._under_way = self._under_way, None
         self._failing = []
         if work and work.launch:
@@ -299,7 +306,7 @@ class Engine:
     # -- outcomes
 
     def _advance(self, work: Work, output: Output, now: float) -> _Fates:
-        """Append the sampled tokens and end the sequences that end with them."""
+        """Append the sampled tokens to their sequences and end those sequences that are complete."""
         (turns, _, _), slots, tokens = work.part, self._batch.slots, output.tokens
         fates = _Fates(len(tokens))
         if work.verifies:
@@ -321,7 +328,7 @@ class Engine:
         return fates
 
     def _verify(self, part: Part, tokens: Ints, now: float, fates: _Fates) -> None:
-        """`_advance` where tokens are proposed, so that whether a row counts depends on the one before it."""
+        """`_advance` for a step with proposed tokens, where a row counts only if the row before it was right."""
         turns = part.turns
         for chunk, (sequence, proposed) in enumerate(zip(turns.sequence, turns.proposed.tolist(), strict=True)):
             mine = (turns.chunk == chunk).nonzero()[0]
@@ -337,7 +344,7 @@ class Engine:
                     self._batch.shorten(sequence)
 
     def _take(self, part: Part, row: int, token: int, now: float, fates: _Fates) -> None:
-        """The sampled token of a logit row joins its sequence, if that is what the row was computed for."""
+        """Append the sampled token of a logit row to its sequence, unless the row must be ignored (see `_Fates`)."""
         turns, chunk = part.turns, part.turns.chunk[row]
         sequence = turns.sequence[chunk]
         if sequence.finish_reason is not None:
@@ -354,12 +361,12 @@ class Engine:
 
 
 def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
-    """What gives some rows of a column: a slice where it is all of them, which costs nothing."""
+    """An index for the rows that are True. If all are, it is a slice, which avoids a copy."""
     return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
 def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
-    """The step's tokens, and the scores of prompts to their requests."""
+    """The step's tokens. The log-probabilities of scored prompt tokens are appended to their requests."""
     logits = iter(output.logits) if turns.read else iter(())
     told, best = fates.heard & turns.samples, {}
     for row in turns.reported:
@@ -391,7 +398,10 @@ def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
 
 
 def _own(output: Output, turns: Turns) -> Output:
-    """A copy of what the host reads of an output, before the next launch overwrites it: the logits of `top` rows."""
+    """A copy of those parts of an output that the host reads, made before the next launch overwrites them.
+
+    Of the logits it has only the rows for which top log-probabilities are reported.
+    """
     rows = len(turns.top)
     return replace(
         output,

@@ -1,6 +1,7 @@
-"""An engine in another process, as a frontend's event loop sees it.
+"""A frontend's client of the engine in another process, for use in an asyncio event loop.
 
-All that has come is read at once, so a frontend that is late finds several tokens of a choice together.
+It reads all messages that have arrived at once, so a frontend that lags behind gets several tokens of a choice
+together.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from .seam import (
     token_rows,
 )
 
-_AT_ONCE = 64  # messages that are read before others have their turn
+_AT_ONCE = 64  # messages that are read before other tasks of the event loop have their turn
 
 
 class EngineDead(MegakernelError):
-    """The engine stopped; no request can be answered any more."""
+    """The engine has stopped, so no request can be answered any more."""
 
 
 class Overloaded(MegakernelError):
-    """Too much waits already; trying again later may work."""
+    """Too many requests are waiting. The request may succeed later."""
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -56,11 +57,11 @@ class Piece(msgspec.Struct, gc=False):
 
 @dataclass(eq=False)
 class Job:
-    """Prompts that were submitted together, for the event loop's thread alone.
+    """Prompts that were submitted together. Only the event loop's thread may use it.
 
-    `open` counts the choices that have not ended; choice c of prompt p is number p * n + c. `scores` has, once its
-    first choice has begun, the log-probabilities and the likeliest ids of a prompt's tokens from the second on.
-    `cached` counts the tokens of the prompts that have begun which were in the prefix cache.
+    `open` counts the choices that have not ended. Choice c of prompt p has number p * n + c. `scores` maps a prompt
+    whose first choice has begun to the log-probabilities and the most likely ids of its tokens from the second one on.
+    `cached` counts the prompt tokens that were in the prefix cache, for the prompts that have begun.
     """
 
     first: int
@@ -75,9 +76,9 @@ class Job:
     _waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> dict[int, list[Piece]]:
-        """What was generated since the last call, by number of the choice: at least one; there must be more to come.
+        """Wait for new tokens and return all since the last call, by number of the choice.
 
-        Raises what the job failed with.
+        Call it only while choices are open. If the job has failed, it raises the job's error.
         """
         while not self._pieces:
             if self._error is not None:
@@ -102,7 +103,7 @@ class Job:
 
 
 class EngineClient:
-    """The engine of `description`, whose frontend's name is `name`. For one event loop, from `start` on."""
+    """A connection to the engine of `description` for the frontend `name`. It belongs to one event loop."""
 
     def __init__(self, description: Description, name: str) -> None:
         self.dead: EngineDead | None = None
@@ -112,7 +113,7 @@ class EngineClient:
         self._looks = self._connect(description.looks, name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
-        self._choices: dict[int, Job] = {}  # those that are open, by their number at the engine
+        self._choices: dict[int, Job] = {}  # the jobs of open choices, by the choice's number at the engine
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
     def _connect(self, address: str, name: str) -> zmq.Socket[bytes]:
@@ -124,7 +125,7 @@ class EngineClient:
         return socket
 
     def start(self) -> None:
-        """Begin to read, on the running event loop."""
+        """Begin to read messages on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._requests.fileno(), self._read)
         self._loop.add_reader(self._looks.fileno(), self._read_looks)
@@ -132,7 +133,7 @@ class EngineClient:
         self._loop.call_soon(self._read_looks)
 
     def close(self) -> None:
-        """Abort what is left, and read no more."""
+        """Abort the remaining jobs and close the sockets."""
         self.fail_all(Overloaded("the server has stopped"))
         for socket in (self._requests, self._looks):
             if self._loop is not None and not self._loop.is_closed():
@@ -141,8 +142,10 @@ class EngineClient:
         self._context.term()
 
     def submit(self, prompts: Seq[Seq[int]], params: SamplingParams, client: str) -> Job:
-        """Have a client's prompts continued. The job fails with Overloaded, EngineDead, or, where it can never run,
-        with MegakernelError; then none of its prompts runs. Raises EngineDead at once where that is known.
+        """Submit a client's prompts. Raises EngineDead if the engine is known to be dead.
+
+        The job may fail later: with Overloaded, with EngineDead, or with MegakernelError if it can never run. After
+        Overloaded or MegakernelError none of its prompts has run.
         """
         if self.dead is not None:
             raise self.dead
@@ -155,25 +158,25 @@ class EngineClient:
         return job
 
     def stop(self, job: Job, number: int) -> None:
-        """End one choice where its reader found a stop string; nothing where it has ended."""
+        """End one choice whose reader found a stop string. Does nothing if the choice has ended."""
         if self._choices.pop(job.first + number, None):
             job.open -= 1
             self._send(Stop(job.first, *divmod(number, job.n)))
 
     def abort(self, job: Job) -> None:
-        """Generate no more for a job; nothing happens where it has ended."""
+        """Abort a job. Does nothing if the job has ended."""
         if job.open:
             self._drop(job)
             self._send(Abort(job.first))
 
     def fail_all(self, error: MegakernelError) -> None:
-        """Abort every job; whoever reads one gets `error`."""
+        """Abort every job. The readers of the jobs get `error`."""
         for job in set(self._choices.values()):
             self.abort(job)
             job.fail(error)
 
     def die(self, why: str) -> None:
-        """Nothing is generated any more: tell everybody who reads a job."""
+        """Record that the engine is dead, and fail all jobs and queries with EngineDead."""
         self.dead = EngineDead(why)
         for job in set(self._choices.values()):
             self._drop(job)
@@ -183,11 +186,11 @@ class EngineClient:
                 future.set_exception(self.dead)
 
     def stalled_for(self) -> float:
-        """Seconds for which there was work and no step ended; 0 without work."""
+        """Seconds since the last step ended while there is work; 0 without work."""
         return monotonic() - self.row.get("progress_at") if self.row.get("open") else 0.0
 
     async def look(self, what: str) -> bytes | None:
-        """ROOFLINE or TIMELINE, None where there is nothing to show yet."""
+        """Ask the engine's process for ROOFLINE or TIMELINE. Returns None if there is nothing to show yet."""
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
@@ -202,12 +205,12 @@ class EngineClient:
 
     def _send(self, message: Hello | Submit | Stop | Abort) -> None:
         self._requests.send(encode(message))
-        # The file descriptor tells of a change only once, and sending may have taken note of it.
+        # ZeroMQ's file descriptor is edge-triggered, and sending may consume the edge of an arriving message.
         assert self._loop is not None
         self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Take what has come."""
+        """Handle the messages that have arrived, at most _AT_ONCE at a time."""
         if self._requests.closed:
             return
         for _ in range(_AT_ONCE):
@@ -238,7 +241,7 @@ class EngineClient:
         for row, (number, token, logprob, code) in enumerate(token_rows(tokens)):
             job = choices.get(number)
             if job is None:
-                continue  # generated before the engine knew that nobody wants it
+                continue  # generated before the engine learned that the choice was stopped
             top = tops.get(row, _NO_TOP) if tops else _NO_TOP
             job.put(number - job.first, Piece(token, logprob, top, FINISH[code], at))
             if code:

@@ -1,4 +1,4 @@
-"""What the engine's process runs for its frontends: the engine's loop, the record of its steps, the board."""
+"""Everything that the engine's process runs for its frontends: engine loop, record of steps, and board."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .seam import Description
 
 
 class EngineHost:
-    """An LLM's engine for `frontends` frontends at a time. `close` ends everything but the LLM."""
+    """Serves an LLM's engine to `frontends` frontends. `close` ends everything except the LLM."""
 
     def __init__(
         self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ):
-        """`source` names the tokenizer, `name` the model, to people.
+        """`source` says where the tokenizer is, and `name` is the model's name for people.
 
-        Steps are recorded and held against `ceilings`, or not at all without.
+        Steps are recorded and compared with `ceilings`. Without `ceilings` nothing is recorded.
         """
         engine, dims = llm.engine, llm.engine.dims
-        folder = tempfile.mkdtemp(prefix="megakernel-")  # which nobody else may enter
+        folder = tempfile.mkdtemp(prefix="megakernel-")  # only this user may enter it
         self.description = Description(
             source=source,
             name=llm.model,
@@ -52,7 +52,7 @@ class EngineHost:
                 grammars=llm.grammars,
             )
         except zmq.ZMQError as e:
-            raise MegakernelError(f"cannot make a socket in {folder}: {e}; set TMPDIR to another folder") from e
+            raise MegakernelError(f"cannot create a socket in {folder}: {e}: set TMPDIR to another folder") from e
         self._looks: Looks | None = None
         if ceilings is not None:
             self._record_steps(llm, name, ceilings)

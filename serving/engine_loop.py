@@ -1,8 +1,8 @@
-"""An engine in a thread of its own, asked by frontends over ZeroMQ.
+"""Runs an engine in its own thread and takes requests from frontends over ZeroMQ.
 
-The thread takes what was asked since the last step, runs a step, and sends each frontend its tokens in one message. A
-message never waits for its reader: a frontend that reads slowly has its tokens kept, at most `max_tokens` of them for
-each choice. How many choices may wait is bounded over all frontends.
+The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
+message. Sending never blocks. The tokens of a frontend that reads slowly are kept in memory; `max_tokens` bounds them
+for each choice, and a limit over all frontends bounds how many choices may wait.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from .seam import (
 
 log = logging.getLogger(__name__)
 
-CONTROL = b"server"  # who may send Gone and Close
-_GRAMMARS = b"grammars"  # who may send Compiled
+CONTROL = b"server"  # the only sender that may send Gone and Close
+_GRAMMARS = b"grammars"  # the only sender that may send Compiled
 
 
 class EngineLoop:
-    """Runs `engine`, which nobody else may call from `start` to the end of `join`.
+    """Runs `engine`. No other code may call the engine between `start` and the end of `close`.
 
-    `address` is where frontends connect. `max_waiting` bounds the choices of one client that wait for their first step,
-    and all clients together may have twice as many, so that nobody alone fills the queue; what comes beyond is refused.
-    `on_step` is called after each step, in the engine's thread, with the step and the seconds since the one before, or
-    since work came. `on_death` is called in that thread when the engine has failed.
+    Frontends connect to `address`. `max_waiting` bounds how many choices of one client may wait for their first step.
+    All clients together may have twice as many, so that no client alone fills the queue; further requests are refused.
+    The callbacks in `on_step` run in the engine's thread after each step. They get the step and the seconds since the
+    previous step ended or since work arrived. `on_death` runs in that thread when the engine has failed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineLoop:
         self.engine = engine
         self.row = row
         self.on_step: list[Callable[[Step, float], None]] = []
-        self.wants_trace: Callable[[], bool] = lambda: False  # asked before a step
+        self.wants_trace: Callable[[], bool] = lambda: False  # called before each step
         self.on_death: Callable[[], None] = lambda: None
         self._max_waiting = max_waiting
         self._socket = context.socket(zmq.ROUTER)
@@ -77,7 +77,7 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
-        self._told = context.socket(zmq.DEALER)  # of the thread that compiles grammars
+        self._told = context.socket(zmq.DEALER)  # for the thread that compiles grammars
         self._told.set(zmq.IDENTITY, _GRAMMARS)
         self._told.connect(address)
         self._grammars = Compiling(grammars)
@@ -87,13 +87,13 @@ class EngineLoop:
         self._compiler = threading.Thread(
             target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
         )
-        # The thread's own.
-        self.owners: dict[Request, Owner] = {}  # of requests that have something open
+        # Only the engine's thread uses what follows.
+        self.owners: dict[Request, Owner] = {}  # of requests with choices that have not ended
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._addresses = Addresses()
-        self._open = 0  # choices of theirs
-        self._open_of: Counter[str] = Counter()  # by client
-        self._compiling: dict[tuple[bytes, int], Submit] = {}  # whose grammar is being compiled
+        self._open = 0  # choices that have not ended
+        self._open_of: Counter[str] = Counter()  # the same, by client
+        self._compiling: dict[tuple[bytes, int], Submit] = {}  # jobs whose grammar is being compiled
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -101,17 +101,17 @@ class EngineLoop:
         self._tell()
 
     def start(self) -> None:
-        """Begin to step. Programs are compiled ahead of need."""
+        """Start the threads: one runs steps, one compiles programs before they are needed, one compiles grammars."""
         self._grammars.start()
         self._thread.start()
         self._compiler.start()
 
     def forget(self, frontend: bytes) -> None:
-        """Abort all that a frontend has asked for, which has ended. Call it, and `close`, from one thread."""
+        """Abort all jobs of a frontend that has exited. Call `forget` and `close` from the same thread."""
         self._control.send(encode(Gone(frontend)))
 
     def close(self) -> None:
-        """End the threads, after the step and the program that they are at, and abort what is left."""
+        """Let the threads finish the current step and compilation, end them, and abort the remaining requests."""
         self._stop_compiling.set()
         self._control.send(encode(Close()))
         self._thread.join()
@@ -139,7 +139,7 @@ class EngineLoop:
             self._die(f"the engine stopped, restart the server: {reason}")
 
     def _die(self, why: str) -> None:
-        """Tell everybody, also those who ask later, until the loop is closed."""
+        """Tell every frontend that the engine is dead, and answer later messages with that too, until Close comes."""
         for frontend in self._frontends:
             self._socket.send_multipart([frontend, encode(Dead(why))])
         self.on_death()
@@ -150,7 +150,7 @@ class EngineLoop:
             self._socket.send_multipart([frontend, encode(Dead(why))])
 
     def _received(self) -> Iterator[tuple[bytes, ToEngine]]:
-        """What has come; where nothing else is to do, at least one message is waited for."""
+        """The messages that have arrived. An idle engine first waits until one arrives."""
         if self.engine.idle:
             self._step_began = 0.0
             self._socket.poll()
@@ -186,7 +186,7 @@ class EngineLoop:
                 self._abort(frontend, first)
 
     def _submit(self, frontend: bytes, asked: Submit) -> None:
-        """Queue a job, at once or when its constraint is made."""
+        """Queue a job now, or when its constraint is compiled."""
         if not asked.params.constrained:
             self._queue(frontend, asked)
             return
@@ -195,7 +195,7 @@ class EngineLoop:
             if constraint := self._grammars.known(asked.params):
                 self._queue(frontend, asked, constraint)
             elif self._waiting() + len(asked.prompts) * asked.params.n > self._max_waiting:
-                self._queue(frontend, asked)  # which refuses it
+                self._queue(frontend, asked)  # refuses the job, because too many wait
             else:
                 self._compiling[key] = asked
                 self._grammars.ask(asked.params, partial(self._answer_compiled, key))
@@ -203,7 +203,7 @@ class EngineLoop:
             self._refuse(frontend, asked.first, str(e))
 
     def _answer_compiled(self, key: tuple[bytes, int], result: Constraint | MegakernelError) -> None:
-        """In the thread that compiles."""
+        """Hand a result to the engine's thread. Runs in the thread that compiles grammars."""
         self._compiled[key] = result
         self._told.send(encode(Compiled(*key)))
 
@@ -220,20 +220,25 @@ class EngineLoop:
         self._socket.send_multipart([frontend, encode(Refused(first, why, later))])
 
     def _queue(self, frontend: bytes, asked: Submit, constraint: Constraint | None = None) -> None:
-        """Queue a job's prompts, all or none."""
+        """Queue all of a job's prompts, or refuse the job."""
         n, count = asked.params.n, len(asked.prompts) * asked.params.n
         waiting, most = self._waiting(), self._max_waiting
-        own = min(waiting, self._open_of[asked.client])  # at most: who runs is not known by client
+        own = min(waiting, self._open_of[asked.client])  # an upper bound: some may be running
         later = False
         try:
             if count > most:
-                raise MegakernelError(f"{len(asked.prompts)} prompts with n={n} are more than the {most} that may wait")
+                raise MegakernelError(
+                    f"{len(asked.prompts)} prompts with n={n} exceed the limit of {most} waiting sequences"
+                )
             for already, allowed in ((own, most), (waiting, 2 * most)):
                 if already + count > allowed:
                     later = True
-                    raise MegakernelError(f"{already} sequences wait already, of at most {allowed}: try again later")
+                    raise MegakernelError(
+                        f"{already} sequences are waiting already and at most {allowed} may: try again later"
+                    )
             prompts = [prompt_ids(prompt) for prompt in asked.prompts]
-            for prompt in prompts if len(prompts) > 1 else ():  # `add` checks too, but then others are queued already
+            # `add` checks a prompt too, but only after the prompts before it are queued.
+            for prompt in prompts if len(prompts) > 1 else ():
                 self.engine.check(prompt, asked.params)
             requests = [
                 self._add(prompt, asked, frontend, index * n, constraint) for index, prompt in enumerate(prompts)
@@ -252,7 +257,7 @@ class EngineLoop:
     def _add(
         self, prompt: list[int], asked: Submit, frontend: bytes, first: int, constraint: Constraint | None
     ) -> Request:
-        """Queue a prompt of a job, `first` choices of which come before."""
+        """Queue one prompt of a job; `first` is the number of its first choice within the job."""
         tag = self._addresses.take(frontend, asked.first + first)
         try:
             return self.engine.add(prompt, asked.params, tag=tag, client=asked.client, constraint=constraint)
@@ -276,7 +281,10 @@ class EngineLoop:
                     self._ended(request, owner.open)
 
     def _ended(self, request: Request, choices: int) -> None:
-        """So many more of a request's choices have ended; with the last one it is forgotten, and so is its job."""
+        """Count `choices` more of a request's choices as ended.
+
+        Drop the request after its last one, and then its job.
+        """
         owner = self.owners[request]
         owner.open -= choices
         owner.job.open -= choices
@@ -302,7 +310,7 @@ class EngineLoop:
             self._ended(sequence.request, 1)
         for sequence in step.failed:
             if owner := self.owners.get(sequence.request):
-                self._refuse(owner.job.frontend, owner.job.first, f"the text cannot go on: {sequence.stuck}")
+                self._refuse(owner.job.frontend, owner.job.first, f"generation cannot continue: {sequence.stuck}")
                 self._abort(owner.job.frontend, owner.job.first)
         for observer in list(self.on_step):
             try:
@@ -312,12 +320,12 @@ class EngineLoop:
                 self.on_step.remove(observer)
 
     def _waiting(self) -> int:
-        """Choices that take part in no step yet."""
+        """Choices that have not taken part in a step yet."""
         compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
         return max(0, self._open - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
-        """Write down how the engine is, for whoever asks a frontend."""
+        """Publish the engine's state and counters on the board, where every frontend reads them."""
         stats = self.engine.stats
         counts = stats.counts
         self.row.put(

@@ -1,10 +1,10 @@
-"""Compiles grammars to see whether that ends, as a process of its own: a grammar is a program, and who wrote it is not
-known.
+"""A process that compiles untrusted grammars, because a hostile grammar may take unlimited time or memory.
 
-The first line of standard input is the vocabulary, each further line a notation and a grammar in it, and each gets one
-line of JSON in answer: {"text": the grammar as the library takes it}, or {"failed": why}. The system ends a process
-that computes too long or takes too much memory.
-Nothing of the package is imported, so that the process starts quickly.
+The first line of standard input is the vocabulary. Each further line is a notation and a grammar. Each line gets one
+line of JSON as its answer: {"text": the grammar in the library's notation} or {"failed": the reason}. The operating
+system ends the process if it exceeds its limits on CPU time or memory.
+
+It imports nothing from the package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import sys
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has one colon
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule in Lark has only one colon
 
 
 class _Vocabulary:
-    """What the library asks of a tokenizer."""
+    """The interface that the grammar library requires from a tokenizer."""
 
     bos_token_id = None
 
@@ -32,7 +32,7 @@ class _Vocabulary:
         self._ids = {token: number for number, token in enumerate(tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Any way to split a text will do here: byte by byte."""
+        """Split a text into single bytes. Any tokenization suffices here, because only the compilation matters."""
         data = text if isinstance(text, bytes) else text.encode()
         return [self._ids[byte] for byte in (data[i : i + 1] for i in range(len(data))) if byte in self._ids]
 
@@ -49,18 +49,18 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]
 
 
 def _from_either(text: str) -> str:
-    """A grammar in GBNF or in Lark's notation, as the library takes it."""
+    """Convert a grammar in GBNF or Lark's notation to the library's notation."""
     if _GBNF_RULE.search(text):
         try:
             text = gbnf_to_lark(text)
-        except Exception as e:  # the library has no narrower class
-            raise ValueError(f"the grammar is no GBNF: {e}") from e
+        except Exception as e:  # the library raises plain Exception
+            raise ValueError(f"the grammar is not valid GBNF: {e}") from e
     return str(LLMatcher.grammar_from_lark(text))
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and its exit closes our input
     lines = iter(sys.stdin.readline, "")
     given = json.loads(next(lines))
     vocabulary = _Vocabulary([base64.b64decode(token) for token in given["tokens"]], given["special"], given["eos"][0])

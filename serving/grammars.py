@@ -1,5 +1,7 @@
-"""What sampling parameters allow, in one model's tokens. A grammar is compiled once, after a process with limits has
-shown that this ends.
+"""Makes the `Constraint` that sampling parameters ask for, in the tokens of one model.
+
+Each grammar is compiled once. Before that, a separate process with limits on time and memory compiles it, because a
+hostile grammar may never finish.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from .sampling import SamplingParams
 from .structured import StructuredOutputsParams
 
 _WORKER = Path(__file__).with_name("grammar_worker.py")
-# Of a compilation. Ordinary schemas take 1 to 30 ms.
+# The limits of one compilation. Ordinary schemas take 1 to 30 ms.
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
-_KEPT = 256  # grammars, the ones used last
-_SHOWN = 500  # characters of the library's reason
+_KEPT = 256  # compiled grammars in the cache; the least recently used one is dropped first
+_SHOWN = 500  # characters of the library's reason that an error shows
 
 
 class Grammars:
-    """Makes constraints of what sampling parameters ask for; any thread may ask."""
+    """Makes constraints from sampling parameters. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
-        """`vocab` is the model's own number of tokens, which may be larger than the tokenizer's."""
+        """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
@@ -41,13 +43,14 @@ class Grammars:
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint, where that takes no time: the grammar is compiled already."""
+        """A new constraint if its grammar is compiled already, otherwise None."""
         wanted = params.structured_outputs
         return None if wanted is None else self._kept(wanted.source())
 
     def get(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint, None where nothing is asked for. Raises MegakernelError with the reason where there can be
-        none.
+        """A new constraint, or None if `params` ask for none.
+
+        Raises MegakernelError with the reason if it is invalid.
         """
         if params.structured_outputs is not None:
             return self._grammar(params.structured_outputs)
@@ -59,7 +62,7 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """The ways in which words are written in tokens: within another word, and at the beginning of one."""
+        """The token sequences that spell `words`: each one within another word, and at the beginning of a word."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -85,7 +88,7 @@ class Grammars:
             )
         matcher = LLMatcher(self._tokens(), self._checked(*key), log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # and its parts are ready
+            matcher.compute_bitmask()  # prepares what the library would otherwise build at the first token
         if matcher.is_error():
             raise _refused(matcher.get_error())
         with self._lock:
@@ -95,7 +98,7 @@ class Grammars:
         return Grammar(matcher, self._executor)
 
     def _checked(self, *source: str) -> str:
-        """The grammar as the library takes it, which it compiles in time."""
+        """The grammar in the library's own notation, after the limited process has compiled it within its limits."""
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary()
@@ -123,8 +126,9 @@ class Grammars:
 
 
 class _Vocabulary:
-    """What the library asks of a tokenizer. Ids of the model beyond those of the tokenizer have no text. Those that end
-    a text are no part of it.
+    """The interface that the grammar library requires from a tokenizer.
+
+    Ids of the model that its tokenizer lacks have no text. End-of-sequence ids count as special tokens.
     """
 
     bos_token_id = None

@@ -1,4 +1,4 @@
-"""Whose requests an engine runs, and the tokens of a step sorted by whom they are for."""
+"""Tracks which frontend each request of the engine belongs to, and sorts a step's tokens by frontend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tokens import Tokens
 
 @dataclass(eq=False)
 class Job:
-    """Prompts that a frontend asked for together, for a client; `open` choices of them have not ended."""
+    """Prompts that a frontend submitted together for one client. `open` counts the choices that have not ended."""
 
     frontend: bytes
     first: int
@@ -24,14 +24,14 @@ class Job:
 
 @dataclass(eq=False)
 class Owner:
-    """Whose a request is, and how many of its choices have not ended."""
+    """The job of a request, and how many of the request's choices have not ended."""
 
     job: Job
     open: int
 
 
 class Addresses:
-    """Where the tokens of each tag go: to which frontend, and what number the first choice has there."""
+    """Maps each tag to a frontend and to the number that the request's first choice has there."""
 
     def __init__(self) -> None:
         self._frontends: list[bytes] = []
@@ -39,7 +39,7 @@ class Addresses:
         self._free = list(range(64))
 
     def take(self, frontend: bytes, first: int) -> int:
-        """A tag for a request whose first choice is number `first` at a frontend."""
+        """Allocate a tag for a request whose first choice has the number `first` at `frontend`."""
         if not self._free:
             size = len(self._first)
             self._free = list(range(size, 2 * size))
@@ -51,11 +51,11 @@ class Addresses:
         return tag
 
     def give(self, tag: int) -> None:
-        """The tag may be another request's."""
+        """Free a tag for another request."""
         self._free.append(tag)
 
     def sort(self, tokens: Tokens, at: float) -> dict[bytes, seam.Tokens]:
-        """A message for each frontend that gets some of a step's tokens, which came `at` that time."""
+        """A message for each frontend with its share of a step's tokens. The step ended at time `at`."""
         numbers, frontends = self._first[tokens.tag] + tokens.choice, self._frontend[tokens.tag]
         found = {}
         for frontend in np.unique(frontends):

@@ -1,4 +1,4 @@
-"""Batch-1 latency: a prompt, then one token at a time, with the work and the rates behind each figure."""
+"""Measures the latency of a single sequence: prefill of a prompt, then decode token by token."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of one run: `rows` tokens in steps of `step_s` seconds, the host's share between steps included.
+    """The prefill or decode part of one run. It computed `rows` token rows and generated `tokens` tokens.
 
-    Steps gave `tokens` tokens.
+    `step_s` holds the seconds of each step, including the host's work between steps.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class Phase:
 
     @property
     def step_work(self) -> Work:
-        """Work of a mean step."""
+        """The average work of a step."""
         n = len(self.step_s)
         return Work(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
 
@@ -42,15 +42,15 @@ class Phase:
 class Run:
     prefill: Phase
     decode: Phase
-    counts: Counts  # of both
+    counts: Counts  # of prefill and decode together
 
 
 def measure(
     llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
 ) -> list[Run]:
-    """`runs` greedy continuations of `prompt_ids` by `decode_steps` steps each, after one that is not counted.
+    """Continue `prompt_ids` greedily by `decode_steps` steps, `runs` times, after a warm-up run that does not count.
 
-    `on_run` is told how many are done, the uncounted one included.
+    `on_run` is called with the number of finished runs, including the warm-up.
     """
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []
@@ -64,13 +64,13 @@ def measure(
 
 
 def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
-    """The figures of `bench latency`: medians over every decode step, and over the runs' prefills.
+    """The figures of `bench latency`: the median over all decode steps, and the median over the prefills of all runs.
 
-    Steps that verify proposed tokens differ in length and in what they give. Where there are some, the figures of
-    decode are those of the run with the median rate, and `step_s` is its mean step.
+    Steps that verify proposed tokens differ in duration and in the number of tokens. If there are such steps, the
+    decode figures are those of the run with the median token rate, and `step_s` is the mean step of that run.
 
-    `roofline_fraction` is the least time that `ceilings` allow over the time taken. A fraction above 1 is an error of
-    the measurement (or weights that stay in a cache) and is named in `errors`.
+    `roofline_fraction` is the least time that `ceilings` allow, divided by the measured time. A fraction above 1 means
+    that the measurement is wrong or that weights stay in a cache; `errors` says so.
     """
     counts = sum((run.counts for run in runs), Counts())
     if counts.proposed:
@@ -143,5 +143,5 @@ def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
 
 
 def typical(steps: list[Step]) -> Step:
-    """The step of median duration: what the machine did to one step by chance is not shown."""
+    """The step with the median duration, so that a chance disturbance of one step is not shown."""
     return sorted(steps, key=lambda step: step.output.seconds)[len(steps) // 2]

@@ -1,8 +1,8 @@
-"""A running record of an engine's steps: how much of the time the hardware's limits explain, and what requests felt.
+"""A running record of an engine's steps: how close they come to the hardware's limits, and the latency of requests.
 
-The headline is sum(bound) / sum(wall). A step's bound is the least time that its actual tokens and KV need at the
-measured ceilings (`megakernel.roofline`), its wall time runs from the end of the step before it, or from the moment
-that work arrived, to its own end: what the host does between steps counts against it.
+The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
+measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of
+work, to its own end, so the host's work between steps counts against it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..trace import Trace
 from .batch import Stats
 from .engine import Step
 
-WINDOW_S = 10.0  # of work, that rates and means are taken over
+WINDOW_S = 10.0  # seconds of work over which rates and means are computed
 _SHOWN = 240  # steps that a snapshot lists one by one
-_KEPT = 4096  # steps, and samples of each latency
+_KEPT = 4096  # steps in the record, and samples of each latency
 _PERCENTILES = (50, 90, 99)
 
 
@@ -62,11 +62,11 @@ class Totals:
 
 
 class Live:
-    """The record of one engine. One thread steps and adds, any thread reads.
+    """The record of one engine. The engine's thread adds steps, and any thread may read.
 
-    `stats` are the engine's now, `tied` says that the LM head reads the embedding table, `max_seqs` is how many
-    sequences may run at once, and `about` holds words on the engine, for people. `tracing`: somebody wants the next
-    step traced.
+    `stats` is the engine's current state. `tied` says that the LM head reads the embedding table. `max_seqs` is how
+    many sequences may run at once, and `about` describes the engine for people. `tracing` asks for a trace of the next
+    step.
     """
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Live:
         self._stats = stats
         self._tied, self._max_seqs, self._about = tied, max_seqs, about
         self._lock = threading.Lock()
-        self._steps: deque[tuple[Totals, str]] = deque(maxlen=_KEPT)  # of each step, and the ceiling that binds it
+        self._steps: deque[tuple[Totals, str]] = deque(maxlen=_KEPT)  # each step's sums, and the ceiling that limits it
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)
@@ -83,7 +83,7 @@ class Live:
         self.tracing = False
 
     def add(self, step: Step, wall_s: float, stats: Stats) -> None:
-        """Record a step that has just ended after `wall_s`, and what the engine holds then."""
+        """Record a step that took `wall_s` seconds, and the engine's state after it."""
         rows = step.rows
         forward, dims = step.program.forward, step.program.dims
         work = step_work(forward, dims, rows, step.contexts, step.logit_rows, tied=self._tied)
@@ -107,13 +107,16 @@ class Live:
             return self._totals
 
     def _error(self, totals: Totals) -> str | None:
-        """Why the fractions mean nothing, where that is so: steps cannot be faster than the limits."""
+        """Why the roofline fractions are invalid, or None: no step can be faster than the limits."""
         if self._about.get("backend") == "null":
-            return "the null backend computes nothing, so no fraction of the roofline means anything"
+            return "the null backend computes nothing, so it has no roofline fraction"
         return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
 
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
-        """The next step's program and trace; without work within `wait_s` the last traced one's, None without any."""
+        """The program and trace of the next step.
+
+        If no step ends within `wait_s` seconds, the result is the last traced step, or None if there is none.
+        """
         self._trace_made.clear()
         self.tracing = True
         self._trace_made.wait(wait_s)
@@ -121,7 +124,9 @@ class Live:
         return self._traced
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as JSON values: `now`, rates over the last WINDOW_S of work, totals, latencies, single steps."""
+        """The whole record as JSON values: current state, rates over the last WINDOW_S of work, totals, latencies and
+        the latest steps one by one.
+        """
         with self._lock:
             steps, totals = list(self._steps), self._totals
             ttft, itl = np.array(self._ttft), np.array(self._itl)

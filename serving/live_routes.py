@@ -1,4 +1,4 @@
-"""Pages for people: the record of steps at `/` (as JSON at `/roofline`), a chat, and a step's timeline."""
+"""The server's web pages: the live roofline at `/` (its data at `/roofline`), a chat, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from .engine_client import EngineClient
 from .seam import ROOFLINE, TIMELINE
 
-CHAT_PAGE = "/chat"  # the same for everybody, and asks for the key itself
+CHAT_PAGE = "/chat"  # served without an API key; the page itself asks for the key
 
 
 def live_router(engine: EngineClient) -> APIRouter:
-    """Routes that ask the engine's process for its record."""
+    """The routes of the pages. `/roofline` and `/timeline` query the engine's process."""
     router = APIRouter()
     live_page, chat_page = _page("live.html"), _page("chat.html")
 
@@ -26,7 +26,7 @@ def live_router(engine: EngineClient) -> APIRouter:
     async def chat() -> HTMLResponse:
         return HTMLResponse(chat_page)
 
-    @router.get("/roofline", summary="Time of the steps against what the hardware allows")
+    @router.get("/roofline", summary="The time of the steps compared with the hardware's limits")
     async def roofline() -> Response:
         return Response(await engine.look(ROOFLINE), media_type="application/json")
 
@@ -34,14 +34,14 @@ def live_router(engine: EngineClient) -> APIRouter:
     async def timeline() -> Response:
         page = await engine.look(TIMELINE)
         if page is None:
-            return PlainTextResponse("No step ran for a while. Send a request, then reload this page.\n", 404)
+            return PlainTextResponse("No step has run recently. Send a request, then reload this page.\n", 404)
         return HTMLResponse(page)
 
     return router
 
 
 def _page(name: str) -> str:
-    """A page with the style that all have."""
+    """The text of an HTML file with the common style sheet inserted."""
     folder = files(__package__)
     style = (folder / "page.css").read_text(encoding="utf-8")
     return (folder / name).read_text(encoding="utf-8").replace("/* page.css */", style)

@@ -1,4 +1,4 @@
-"""The Python API: a model, a list of prompts, a list of results."""
+"""The Python API: `LLM` loads a model and continues lists of prompts."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """A model ready to generate.
+    """A loaded model that is ready to generate.
 
     model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
-    tp           tensor-parallel ranks that share the model and the threads: 1, 2, 4 or 8
-    backend      auto (cuda where it can be, else cpu), reference, cpu, cuda or null
-    dtype        auto (the checkpoint's own, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
-    weights      type that matrices have in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
-    kv_cache_dtype  type that K and V have in memory: auto (dtype) or q8_0, in half the bytes of bf16 (not on a GPU)
-    threads      CPU threads; None: the cores that this process may use
-    max_context  tokens a sequence may reach; None: the model's limit, less where memory does not hold that
-    max_seqs     sequences that run at once
-    step_tokens  tokens that one step computes at most; longer prompts are cut
-    prefix_cache prompts that begin alike compute the beginning once
-    speculate    tokens that are proposed and verified at once for each sequence, 0 for none; results are the same
-    ranks        threads, or processes; in a torchrun job its processes, where only rank 0 goes on after the call
+    tp           number of tensor-parallel ranks, which share the model and the threads: 1, 2, 4 or 8
+    backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda or null
+    dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
+    weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
+    kv_cache_dtype  type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
+    threads      CPU threads; None: one per core that this process may use
+    max_context  maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice
+    max_seqs     maximum number of sequences that run at once
+    step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
+    prefix_cache compute the common prefix of several prompts only once
+    speculate    tokens proposed and verified at once for each sequence; 0 turns it off; results are the same
+    ranks        threads or processes; in a torchrun job its processes, and only rank 0 returns from this call
 
-    `vllm` are arguments in vLLM's names, such as tensor_parallel_size and max_model_len.
+    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LLM:
 
     @property
     def about(self) -> dict[str, str | int]:
-        """What runs, for people and reports."""
+        """A summary of the model and its configuration, for people and reports."""
         names = {"model": self.model, "backend": self.engine.backend.name, "dtype": self.dtype.name.lower()}
         weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in self.weight_bytes.items())
         return {**names, "weights": weights, "kv_cache": self.kv_cache, "threads": self.threads}
@@ -151,19 +151,20 @@ class LLM:
         on_token: Callable[[Token, str], None] | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt, with one `sampling_params` for all or one each.
+        """Continue each prompt. `sampling_params` is one for all prompts or a list with one for each.
 
-        A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `use_tqdm` shows a bar on a
-        terminal, unless `on_token` or `on_step` watches: they see tokens as they appear, each with the text that became
-        certain with it, and every launch. Raises MegakernelError before anything runs where a prompt or a parameter is
-        wrong.
+        A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `on_token` is called with each token
+        and the text that it completes, `on_step` after each step. Without these callbacks, `use_tqdm` shows a progress
+        bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid.
         """
         asked = as_prompts(prompts)
         ids = [self.encode(prompt) for prompt in asked]
         given = SamplingParams() if sampling_params is None else sampling_params
         each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(ids):
-            raise MegakernelError(f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one each")
+            raise MegakernelError(
+                f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all, or one for each"
+            )
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
         constraints = [self.grammars.get(p) for p in each]
@@ -179,13 +180,13 @@ class LLM:
                     if on_step:
                         on_step(step)
                     if step.failed:
-                        raise MegakernelError(f"a text cannot go on: {step.failed[0].stuck}")
+                        raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
                     finished = 0
                     for token in step.tokens:
                         request = token.request
                         transcript = requests[request][token.choice]
                         if transcript.finish_reason is not None:
-                            continue  # generated in the step whose text ended with a stop string
+                            continue  # the step generated it after a stop string had ended the text
                         text = transcript.add(token)
                         if transcript.finish_reason != token.finish_reason:
                             self.engine.stop(request, token.choice)
@@ -209,7 +210,7 @@ class LLM:
         return self.tokenizer
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise MegakernelError where the model can never run that."""
+        """Raise MegakernelError if the model can never run this prompt with these parameters."""
         self.engine.check(prompt_ids, params)
         self.codec.check(params)
 
@@ -224,10 +225,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_token: Callable[[Token, str], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, `[{"role": ..., "content": ...}, ...]`, or several, through the model's chat template.
+        """Answer one conversation, `[{"role": ..., "content": ...}, ...]`, or several, with the model's chat template.
 
-        `continue_final_message` lets an answer continue the last message; `chat_template_kwargs` are more names for the
-        template.
+        With `continue_final_message` an answer continues the last message. `chat_template_kwargs` are additional
+        variables for the template.
         """
         values = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         prompts = [
@@ -237,7 +238,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_token=on_token)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the answer."""
+        """Token ids of a conversation up to where the answer begins."""
         return self.codec.chat_ids(messages)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -245,13 +246,13 @@ class LLM:
         return self.codec.encode(prompt)
 
     def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """One for the reader of each choice."""
+        """A transcript for each choice, which collects its tokens and text."""
         return self.codec.transcripts(params)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
-        """Traced prefill steps of a prompt and the traced decode steps after it, each with `output.trace` set.
+        """The prefill steps of a prompt and the decode steps after it, each with its trace in `output.trace`.
 
-        The prompt runs once before, untraced, so that caches and threads are warm.
+        The prompt runs once without tracing before that, so that caches and threads are warm.
         """
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The most likely tokens of a row of raw logits, found on the host for the few rows that ask."""
+"""Finds the most likely tokens of a row of logits, on the host, for the few rows whose request asks for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _BLOCK = 64
 
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
-    """Token id -> log-softmax of the `count` largest of `logits` [vocab], most likely first, ties by id.
+    """The `count` most likely tokens of `logits` [vocab] as id -> log-softmax, most likely first, ties by id.
 
-    `logprob` is that of `token`, from which the normaliser follows.
+    `logprob` is the known log-softmax of `token`; the normaliser is computed from it.
     """
     if count == 0:
         return {}
     whole = len(logits) // _BLOCK * _BLOCK
-    # The count largest maxima of blocks are count logits: no smaller one can be among the largest of all.
+    # The `count` largest block maxima are `count` logits, so no logit below the least of them can be in the result.
     highest = np.append(logits[:whole].reshape(-1, _BLOCK).max(axis=1), logits[whole:])
     least = np.partition(highest, -count)[-count] if count < len(highest) else -np.inf
     candidates = np.flatnonzero(logits >= least)

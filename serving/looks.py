@@ -1,4 +1,4 @@
-"""Answers questions about an engine's steps, which may take a while, beside the engine's thread."""
+"""Answers the frontends' queries about an engine's steps in a thread of its own, because an answer may take seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..timeline import page
 from .live import Live
 from .seam import ROOFLINE, TIMELINE, Look, Seen, decode_look, encode
 
-TRACE_WAIT_S = 10.0  # for a step to trace
+TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
 
 class Looks:
-    """A thread that answers at `address` from the record `live` of `machine`, several questions at a time."""
+    """A thread that answers queries at `address` from the record `live`, several at a time."""
 
     def __init__(self, live: Live, machine: Machine, address: str) -> None:
         self._live, self._machine, self._address = live, machine, address
@@ -31,7 +31,7 @@ class Looks:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; who still waits for an answer gets none."""
+        """End the thread. Queries that still wait get no answer."""
         self._loop.call_soon_threadsafe(lambda: self._serving and self._serving.cancel())
         self._thread.join()
 
@@ -64,7 +64,7 @@ class Looks:
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._live.snapshot()))
 
     async def _timeline(self) -> bytes | None:
-        """One step is traced for all who ask meanwhile, so that they hold one thread and not each their own."""
+        """Trace one step for all concurrent queries, so that they occupy one thread together."""
         if self._tracing is None or self._tracing.done():
             self._tracing = asyncio.ensure_future(asyncio.to_thread(self._trace))
         return await asyncio.shield(self._tracing)

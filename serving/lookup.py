@@ -1,28 +1,27 @@
-"""Prompt lookup: what followed the last tokens of a sequence when they occurred before."""
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of a sequence's last tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LEAST = 2  # tokens that must have occurred before
-_MOST = 32  # tokens up to which the longest suffix is looked for
-_TRIED = 8  # earlier occurrences of the last _LEAST tokens that are compared, the latest first
+_LEAST = 2  # minimum number of last tokens that must have occurred before
+_MOST = 32  # maximum length of the suffix that is compared
+_TRIED = 8  # how many earlier occurrences of the last _LEAST tokens are compared, latest first
 
 
 class Lookup:
-    """Proposes what may follow `tokens`, a prompt and the output so far, which may grow between two calls.
+    """Proposes tokens that may follow `tokens`, which holds a prompt and its output and may grow between calls.
 
-    An index from every pair of tokens to where it last ended grows with them, so a proposal costs the same whatever
-    their number.
+    An index maps every pair of tokens to its last occurrence, so the cost of a proposal does not grow with the length.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
-        self._ends: dict[tuple[int, int], int] = {}  # where a pair last ended
-        self._before = [0, 0]  # [end]: where the pair that ends there ended before; 0: nowhere
+        self._ends: dict[tuple[int, int], int] = {}  # pair -> where its last occurrence ends
+        self._before = [0, 0]  # [end]: where the same pair's previous occurrence ends; 0: there is none
 
     def read(self) -> None:
-        """Index what is new. The last pair stays out, so that it is not found where it stands."""
+        """Index the new tokens. The last pair is left out, so that it does not find itself."""
         tokens, ends, before = self._tokens, self._ends, self._before
         for end in range(len(before), len(tokens)):
             pair = tokens[end - 2], tokens[end - 1]
@@ -30,9 +29,10 @@ class Lookup:
             ends[pair] = end
 
     def propose(self, count: int) -> list[int]:
-        """Up to `count` tokens that may come next: what followed the longest suffix that occurred before.
+        """Propose `count` tokens: those that followed the earlier occurrence with the longest matching suffix.
 
-        Nothing, where the last two tokens have not. What repeats with a short period is continued with it.
+        The result is empty if the last two tokens have not occurred before. If the match is closer to the end than
+        `count` tokens, its tokens are repeated, which continues a text that repeats itself.
         """
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST:

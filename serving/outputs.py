@@ -1,4 +1,4 @@
-"""What `LLM` gives back: a prompt's choices, with vLLM's names for what vLLM has too."""
+"""The results that `LLM` returns. Attributes that vLLM has too have vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sampling import SamplingParams
 
 
 class Logprob(NamedTuple):
-    """`rank` 1 is the likeliest; None: it is not among those that were asked for."""
+    """One token's log-probability. `rank` 1 is the most likely token; None means that it is not among the top ones."""
 
     logprob: float
     rank: int | None
@@ -23,7 +23,7 @@ class Logprob(NamedTuple):
 def by_id(
     tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
 ) -> dict[int, Logprob]:
-    """The chosen token of a position and its `count` likeliest, which `top` begins with."""
+    """The chosen token of a position and the `count` most likely ones, which come first in `top`."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -35,11 +35,12 @@ def by_id(
 
 @dataclass(frozen=True)
 class Completion:
-    """One choice. `logprobs` are raw log-softmax values of the tokens; times are seconds, None where undefined.
+    """One choice. `logprobs` are the raw log-softmax values of its tokens.
 
-    `top_logprobs`, where asked, has per token the most likely ids and the chosen one. `finish_reason` is `stop`,
-    `length` or `abort`, and `stop_reason` the string or id of the request that ended it. `ttft_s` runs from the call to
-    the first token, `tpot_s` is the mean time per later token.
+    `top_logprobs`, if asked for, holds for each token the most likely ids and the chosen one. `finish_reason` is
+    `stop`, `length` or `abort`. `stop_reason` is the stop string or stop id of the request that ended the choice.
+    `ttft_s` is the time from the call to the first token and `tpot_s` the mean time per later token, in seconds; None
+    if undefined.
     """
 
     token_ids: list[int]
@@ -54,7 +55,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice in vLLM's names. `logprobs`, where asked, has per token the chosen id first, then the likeliest."""
+    """One choice with vLLM's names.
+
+    `logprobs`, if asked for, has for each token the chosen id, then the most likely.
+    """
 
     index: int
     text: str
@@ -71,10 +75,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput(Completion):
-    """A prompt and its choices: `outputs` in vLLM's names, `choices` in this package's.
+    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's.
 
-    The attributes of the first choice are the output's own. prompt_token_logprobs[i] is the log-probability of prompt
-    token i after those before it; None for the first one. `prompt_logprobs` has the same as vLLM gives it.
+    The output also has the attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt
+    token i given the tokens before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format.
     """
 
     request_id: str
@@ -96,7 +100,7 @@ class RequestOutput(Completion):
 
 
 def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, count: int | None) -> CompletionOutput:
-    """A choice for which the `count` likeliest tokens of each position were asked for; None: not any."""
+    """A choice with vLLM's names. `count` is how many top tokens were asked for at each position, None if none were."""
     scored = None
     if count is not None and choice.top_logprobs is not None:
         each = zip(choice.top_logprobs, choice.token_ids, choice.logprobs, strict=True)
@@ -122,7 +126,9 @@ def request_output(
     scores: tuple[Sequence[float], Sequence[dict[int, float]]],
     cached: int,
 ) -> RequestOutput:
-    """A prompt's choices; `scores` are those of its tokens from the second on, where they were asked for."""
+    """The result of a prompt. `scores` holds the log-probabilities and top tokens of the prompt from its second token
+    on, if they were asked for.
+    """
     logprobs, tops = scores
     scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0
     later = [by_id(tokenizer, *one) for one in zip(tops, repeat(count), ids[1:], logprobs, strict=False)]

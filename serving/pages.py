@@ -1,8 +1,8 @@
-"""KV pages: which are free, and which hold the tokens that a new sequence begins with.
+"""The pool of KV pages: which pages are free, and which cached pages match the prefix of a new sequence.
 
-A page that a finished step has filled is known by the hash of all tokens up to its end, so equal prefixes share pages.
-A shared page is never written again. Pages that nobody uses stay known until they are taken for something else, the
-longest unused first.
+A page that finished steps have filled is identified by the hash of all tokens up to its end, so sequences with the same
+prefix share pages. A shared page is never written again. An unused page stays in the cache until it is needed for
+something else; the least recently used page goes first.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-ROOT = b""  # what the hash of a first page continues
+ROOT = b""  # the hash before a sequence's first page
 
 
 def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a prefix that ends with a page of `tokens` and whose earlier pages hash to `before`."""
+    """The hash of a prefix whose last page holds `tokens`; `before` is the hash of the pages before it."""
     return blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 class PagePool:
-    """Page ids 0..pages-1 with a count of users each."""
+    """Page ids 0 to pages - 1, each with a reference count."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._users = [0] * pages
-        self._unknown = list(range(pages - 1, -1, -1))  # free, and nothing worth keeping in them
-        self._unused: OrderedDict[int, None] = OrderedDict()  # free, but known; longest unused first
+        self._unknown = list(range(pages - 1, -1, -1))  # free pages without cached tokens
+        self._unused: OrderedDict[int, None] = OrderedDict()  # free pages with cached tokens, least recently used first
         self._page: dict[bytes, int] = {}
         self._hash: dict[int, bytes] = {}
 
@@ -36,7 +36,7 @@ class PagePool:
         return len(self._unknown) + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages of one's own; the caller has checked that they are free."""
+        """Allocate `count` pages for one user. The caller has checked that so many are free."""
         taken = []
         for _ in range(count):
             if self._unknown:
@@ -49,7 +49,7 @@ class PagePool:
         return taken
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The known pages of the longest prefix; they are not yet the caller's."""
+        """The cached pages of the longest matching prefix. The caller must `share` them before it uses them."""
         found: list[int] = []
         for key in hashes:
             page = self._page.get(key)
@@ -59,23 +59,26 @@ class PagePool:
         return found
 
     def unused(self, pages: Sequence[int]) -> int:
-        """How many of `pages` nobody uses."""
+        """How many of `pages` have no user."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Use pages that `find` gave."""
+        """Add a user to each of the pages that `find` returned."""
         for page in pages:
             if not self._users[page]:
                 del self._unused[page]
             self._users[page] += 1
 
     def learn(self, key: bytes, page: int) -> None:
-        """`page` is full and its prefix hashes to `key`. Of equal pages the first is known."""
+        """Cache a full `page` under the hash `key` of its prefix.
+
+        If an equal page is cached already, that one stays.
+        """
         if key not in self._page and page not in self._hash:
             self._page[key], self._hash[page] = page, key
 
     def give(self, pages: Sequence[int]) -> None:
-        """Stop using a sequence's pages. Of one prefix, the end is forgotten before its beginning."""
+        """Release a sequence's pages, last page first, so that the end of a prefix is evicted before its beginning."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -86,7 +89,7 @@ class PagePool:
                 self._unknown.append(page)
 
     def forget(self) -> None:
-        """No page holds anything known any more."""
+        """Empty the prefix cache."""
         self._unknown.extend(self._unused)
         self._unused.clear()
         self._page.clear()

@@ -1,4 +1,4 @@
-"""One program per bucket, compiled ahead of need or when a step first needs it."""
+"""One program per bucket, compiled in advance or when a step first needs it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ..program import Program
 
 
 class Compile(Protocol):
-    """`compile_program` with everything fixed but the bucket."""
+    """Compiles a program for a bucket; all other arguments of `compile_program` are fixed."""
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
 
 
 def bucket(count: int, most: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that holds `count`, or `most` where that is smaller.
+    """The smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count`, but at most `most`.
 
-    A step computes its padding too, so steps between powers of two keep it below a third.
+    A step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step.
     """
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 
 
 def buckets(most: int) -> list[int]:
-    """All of them up to `most`, ascending."""
+    """All bucket sizes up to `most`, in ascending order."""
     found = [1]
     while found[-1] < most:
         found.append(bucket(found[-1] + 1, most))
@@ -32,7 +32,7 @@ def buckets(most: int) -> list[int]:
 
 
 class Programs:
-    """Programs of one engine: same model, machine and limits, a bucket each. `warm` may run in a thread of its own."""
+    """The programs of one engine, one for each bucket. `warm` may run in a thread of its own."""
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
@@ -41,11 +41,11 @@ class Programs:
         self._lock = Lock()
 
     def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
-        """The sizes of the smallest program with room for that many token rows and logit rows."""
+        """The smallest bucket with room for that many token rows and logit rows."""
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
-        """How many of `more` token rows to add to a step of `tokens`, so that none that is added costs padding."""
+        """How many of `more` token rows can be added to a step of `tokens` rows without adding padding rows."""
         full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
         return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
 
@@ -58,7 +58,7 @@ class Programs:
             return self._cache[key]
 
     def warm(self, stop: Event | None = None) -> int:
-        """Compile every bucket that a step can need, until `stop` is set: how many there are."""
+        """Compile every bucket that a step can need, until `stop` is set. Returns the number of these buckets."""
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)

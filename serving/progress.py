@@ -1,4 +1,4 @@
-"""A bar of finished prompts, for whoever waits at a terminal."""
+"""A progress bar of finished prompts on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .engine import Step
 
 @contextmanager
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
-    """A bar on standard error, where that is a terminal: call it with each step and the prompts that it finished."""
+    """A progress bar, shown if standard error is a terminal.
+
+    Call the result with each step and its finished prompts.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(

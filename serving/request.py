@@ -1,4 +1,4 @@
-"""A prompt and the choices that continue it, as the engine sees them."""
+"""The engine's view of a request: a prompt and the sequences (choices) that continue it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice. While it runs, `slots` has its state under `slot`, the tokens that `tokens` has not yet among it.
+    """One choice of a request. While it runs, its state, including its newest tokens, is in `slots` at index `slot`.
 
-    `sampling` says of one that has lost its slot that the launch under way samples its next token.
+    `sampling` is True for a preempted sequence whose next token the running launch still samples.
     """
 
     request: Request
     choice: int
-    length_limit: int  # tokens at which it ends for length
+    length_limit: int  # it ends with reason `length` at so many tokens
     slots: Slots
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
-    first_token_at: float = 0.0  # both times are known when it does not run
+    first_token_at: float = 0.0  # both times are valid only while it does not run
     last_token_at: float = 0.0
     draft: Draft | None = None
     constraint: Constraint | None = None  # the text must match a grammar
@@ -45,19 +45,19 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, then what was generated: always the same list."""
+        """The prompt and the generated tokens. It is always the same list object, which grows."""
         if self.slot >= 0:
             self._tokens += self.slots.tokens[self.slot, len(self._tokens) : self.slots.known[self.slot]].tolist()
         return self._tokens
 
     @property
     def stuck(self) -> str:
-        """Why its grammar cannot be followed any further; nothing where it can."""
+        """Why its constraint allows no continuation; empty if it allows one."""
         return self.constraint.error if self.constraint else ""
 
     @property
     def waits_since(self) -> float:
-        """When its last token came, or the request where none did."""
+        """When its last token came, or when the request was added if it has no token yet."""
         return (
             float(self.slots.last_token_at[self.slot])
             if self.slot >= 0
@@ -65,7 +65,7 @@ class Sequence:
         )
 
     def append(self, token: int, now: float) -> str | None:
-        """One more token: the reason why it ends the sequence, if it does."""
+        """Append a token. Returns the finish reason if the token ends the sequence."""
         if self.slot >= 0:
             return FINISH[int(self.slots.append(np.array([self.slot]), np.array([token]), now)[0])]
         self._tokens.append(token)
@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def computed(self) -> int:
-        """Tokens at the beginning of which K and V are in `pages`, or will be after the launch under way."""
+        """How many leading tokens have their K and V in `pages`, or will have after the running launch."""
         return int(self.slots.computed[self.slot]) if self.slot >= 0 else 0
 
     @property
@@ -90,17 +90,17 @@ class Sequence:
 
     @property
     def known_pages(self) -> int:
-        """Of `pages`, those that the pool may share."""
+        """How many of `pages` are in the prefix cache."""
         return int(self.slots.known_pages[self.slot]) if self.slot >= 0 else 0
 
     @property
     def scoring(self) -> bool:
-        """Whether the next rows of it score the prompt."""
+        """Whether its next rows score the prompt."""
         request = self.request
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     def page_hashes(self, page: int, count: int) -> list[bytes]:
-        """Hashes of the first `count` pages of `page` tokens each, which must be known."""
+        """Hashes of the first `count` pages of `page` tokens each. All these tokens must be known."""
         tokens = self.tokens
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
@@ -108,7 +108,7 @@ class Sequence:
         return self._hashes[:count]
 
     def sample_row(self, *, early: bool) -> SampleRow:
-        """How to sample its tokens; `early` ones may not be stop ids."""
+        """How to sample its tokens. `early` is for tokens before min_tokens, which must not be stop ids."""
         p = self.request.params
         return SampleRow(
             index=0,
@@ -123,13 +123,16 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`stop_ids` end a choice; `seed` is the user's or a drawn one. prompt_logprobs[i] scores prompt token i + 1.
+    """A prompt with its parameters and choices.
 
-    `tag` is a number that its tokens carry, for whoever added it. Those who wait take turns by `client`.
-
-    `cached_tokens` of the prompt were in the prefix cache; None before the request is admitted. `held` are choices
-    that wait until the first has computed the prompt, to share its pages. `scored` prompt tokens have their score or
-    are about to.
+    tag              a number that its tokens carry, for the caller of `Engine.add`
+    client           requests of different clients are admitted in turn
+    stop_ids         token ids that end a choice
+    seed             the user's seed, or a random one
+    prompt_logprobs  element i is the log-probability of prompt token i + 1
+    cached_tokens    prompt tokens that were in the prefix cache; None before the request is admitted
+    held             choices that wait until the first has computed the prompt, so that they share its pages
+    scored           number of prompt tokens whose scores are computed or planned
     """
 
     id: int

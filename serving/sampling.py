@@ -1,4 +1,4 @@
-"""What a user asks of sampling, checked once, in vLLM's names."""
+"""The sampling parameters of a request, with vLLM's names. They are checked once, when they are made."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 from ..errors import MegakernelError
 from .structured import StructuredOutputsParams
 
-FINISH = (None, "stop", "length")  # why a token ends its choice; columns have indices into it
+FINISH = (None, "stop", "length")  # why a token ends its choice; arrays hold indices into this tuple
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-# Together they stay below the bias pairs that a program has room for per row.
+# MAX_BIAS and MAX_STOP_IDS together stay below the number of biases that a step table has room for in each row.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
-MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each is compared with the end of the text for each token
-_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # numbers above 0 of float32, which step tables hold
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
+_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32, which step tables hold
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Defaults are vLLM's: one sample of 16 tokens at temperature 1.
+    """How to continue a prompt. The defaults are vLLM's: one sample of 16 tokens at temperature 1.
 
-    temperature         0 is greedy
-    top_p, min_p        probability cuts; 1 and 0 are off
-    top_k               0 and -1 are off
-    seed                None draws one from the operating system
+    temperature         0 means greedy sampling
+    top_p, min_p        probability thresholds; top_p=1 and min_p=0 turn them off
+    top_k               0 and -1 turn it off
+    seed                None takes a random seed from the operating system
     n                   choices per prompt, each with its own random numbers
-    best_of             None or n: choices are not generated to be thrown away
-    max_tokens          None: up to the context's end
-    min_tokens          end-of-sequence and stop ids are forbidden, stop strings ignored, before this many
-    stop                strings; the text ends before the first that appears
+    best_of             None or n, because every generated choice is returned
+    max_tokens          None generates up to the end of the context
+    min_tokens          before this many tokens, stop and end-of-sequence ids are forbidden and stop strings ignored
+    stop                stop strings; the text ends before the first one that appears
     stop_token_ids      ids that end a choice, besides the model's own end-of-sequence ids
-    include_stop_str_in_output  the text ends after what ended it, not before
-    skip_special_tokens special tokens have no text
+    include_stop_str_in_output  keep the stop string or stop token at the end of the text
+    skip_special_tokens leave special tokens out of the text
     ignore_eos          the model's end-of-sequence ids do not end a choice
-    logprobs            also report this many most likely tokens of each position
-    prompt_logprobs     score the prompt's tokens, with this many most likely ones of each position
-    logit_bias          id -> value added to the logit
-    allowed_token_ids   only these ids are generated, and ids that end a text only where they are among them
-    bad_words           texts that are not generated, at the beginning of a word or within one
-    structured_outputs  what the text must match, with its end and nothing after it
+    logprobs            also report this many of the most likely tokens at each position
+    prompt_logprobs     score the prompt's tokens, with this many of the most likely tokens at each position
+    logit_bias          token id -> value added to its logit
+    allowed_token_ids   generate these ids only; an end-of-sequence id must be listed too to be generated
+    bad_words           texts that are never generated, neither at the beginning of a word nor within one
+    structured_outputs  a grammar or schema that the whole text must match
 
-    Raises MegakernelError naming the field and its value where one is out of range.
+    Raises MegakernelError, which names the field and its value, if a value is out of range.
     """
 
     temperature: float = 1.0
@@ -92,7 +92,7 @@ class SamplingParams:
                 self._whole(name, value, 0, most)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                raise _error("stop", text, "must be strings that are not empty")
+                raise _error("stop", text, "must be one or more non-empty strings")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise _error("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS}")
         for token in self.stop_token_ids:
@@ -104,14 +104,14 @@ class SamplingParams:
             self._real("logit_bias", value, -100.0, 100.0)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise _error("allowed_token_ids", self.allowed_token_ids, "must have an id at least")
+                raise _error("allowed_token_ids", self.allowed_token_ids, "must list at least one token id")
             for token in self.allowed_token_ids:
                 self._whole("allowed_token_ids", token, 0, 2**31 - 1)
         if isinstance(self.bad_words, str) or len(self.bad_words) > MAX_BAD_WORDS:
             raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
-                raise _error("bad_words", word, f"must be texts of at most {MAX_BAD_CHARACTERS} characters, not empty")
+                raise _error("bad_words", word, f"must be non-empty texts of at most {MAX_BAD_CHARACTERS} characters")
         if self.structured_outputs is not None:
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
@@ -119,7 +119,7 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether which tokens may come next depends on more than these numbers."""
+        """Whether a `Constraint` is needed: a grammar, allowed ids or bad words limit which tokens may come next."""
         return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property

@@ -1,7 +1,7 @@
-"""What frontends and the engine's process say to each other: a few records, as MessagePack.
+"""The messages between frontends and the engine's process, encoded as MessagePack.
 
-A frontend numbers its jobs, and the choices of its jobs: those of a job have the numbers from `Submit.first` on, prompt
-by prompt. The engine's process answers with at most one `Tokens` for each frontend and step, in columns.
+A frontend numbers the choices of all its jobs. The choices of one job have consecutive numbers from `Submit.first` on,
+prompt by prompt. After each step the engine's process sends a frontend at most one `Tokens` message.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ class _Record(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-# -- to the engine
+# -- messages to the engine
 
 
 class Hello(_Record):
-    """A frontend is there, and wants to know when the engine stops."""
+    """A frontend has started. It will be told if the engine stops."""
 
 
 class Submit(_Record):
-    """Continue each of `prompts`, the bytes of int32 token ids, with `params`; choices are numbered from `first`.
+    """Continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
 
-    Clients take turns where many wait.
+    The job's choices are numbered from `first` on. When many requests wait, the engine admits the values of `client` in
+    turn.
     """
 
     first: int
@@ -40,7 +41,7 @@ class Submit(_Record):
 
 
 class Stop(_Record):
-    """End one choice of the job whose choices begin at `first`: its reader found a stop string."""
+    """End one choice of the job that begins at `first`, because its reader found a stop string."""
 
     first: int
     prompt: int
@@ -48,35 +49,35 @@ class Stop(_Record):
 
 
 class Abort(_Record):
-    """Generate no more for the job whose choices begin at `first`."""
+    """Abort the job that begins at `first`."""
 
     first: int
 
 
 class Gone(_Record):
-    """A frontend has ended: abort what it asked for, and do not listen to it again. Only the server itself says so."""
+    """A frontend has exited: abort its jobs and ignore its later messages. Only the server itself sends this."""
 
     frontend: bytes
 
 
 class Compiled(_Record):
-    """The grammar of a frontend's job is compiled, or refused. Only the engine's process itself says so."""
+    """The grammar of a frontend's job is compiled or refused. Only the engine's process itself sends this."""
 
     frontend: bytes
     first: int
 
 
 class Close(_Record):
-    """End the loop. Only the server itself says so."""
+    """End the engine loop. Only the server itself sends this."""
 
 
 ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
 
-# -- to a frontend
+# -- messages to a frontend
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Scores of a prompt's tokens from the second on, before the first token of the choice numbered `choice`."""
+    """Log-probabilities of a prompt's tokens, from the second one on. They come with the first token of `choice`."""
 
     choice: int
     logprobs: list[float]
@@ -84,14 +85,14 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tokens(_Record):
-    """A step's tokens for one frontend. `at` is when it ended, in seconds of `perf_counter`.
+    """A step's tokens for one frontend, as arrays. `at` is when the step ended, in seconds of `perf_counter`.
 
     choices   int64, numbers of the choices
     ids       int32, token ids
-    logprobs  float32
+    logprobs  float32, log-probabilities of the tokens
     reasons   uint8, index into FINISH: why the token ends its choice
-    tops      row -> the likeliest ids of that token, where they are wanted
-    cached    choice -> tokens of its prompt that were in the prefix cache, with a prompt's first token, where not 0
+    tops      array index -> the most likely ids at that token, if the request asks for them
+    cached    choice -> prompt tokens that were in the prefix cache; sent with a prompt's first token, if not 0
     """
 
     at: float
@@ -105,7 +106,7 @@ class Tokens(_Record):
 
 
 class Refused(_Record):
-    """The job whose choices begin at `first` is not taken: too much waits (`later`), or it can never run."""
+    """The job that begins at `first` is refused: too many requests wait (`later` is True), or it can never run."""
 
     first: int
     why: str
@@ -120,34 +121,34 @@ class Dead(_Record):
 
 ToFrontend = Tokens | Refused | Dead
 
-# -- questions that may wait for a step, on a socket of their own
+# -- queries that may have to wait for a step; they use a socket of their own
 
 
 class Look(_Record):
-    """`what` is asked for; the answer has the same `number`."""
+    """A query for `what`, which is ROOFLINE or TIMELINE. The answer carries the same `number`."""
 
     number: int
     what: str
 
 
 class Seen(_Record):
-    """`content` is None where there is nothing to show."""
+    """The answer to a `Look`. `content` is None if there is nothing to show."""
 
     number: int
     content: bytes | None
 
 
-ROOFLINE, TIMELINE = "roofline", "timeline"  # what can be asked for
+ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a frontend must know of the model that the engine runs, and where to find both.
+    """What a frontend must know about the model, and where it finds the engine.
 
-    source   names the tokenizer: what `load_tokenizer` takes
+    source   where the tokenizer is, as `load_tokenizer` takes it
     name     the model's own name
-    kv_page  tokens of a page of the KV cache
-    folder   of the sockets and the board, for this server's processes alone
-    rows     of the board: the engine's, then one for each frontend
+    kv_page  tokens per KV page
+    folder   the folder with the sockets and the board; only this server's processes can enter it
+    rows     the rows of the board: one for the engine, then one for each frontend
     """
 
     source: str
@@ -160,12 +161,12 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> str:
-        """Where requests are taken and tokens given."""
+        """The address of the socket for requests and their tokens."""
         return f"ipc://{self.folder}/requests"
 
     @property
     def looks(self) -> str:
-        """Where questions are answered."""
+        """The address of the socket for queries."""
         return f"ipc://{self.folder}/looks"
 
     @property
@@ -181,7 +182,7 @@ decode_seen = msgspec.msgpack.Decoder(Seen).decode
 
 
 def prompt_bytes(ids: Seq[int]) -> bytes:
-    """Token ids as `Submit` carries them."""
+    """Token ids in the form in which `Submit` carries them."""
     return np.array(ids, np.int32).tobytes()
 
 
@@ -191,7 +192,7 @@ def prompt_ids(data: bytes) -> list[int]:
 
 
 def token_rows(tokens: Tokens) -> zip[tuple[Any, ...]]:
-    """(choice, token id, log-probability, code of the reason) of each row."""
+    """(choice, token id, log-probability, index into FINISH) of each token."""
     return zip(
         np.frombuffer(tokens.choices, np.int64).tolist(),
         np.frombuffer(tokens.ids, np.int32).tolist(),

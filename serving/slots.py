@@ -1,4 +1,4 @@
-"""The sequences that run, as arrays: a column for each fact, an element for each slot."""
+"""The state of the running sequences as arrays: one array per attribute, one element per slot."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ Objects = NDArray[np.object_]
 
 
 class Slots:
-    """Columns of the sequences that run, and `order`: their slots in the order in which they were admitted.
+    """Arrays with the state of the running sequences. `order` lists their slots in order of admission.
 
-    Planning is ahead of what is known: `length` counts also the tokens that planned steps will have sampled, and of
-    the first `computed` tokens K and V will be in the pages.
+    Steps are planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to
+    sample, and `computed` counts tokens whose K and V will be in the pages once all planned steps have run.
     """
 
     def __init__(self, dims: Dims) -> None:
         n = dims.max_seqs
         self.page = dims.kv_page
-        self.order: Ints = np.zeros(0, np.int64)  # another array after each admission and departure
+        self.order: Ints = np.zeros(0, np.int64)  # replaced, never modified, so its identity shows a change
         self.sequence: Objects = np.full(n, None)
-        self.ticket = np.full(n, -1)  # the number of the admission; -1: nobody runs here
+        self.ticket = np.full(n, -1)  # the admission's number; -1: the slot is free
         self.tag, self.choice = np.zeros((2, n), np.int64)
         self.tokens = np.zeros((n, dims.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
-        self.stop_ids = np.full((n, 1), -1)  # -1 beside the ids of those who have fewer
-        self.top = np.full(n, -1)  # most likely tokens to report besides the chosen one; -1: none at all
-        self.holds = np.zeros(n, np.bool_)  # whether other choices of its request wait for its prompt
+        self.stop_ids = np.full((n, 1), -1)  # rows with fewer ids are padded with -1
+        self.top = np.full(n, -1)  # how many top log-probabilities to report; -1: report none
+        self.holds = np.zeros(n, np.bool_)  # whether other choices of its request wait until its prompt is computed
         self.constrained = np.zeros(n, np.bool_)  # whether its text must match a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = Pages(dims)
-        self.sampling = Sampling(2 * n + 1)  # of each slot, then of each slot for early tokens
+        self.sampling = Sampling(2 * n + 1)  # per slot; then again per slot for tokens before min_tokens
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
-        """Let a sequence run in `slot` with `pages`, of which `shared` ones hold its beginning."""
+        """Put a sequence into `slot` with `pages`; the first `shared` of them already hold its prefix."""
         request, tokens = sequence.request, sequence.tokens
         stop, logprobs = sorted(request.stop_ids), request.params.logprobs
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
@@ -68,7 +68,7 @@ class Slots:
         self.order = np.append(self.order, slot)
 
     def leave(self, sequence: Sequence) -> list[int]:
-        """Take a sequence and its tokens out of its slot: the pages that it had."""
+        """Remove a sequence from its slot, save its tokens, and return its pages."""
         slot, pages, _ = sequence.slot, sequence.pages, sequence.tokens
         sequence.first_token_at = float(self.first_token_at[slot])
         sequence.last_token_at = float(self.last_token_at[slot]) if sequence.first_token_at else 0.0
@@ -80,44 +80,52 @@ class Slots:
         return self.pages.ids[slot, : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
 
     def set_pages(self, slot: int, kept: int, more: list[int]) -> None:
-        """Let the sequence's pages be the first `kept` ones that it has, then `more`."""
+        """Keep the sequence's first `kept` pages and append the pages `more`."""
         self.pages.count[slot] = count = kept + len(more)
         self.pages.ids[slot, kept:count] = more
         self.pages.changed[:, slot] = True
 
     def add_page(self, slots: Ints, pages: list[int]) -> None:
-        """One more page for each of `slots`."""
+        """Append one page to each of `slots`."""
         self.pages.ids[slots, self.pages.count[slots]] = pages
         self.pages.count[slots] += 1
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Tokens that no planned step sees and the next may: none where the last one is being sampled."""
+        """How many tokens of each slot are not planned yet.
+
+        It is 0 for a sequence that has reached its length limit.
+        """
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
     def crowded(self, slots: Ints) -> NDArray[np.bool_]:
-        """Whether the pages have no room for `length` tokens."""
+        """Whether the pages are too few for `length` tokens."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:
-        """Where `sampling` says how to sample the tokens at `position` of sequences."""
+        """The rows of `sampling` that apply to the tokens at `position`.
+
+        Tokens before min_tokens have rows of their own.
+        """
         early = position < self.early_until[slots]
         return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
 
     def place_of(self, slot: int, position: int) -> int:
-        """`place` of one token."""
+        """`place` for one token."""
         return slot + len(self.ticket) * bool(position < self.early_until[slot])
 
     def full_pages(self, slots: Ints) -> Ints:
-        """Pages that launches so far fill. Not the one that the last token ends: a sequence that ends with it may
-        have been planned for a step that never starts.
+        """How many pages of each slot the launches so far have filled.
+
+        A page that ends with the last known token does not count: the step that would compute that token may be
+        planned but never start, because the sequence ends.
         """
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """One more known token for each of `slots`: by index into FINISH, why it ends its sequence."""
+        """Append one known token to each of `slots`. Returns for each an index into FINISH: why its sequence ends."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

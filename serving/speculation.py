@@ -1,10 +1,10 @@
-"""Exact speculation: proposed tokens are verified beside the known one where that is expected to pay.
+"""Speculative decoding with unchanged results: proposed tokens are verified if that is expected to save time.
 
-A step that computes more rows takes longer, and gives more tokens only where proposals are right. From the share of
-each sequence's proposed tokens that were right lately, and from the times of steps, `Speculation.extend` chooses the
-number of rows that promises the most tokens per second, which is often none. A new sequence begins with the share of
-all sequences lately. One whose proposals were declined for a while has one token verified all the same, so that a text
-that begins to repeat is noticed.
+A step with more rows takes longer, and generates more tokens only if proposals are right. From each sequence's recent
+acceptance rate and from the measured times of steps, `Speculation.extend` chooses the number of proposed tokens with
+the highest expected tokens per second, which is often zero. A new sequence starts with the recent acceptance rate of
+all sequences. If the proposals of a sequence have been declined for a while, one token is verified nevertheless, as a
+probe, to notice when its text begins to repeat.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .slots import Slots
 from .step_times import StepTimes
 from .work import Part, Work, extended
 
-MOST = 63  # proposed tokens of a sequence in a step
-VERIFIED_ROWS = 128  # logit rows of a step with proposed tokens; a step table has room for the biases of that many
-_MEMORY = 0.99  # of the share of all sequences' proposed tokens that were right; a sequence's own counts more by far
-_NO_TIME = 1e-9  # seconds of a step that takes none, as a backend without arithmetic may say
+MOST = 63  # maximum proposed tokens per sequence and step
+VERIFIED_ROWS = 128  # maximum logit rows of a step with proposed tokens: a step table has biases for so many
+_MEMORY = 0.99  # decay factor of the acceptance rate of all sequences; the rate of a single sequence decays faster
+_NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 
 
 def check_depth(depth: int) -> None:
-    """Raise MegakernelError unless `depth` tokens may be proposed at once."""
+    """Raise MegakernelError if `depth` is out of range."""
     if not 0 <= depth <= MOST:
         raise MegakernelError(f"speculate={depth} must be from 0 (off) to {MOST} proposed tokens")
 
 
 @dataclass(slots=True)
 class _Offer:
-    """Proposed tokens of one sequence in one step, of which the first `taken` are verified."""
+    """Proposed tokens of one sequence in one step. The first `taken` of them will be verified."""
 
     chunk: int
     draft: Draft
@@ -46,9 +46,9 @@ class _Offer:
 
 
 def granted(work: Work, batch: Batch, sequence: Choice, tokens: list[int]) -> list[int]:
-    """Those of `tokens` that may join a step after the last known one: as many as pages are free for.
+    """Allocate KV pages for `tokens` after a sequence's last known token. Returns as many as there was room for.
 
-    HISTORY will have them where penalties read it.
+    If the sequence has penalties, these tokens are also written to HISTORY before the step, because penalties read it.
     """
     known = len(sequence.tokens)
     taken = tokens[: batch.lengthen(sequence, known + len(tokens)) - known] if tokens else []
@@ -58,24 +58,27 @@ def granted(work: Work, batch: Batch, sequence: Choice, tokens: list[int]) -> li
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step; `proposer` makes what guesses from its tokens."""
+    """Proposes up to `depth` tokens for each sequence of a step.
+
+    `proposer` makes a sequence's Proposer from its tokens.
+    """
 
     def __init__(self, depth: int, times: StepTimes, proposer: Callable[[Sequence[int]], Proposer] = Lookup) -> None:
         check_depth(depth)
         self.times = times
         self._depth, self._proposer = depth, proposer
-        self._share = Share(_MEMORY)  # of all sequences, lately
+        self._share = Share(_MEMORY)  # recent acceptance rate of all sequences
 
     def read(self, part: Part) -> None:
-        """Take note of the tokens of a planned step's sequences, while a launch runs."""
+        """Let the proposers of a planned step's sequences read new tokens. This runs while a launch runs."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None:
                 self._draft(sequence).proposer.read()
 
     def extend(self, work: Work, batch: Batch, *, tokens: int, logit_rows: int) -> bool:
-        """Have proposed tokens verified in a step of at most `tokens` rows and `logit_rows` logit rows; whether any.
+        """Add proposed tokens to a planned step, up to `tokens` rows and `logit_rows` logit rows in total.
 
-        What sequences wait for is planned before, so proposals take only the rows and pages that it leaves.
+        Returns whether any were added. Proposals only use rows and pages that the planned work leaves free.
         """
         part, slots = work.part, batch.slots
         rows, logits = len(part.tokens), len(part.turns.chunk)
@@ -97,12 +100,12 @@ class Speculation:
         return bool(proposals)
 
     def learn(self, sequence: Choice, proposed: int, accepted: int) -> None:
-        """Of `proposed` tokens of a sequence so many were right."""
+        """Record that `accepted` of a sequence's `proposed` tokens were right."""
         self._draft(sequence).learn(proposed, accepted)
         self._share.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
-        tokens = sequence.tokens  # a proposer reads this list, and asking for it brings it up to date
+        tokens = sequence.tokens  # the proposer holds this list; the property appends new tokens to it
         if sequence.draft is None:
             sequence.draft = Draft(self._proposer(tokens), self._share.young())
         return sequence.draft
@@ -112,19 +115,19 @@ class Speculation:
         for chunk in part.extensible(slots).tolist():
             sequence = part.turns.sequence[chunk]
             if sequence.constraint is not None:
-                continue  # each proposed token would need a mask that depends on the one before
+                continue  # each proposed token would need its own mask, which depends on the token before it
             draft = self._draft(sequence)
-            # The step gives one token more than are accepted.
+            # A step generates one token more than it accepts.
             most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)
             if tokens := draft.proposer.propose(most) if most > 0 else []:
                 offers.append(_Offer(chunk, draft, tokens))
         return offers
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
-        """Say of each offer how many tokens are verified, beside `tokens` rows of which `logit_rows` get logits.
+        """Choose how many tokens of each offer to verify in a step that has `tokens` rows and `logit_rows` logit rows.
 
-        A row's gain is the probability that its token and those before it are right. Rows join by falling gain, as many
-        as make the step's expected tokens per second the most. Probes join in any case.
+        The gain of a row is the probability that its token and those before it are right. Rows are added in order of
+        decreasing gain, up to the number with the most expected tokens per second. Probes are always added.
         """
         expected, rows = float(logit_rows), 0
         for offer in offers:

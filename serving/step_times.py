@@ -1,4 +1,4 @@
-"""How long steps take: as measured lately, and as the cost model predicts where nothing has been measured."""
+"""How long steps take: recent measurements, and the cost model's predictions for buckets without a measurement."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from itertools import pairwise
 from ..program import Program
 from .programs import Programs
 
-_KEPT = 8  # latest times of a bucket; the least of them counts, because a busy machine makes steps slower, never faster
-_STALE = 1000  # steps after which a bucket that has not run counts as not measured
+_KEPT = 8  # latest times of a bucket; the shortest one counts, because a busy machine only makes steps slower
+_STALE = 1000  # a bucket that has not run for so many steps counts as not measured
 
 Bucket = tuple[int, int]
 
 
 @dataclass
 class _Measured:
-    """Times of a bucket's steps, the last of which was the engine's `at`th."""
+    """Times of a bucket's latest steps. `at` is the engine's step count at the last one."""
 
     at: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
 class StepTimes:
-    """Times of an engine's steps. `predict` gives the cost model's seconds for a program."""
+    """Times of an engine's steps. `predict` returns the cost model's seconds for a program."""
 
     def __init__(self, programs: Programs, predict: Callable[[Program], float]) -> None:
         self._programs, self._predict = programs, predict
@@ -35,26 +35,26 @@ class StepTimes:
         self._late: deque[float] = deque(maxlen=_KEPT)
 
     def record(self, program: Program, seconds: float) -> None:
-        """A step of `program` took `seconds`."""
+        """Record that a step of `program` took `seconds`."""
         self._steps += 1
         measured = self._measured.setdefault((program.dims.tokens, program.dims.logit_rows), _Measured())
         measured.at = self._steps
         measured.seconds.append(seconds)
 
     def record_late(self, seconds: float) -> None:
-        """The host needed `seconds` between two launches, because it could not plan during the first."""
+        """Record the host's `seconds` between two launches when it could not plan the second during the first."""
         self._late.append(seconds)
 
     @property
     def late_s(self) -> float:
-        """What it costs to plan a step only after the one before."""
+        """Seconds lost when a step is planned only after the previous one has ended."""
         return min(self._late, default=0.0)
 
     def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
-        """Seconds of a step of that many token rows and logit rows, then with 1 more of both, with 2, up to `most`.
+        """Expected seconds of a step with 0, 1, 2 ... `most` more token rows and logit rows than the given ones.
 
-        Buckets that have not been measured lie on a line between those that have. Beyond the last of these, times grow
-        as the cost model predicts.
+        Buckets between two measured ones are interpolated linearly. Beyond the last measured bucket, times grow in
+        proportion to the cost model's predictions.
         """
         buckets = [self._programs.bucket(tokens + more, logit_rows + more) for more in range(most + 1)]
         distinct = list(dict.fromkeys(buckets))

@@ -1,4 +1,4 @@
-"""What a text must look like, in vLLM's names, and as the grammar library reads it."""
+"""Structured outputs: the format that a text must have, with vLLM's names, and its grammar for the grammar library."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from llguidance import LLMatcher
 
 from ..errors import MegakernelError
 
-# A grammar has as many characters as its schema. Requests of the largest clients have thousands.
+# A grammar has about as many characters as its schema. The largest common requests have thousands.
 MOST_GRAMMAR_CHARACTERS = 1 << 20
 GRAMMAR, COMPLETE = "grammar", "complete"
-# JSON is written as Python writes it: what models know, and where only one text is possible no token is sampled.
-# Nothing that the library does not implement is ignored.
+# JSON has the white space that Python's json module writes, because models know it, and because fixed white space needs
+# no sampling. With lenient=False the library refuses schema keywords that it does not implement.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the whole text must match. Exactly one is given.
+    """The format that the whole text must match. Exactly one of the fields is given.
 
     json         a JSON schema, as a dict or as JSON text
     regex        a regular expression
-    choice       some texts, of which it is one
+    choice       a list of texts; the answer is one of them
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
-    json_object  True: a JSON object
+    json_object  True: any JSON object
 
-    Raises MegakernelError naming what is wrong.
+    Raises MegakernelError with the reason if the fields are invalid.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -48,23 +48,26 @@ class StructuredOutputsParams:
             )
         for name in ("regex", "grammar"):
             if (text := getattr(self, name)) is not None and (not isinstance(text, str) or not text):
-                raise MegakernelError(f"structured outputs: {name} must be a text that is not empty")
+                raise MegakernelError(f"structured outputs: {name} must be a non-empty text")
         if self.choice is not None and (
             isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)
         ):
-            raise MegakernelError("structured outputs: choice must be a list of texts, none of them empty")
+            raise MegakernelError("structured outputs: choice must be a list of non-empty texts")
         size = sum(map(len, self.choice or ())) + len(self.regex or "") + len(self.grammar or "")
         if size > MOST_GRAMMAR_CHARACTERS:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
     def source(self) -> tuple[str, str]:
-        """A notation (GRAMMAR, which is still to be told from others, or COMPLETE) and the grammar in it."""
+        """(notation, grammar).
+
+        GRAMMAR means Lark or GBNF, which the worker tells apart; COMPLETE is ready for the library.
+        """
         try:
             found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())
         except (ValueError, RecursionError) as e:
             raise MegakernelError(f"structured outputs: {str(e)[:500]}") from e
         if len(found[1]) > 2 * MOST_GRAMMAR_CHARACTERS:
-            raise MegakernelError(f"structured outputs: more than {MOST_GRAMMAR_CHARACTERS} characters")
+            raise MegakernelError(f"structured outputs: the grammar has more than {MOST_GRAMMAR_CHARACTERS} characters")
         return found
 
     def _text(self) -> str:
@@ -76,5 +79,5 @@ class StructuredOutputsParams:
         if isinstance(schema, str):
             schema = jsons.loads(schema)
         if not isinstance(schema, Mapping):
-            raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
+            raise ValueError(f"a JSON schema must be an object, not {schema!r:.80}")
         return LLMatcher.grammar_from_json_schema(jsons.dumps(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]

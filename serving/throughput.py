@@ -1,4 +1,4 @@
-"""Offline throughput: the time to finish many prompts, with the steps' work and rates behind the figure."""
+"""Measures offline throughput: the time to finish many prompts, and the work and rates of the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .live import Live
 from .llm import LLM
 from .sampling import SamplingParams
 
-_WARM_UP_TOKENS = 4  # output tokens of the jobs that warm up
+_WARM_UP_TOKENS = 4  # output tokens of each warm-up job
 
 
 def measure(
@@ -25,10 +25,10 @@ def measure(
     on_progress: Callable[[int, int], None],
     after_run: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Figures of `runs` runs, after a few short requests that fill caches and compile.
+    """The figures of `runs` runs. A few short requests run before them, to fill caches and compile programs.
 
-    Each has ids of its own where they are random. `on_progress` is told (tokens, all); `after_run` is called after
-    each run.
+    If the prompts are random, each run has different ones. `on_progress` gets (tokens so far, tokens in total), and
+    `after_run` is called after each run.
     """
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0

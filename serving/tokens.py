@@ -1,4 +1,4 @@
-"""What a step generated: columns of all its tokens, and the tokens one by one for the few who want them so."""
+"""The tokens that a step generated, as arrays, and one by one for callers that prefer objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .slots import Objects
 
 
 class Token(NamedTuple):
-    """One generated token. `top_logprobs` has the most likely ids and this one where the request asks, else nothing."""
+    """One generated token. `top_logprobs` holds the most likely ids and this one if the request asks for them."""
 
     request: Request
     choice: int
@@ -28,7 +28,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A column for each fact, an element for each token, in the order of the step's rows."""
+    """One array per attribute, with one element per token, in the order of the step's rows."""
 
     sequence: Objects
     tag: Ints  # `Request.tag`
@@ -36,9 +36,9 @@ class Tokens:
     token_id: Ints
     logprob: NDArray[np.float32]
     finish: Ints  # index into FINISH: why the token ends its choice
-    first: NDArray[np.bool_]  # whether it is the first of its choice
+    first: NDArray[np.bool_]  # whether it is the first token of its choice
     waited: NDArray[np.float64]  # seconds since the token before it, or since the request was added
-    top: Mapping[int, dict[int, float]]  # `Token.top_logprobs` by element, of those that ask
+    top: Mapping[int, dict[int, float]]  # index of a token -> its `Token.top_logprobs`, if its request asks
 
     def __len__(self) -> int:
         return len(self.token_id)

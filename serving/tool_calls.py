@@ -1,4 +1,4 @@
-"""How models write calls of functions into their text, and how to find them there again, while the text still comes."""
+"""Tool calls in a model's text: formats of several models, their grammar, and a parser for streamed text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ..errors import MegakernelError
 from ..model.tokenizer import Tokenizer
 from .structured import JSON_OPTIONS
 
-_MOST_CALLS = 16  # of one answer, where a grammar says what it is
+_MOST_CALLS = 16  # maximum calls of one answer that a grammar constrains
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls: `begin`, JSON objects with `arguments` under that name, `end`.
+    """How a model writes tool calls: `begin`, then JSON objects, then `end`.
 
-    `each` says whether every call has its own `begin` and `end`; else the objects stand between them with `between`.
-    A model of some formats may leave `begin` away where its answer is nothing but calls (`bare`).
+    arguments  the JSON key for a call's arguments
+    each       whether every call has its own `begin` and `end`; otherwise all calls share one pair
+    between    separates the calls
+    bare       whether the model may omit `begin` if its answer consists of calls only
     """
 
     begin: str
@@ -38,7 +40,7 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat:
-    """The format called `name`; without a name the one of a chat template, and Hermes's where that has none."""
+    """The format called `name`. Without a name, the chat template's format, or `hermes` if the template shows none."""
     if name is not None:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: known are {', '.join(FORMATS)}")
@@ -51,7 +53,7 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
 def with_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat
 ) -> list[dict[str, Any]]:
-    """A conversation as a chat template takes it that says nothing of tools, calls and their results."""
+    """Rewrite a conversation for a chat template without tool support: tools, calls and results become plain text."""
     listed = "\n".join(json.dumps(tool) for tool in tools)
     call = json.dumps({"name": "FUNCTION", form.arguments: {"PARAMETER": "VALUE"}})
     told = (
@@ -64,7 +66,7 @@ def with_tools(
 
 
 def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
-    """A message without calls: those that it makes, and the result of one, as text."""
+    """A message in which tool calls, or the result of one, are written as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -76,9 +78,10 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
-    """The grammar, in Lark's notation, of an answer that calls one of `functions` (parameters by name), or `several`.
+    """The grammar, in Lark's notation, of an answer that calls one of `functions`, or `several` of them.
 
-    Parameters are a schema of their own, so that its references hold.
+    `functions` maps names to JSON schemas of parameters. Each schema is a rule of its own, so that references within it
+    stay valid.
     """
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
@@ -94,14 +97,14 @@ def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tok
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
-    """A text in Lark's notation; where a token stands for it that no text gives, that token."""
+    """A text in Lark's notation. If the text is a special token of the model, the result names that token."""
     token = tokenizer.special_id(text)
     return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of the call `index` of an answer: its name at first, then pieces of its arguments."""
+    """An increment of the call `index` of an answer: first its name, then pieces of its arguments."""
 
     index: int
     name: str | None = None
@@ -109,23 +112,26 @@ class CallDelta:
 
 
 class ToolReader:
-    """Takes an answer's text apart as it comes: content, and calls of the functions `names`, at most `most`.
+    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls.
 
-    What begins like a call and is none is content.
+    Text that looks like a call but turns out to be none is content.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
         self._form, self._names, self._most = form, names, most
         self._mark = form.begin.strip()
-        self._held = ""  # text that may begin a mark, or is still to be read
+        self._held = ""  # text that is not read yet, or that may be the start of `begin`
         self._calling = False
         self._object: _Object | None = None
-        self._fresh = True  # nothing but white space has come
-        self._space = ""  # white space that is content if more comes
+        self._fresh = True  # only white space has arrived so far
+        self._space = ""  # white space that becomes content if more content follows
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """The content that became certain with more text, and what is new of calls; with the `last` one all."""
+        """Read more text. Returns the content that is now certain and the increments of calls.
+
+        With the `last` text everything is returned.
+        """
         self._held += text
         content: list[str] = []
         deltas: list[CallDelta] = []
@@ -142,7 +148,7 @@ class ToolReader:
         return "".join(content), deltas
 
     def _outside(self, content: list[str], last: bool) -> bool:
-        """Read content up to the next mark; whether to go on."""
+        """Read content up to the next `begin`. Returns whether to continue."""
         text = self._held
         if self._form.bare and self._fresh and text.lstrip().startswith("{"):
             self._held, self._calling = text.lstrip(), True
@@ -160,7 +166,7 @@ class ToolReader:
         return False
 
     def _give(self, text: str, content: list[str]) -> None:
-        """White space around calls is no content."""
+        """Emit content, but hold back trailing white space, because white space around calls is not content."""
         text = self._space + text
         self._space = "" if text.strip() else text
         if not self._space and text:
@@ -168,7 +174,7 @@ class ToolReader:
             self._fresh = False
 
     def _between(self, last: bool) -> bool:
-        """Read what stands between calls; whether to go on."""
+        """Read the text between calls. Returns whether to continue."""
         end = self._form.end.strip()
         text = self._held.lstrip(" \n\r\t,;[")
         if text.startswith("{"):
@@ -204,12 +210,15 @@ class ToolReader:
 
 @dataclass(slots=True)
 class _Object:
-    """A JSON object that describes a call, read as it comes. `arguments_begin` and `arguments_end` are places in it."""
+    """A JSON object that describes a call, parsed while it streams.
 
-    arguments: str  # the name under which they are
+    `arguments_begin` and `arguments_end` are positions in `text`.
+    """
+
+    arguments: str  # the key of the arguments
     text: str = ""
     name: str | None = None
-    begun: bool = False  # its name is told
+    begun: bool = False  # its name has been returned
     done: bool = False
     arguments_begin: int = -1
     arguments_end: int = -1
@@ -218,11 +227,11 @@ class _Object:
     _string: bool = False
     _escaped: bool = False
     _key: str = ""
-    _value: bool = False  # a value comes, not a name
-    _start: int = field(default=-1)  # of the name or the value
+    _value: bool = False  # inside a value, not a key
+    _start: int = field(default=-1)  # where the key or the value begins
 
     def add(self, text: str) -> int:
-        """Read on, to the object's end at most: how many characters."""
+        """Parse up to the object's end. Returns how many characters of `text` were used."""
         for used, character in enumerate(text, 1):
             self._next(len(self.text) + used - 1, character, text[: used - 1])
             if self.done:
@@ -232,7 +241,7 @@ class _Object:
         return len(text)
 
     def new_arguments(self) -> str:
-        """What has come of the arguments and is not told."""
+        """The part of the arguments that has arrived and has not been returned yet."""
         end = len(self.text) if self.arguments_end < 0 else self.arguments_end
         begin = max(self._told, self.arguments_begin)
         self._told = max(begin, end)
@@ -285,5 +294,5 @@ def _string(text: str) -> str:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

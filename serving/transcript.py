@@ -1,6 +1,7 @@
-"""What the reader of a choice has of it: ids, scores, text, and where a stop string ends it.
+"""Collects the tokens of a choice, converts them to text, and finds stop strings.
 
-The engine knows ids only. Readers make text of them where and when they like, so a slow one never holds up a step.
+The engine handles token ids only. Its readers convert them to text in their own time, so a slow reader never delays a
+step.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from .sampling import SamplingParams
 
 
 class Decoder(Protocol):
-    """What `Tokenizer.stream()` gives: text that never ends inside a UTF-8 character."""
+    """The interface of `Tokenizer.stream()`. The text that it returns never ends inside a UTF-8 character."""
 
     def add(self, token: int) -> str: ...
     def finish(self) -> str: ...
 
 
 class Generated(Protocol):
-    """What is told of a token. `top_logprobs` has the likeliest ids where they were asked for."""
+    """A generated token. `top_logprobs` has the most likely ids if they were asked for."""
 
     @property
     def token_id(self) -> int: ...
@@ -31,11 +32,11 @@ class Generated(Protocol):
 
 
 class Transcript:
-    """Collects the tokens of one choice. `decoder` detokenises; None: ids only, and `text` is None.
+    """Collects the tokens of one choice. `decoder` converts ids to text; without it `text` is None.
 
-    `text` is cut before the first stop string, or after it where that is asked for. Where `finish_reason` says `stop`
-    though no token did, a stop string came: tell the engine by `Engine.stop`. Tokens after that are dropped.
-    `stop_reason` is that string, or the one of `stop_token_ids` that came; None for all other ends.
+    `text` ends before the first stop string, or after it if the request asks for that. If `finish_reason` is `stop`
+    but the last token has no such reason, a stop string was found: call `Engine.stop`. Later tokens are dropped.
+    `stop_reason` is the stop string or the id of `stop_token_ids` that ended the choice, and None for other ends.
     """
 
     def __init__(self, params: SamplingParams, decoder: Decoder | None) -> None:
@@ -48,14 +49,17 @@ class Transcript:
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder
         self._text = ""
-        self._shown = 0  # characters of the text that `add` has given
+        self._shown = 0  # characters of the text that `add` has returned
 
     @property
     def text(self) -> str | None:
         return self._text if self._decoder else None
 
     def add(self, token: Generated) -> str:
-        """Append a token: the text that became certain with it. The token of reason `stop` has none, unless kept."""
+        """Append a token. Returns the text that is now certain.
+
+        A stop token has no text, unless include_stop_str_in_output is set.
+        """
         if self.finish_reason is not None:
             return ""
         self.token_ids.append(token.token_id)
@@ -76,7 +80,7 @@ class Transcript:
             return piece
         stopped = not unseen and self._append(self._decoder.add(token.token_id))
         if token.finish_reason is not None and not stopped:
-            stopped = self._append(self._decoder.finish())  # text that was held back as half a character
+            stopped = self._append(self._decoder.finish())  # an incomplete last character
         if stopped:
             self.finish_reason = "stop"
         held = self._partial_stop() if self.finish_reason is None else 0
@@ -84,7 +88,7 @@ class Transcript:
         return self._text[before : self._shown]
 
     def _append(self, piece: str) -> bool:
-        """Whether a stop string ends in `piece`; then the text is cut."""
+        """Append text. If a stop string ends in it, cut the text there and return True."""
         before = len(self._text)
         self._text += piece
         if len(self.token_ids) < self._min_tokens or not piece:
@@ -99,7 +103,7 @@ class Transcript:
         return True
 
     def _partial_stop(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max((len(s) for s in self._stop), default=1) - 1
         for length in range(min(longest, len(self._text)), 0, -1):
             tail = self._text[-length:]

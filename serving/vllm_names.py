@@ -1,4 +1,4 @@
-"""What code written for vLLM gives to `LLM`, in this package's names."""
+"""Translates arguments of code that was written for vLLM into this package's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = {
     "max_num_batched_tokens": "step_tokens",
     "enable_prefix_caching": "prefix_cache",
 }
-# They change no result: how memory is shared out, how a step is launched, what is reported.
+# Arguments that change no result: they say how memory is divided, how a step is launched, or what is reported.
 _HARMLESS = {
     *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
     *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),
@@ -23,7 +23,7 @@ _HARMLESS = {
 
 
 def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments of `LLM` in this package's names. Raises MegakernelError for one that could change a result."""
+    """Rename vLLM's arguments of `LLM`. Raises MegakernelError for an unknown one, which might change a result."""
     own = {}
     for name, value in given.items():
         if name in _NAMES:
@@ -31,16 +31,17 @@ def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
                 own[_NAMES[name]] = value
         elif name not in _HARMLESS and value is not None:
             remedy = (
-                "give SamplingParams a seed" if name == "seed" else f"of vLLM's arguments it takes {', '.join(_NAMES)}"
+                "give SamplingParams a seed"
+                if name == "seed"
+                else f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
             )
             raise MegakernelError(f"LLM does not take {name}={value!r}: {remedy}")
     return own
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """One prompt or several, each a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-
-    A sequence of whole numbers is one prompt of token ids.
+    """A list of prompts from one prompt or several. Each is text, token ids, {"prompt": text} or
+    {"prompt_token_ids": ids}. A sequence of whole numbers is one prompt of token ids.
     """
     if isinstance(prompts, (str, Mapping)):
         return [_one(prompts)]
@@ -49,7 +50,9 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     if not ids:
         return [_one(part) for part in parts]
     if len(ids) != len(parts):
-        raise MegakernelError("prompts mix token ids and prompts: give text, a list of ids, or a list of those")
+        raise MegakernelError(
+            "a list mixes token ids with other prompts: give one list of ids, or a list of such lists and texts"
+        )
     return [ids]
 
 
@@ -59,7 +62,7 @@ def _one(prompt: Any) -> str | list[int]:
     others = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
     if others:
         raise MegakernelError(
-            f"a prompt with {', '.join(map(repr, others))} is not supported: the models read text only"
+            f"a prompt with {', '.join(map(repr, others))} is not supported: the models accept text only"
         )
     if (ids := prompt.get("prompt_token_ids")) is not None:
         return list(ids)
@@ -70,7 +73,7 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several; the text parts of a message are joined."""
+    """A list of conversations from one or several. The text parts of a message are joined into one text."""
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]
@@ -84,6 +87,8 @@ def _plain(message: Any) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         wrong = next((part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"), None)
         if wrong is not None:
-            raise MegakernelError('a message may have parts {"type": "text", "text": ...} only: the models read text')
+            raise MegakernelError(
+                'the parts of a message must be {"type": "text", "text": ...}: the models accept text only'
+            )
         content = "".join(str(part.get("text", "")) for part in content)
     return {**message, "content": content or ""}

@@ -1,4 +1,4 @@
-"""Who waits for a slot, and whose turn it is."""
+"""The queue of sequences that wait for a slot. Clients take turns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Queue = OrderedDict[Sequence, None]
 
 
 class Waiting:
-    """Sequences in the order in which they are admitted: first those at the head, then clients in turn.
+    """Waiting sequences. Those at the front are admitted first, then one of each client in turn.
 
-    Those of one client keep their order. So a client with one request waits for at most one sequence of each other
-    client, however many they have sent.
+    The sequences of one client keep their order. So a client with one request waits for at most one sequence of every
+    other client, however many requests they have sent.
     """
 
     def __init__(self) -> None:
@@ -33,20 +33,20 @@ class Waiting:
             yield from queue
 
     def append(self, client: str, sequences: Iterable[Sequence]) -> None:
-        """Behind what the client already has."""
+        """Append sequences to the client's queue."""
         self._queues.setdefault(client, _Queue()).update(dict.fromkeys(sequences))
 
     def push(self, sequence: Sequence) -> None:
-        """To the head."""
+        """Put a sequence at the front, before all clients."""
         self._head[sequence] = None
         self._head.move_to_end(sequence, last=False)
 
     def first(self) -> Sequence:
-        """Who is next; there must be one."""
+        """The next sequence. The queue must not be empty."""
         return next(iter(self._head or next(iter(self._queues.values()))))
 
     def take(self) -> None:
-        """Remove who is next. Then it is another client's turn."""
+        """Remove the next sequence. Then it is another client's turn."""
         sequence = self.first()
         at_head = sequence in self._head
         self.remove(sequence)
@@ -54,7 +54,7 @@ class Waiting:
             self._queues.move_to_end(client)
 
     def remove(self, sequence: Sequence) -> None:
-        """Nothing where it does not wait."""
+        """Remove a sequence. Does nothing if it does not wait."""
         self._head.pop(sequence, None)
         client = sequence.request.client
         if (queue := self._queues.get(client)) is not None:

@@ -1,4 +1,4 @@
-"""A planned step: what each sequence computes in it, and the table and program that say so to a backend."""
+"""A planned step: which tokens each sequence computes in it, and the program and step table for the backend."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from .slots import Objects, Slots
 
 @dataclass(eq=False)
 class Turns(Lineup):
-    """Chunks of a step, with what the engine must know of them when their outcome is there."""
+    """The chunks of a step, with what the engine needs to process their results."""
 
-    # -- of each chunk
-    ticket: Ints  # of its sequence's admission
+    # -- one element per chunk
+    ticket: Ints  # number of its sequence's admission
     sequence: Objects
     tag: Ints
     choice: Ints
-    # -- of each logit row
-    top: Ints  # most likely tokens to report besides the chosen one; -1: none at all
-    after: Ints  # the proposed token that the row follows; -1: a known one
+    # -- one element per logit row
+    top: Ints  # how many top log-probabilities to report; -1: report none
+    after: Ints  # the proposed token at this row; -1: the row's token is known
 
     @cached_property
     def proposed(self) -> Ints:
-        """Of each chunk: tokens at its end that are verified, not known."""
+        """For each chunk: how many tokens at its end are proposed and have to be verified."""
         return np.bincount(self.chunk[self.after >= 0], minlength=len(self.slot))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """Of each logit row: whether it samples, and does not score."""
+        """For each logit row: whether it samples a token, rather than scoring a prompt token."""
         return self.target < 0
 
     @cached_property
     def reported(self) -> list[int]:
-        """The logit rows of which most likely tokens are told."""
+        """The logit rows whose top log-probabilities are reported."""
         return (self.top >= 0).nonzero()[0].tolist()
 
     @cached_property
     def read(self) -> list[int]:
-        """The logit rows of which the host reads the logits."""
+        """The logit rows whose logits the host has to read."""
         return (self.top > 0).nonzero()[0].tolist()
 
     def alive(self, slots: Slots) -> NDArray[np.bool_]:
-        """Of each chunk: whether its sequence has kept its slot."""
+        """For each chunk: whether its sequence still has the slot that it had when the step was planned."""
         kept: NDArray[np.bool_] = slots.ticket[self.slot] == self.ticket
         return kept
 
@@ -64,11 +64,11 @@ class Part(NamedTuple):
     """Some or all chunks of a step."""
 
     turns: Turns
-    start: Ints  # see `Rows`
+    start: Ints  # described at `Rows`
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
-        """The chunks that continue a sequence of which all is known, so that proposed tokens may follow."""
+        """The chunks to which proposed tokens may be added: they compute only their sequence's last known token."""
         turns = self.turns
         single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
         found: Ints = (single & turns.alive(slots) & (self.start == slots.known[turns.slot] - 1)).nonzero()[0]
@@ -77,33 +77,33 @@ class Part(NamedTuple):
 
 @dataclass
 class Work:
-    """A step that is planned; once it is built it has `program` and `table`, once it has started `launch` runs.
+    """A planned step. It gets `program` and `table` when it is built, and `launch` when it starts.
 
-    `histories` is what HISTORY must hold when it starts: (slot, first place, tokens).
+    `histories` lists what the host writes to HISTORY before it starts: (slot, first position, tokens).
     """
 
     part: Part
     histories: list[tuple[int, int, NDArray[np.int32]]]
-    verifies: bool = False  # it has proposed tokens, so that only its outcome says where sequences go on
+    verifies: bool = False  # it has proposed tokens, so where its sequences continue is known only after it
     program: Program | None = None
     table: StepTable | None = None
     launch: Launch | None = None
 
 
 class Planner:
-    """Plans steps of the sequences in `slots`. As long as all of them go on, their turns are the same."""
+    """Plans steps of the sequences in `slots`. It reuses the `Turns` of the last step if the same sequences decode."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._last: Turns | None = None
 
     def plan(self, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
-        """Let the sequences in the slots `ones` compute a token each, and those of `pieces` so many beside them."""
+        """Plan a step: sequences in the slots `ones` compute one token each, those in `pieces` the given number."""
         decoded = self._decode(ones)
         return _join([decoded, *(_piece(self._slots, *piece) for piece in pieces)]) if pieces else decoded
 
     def _decode(self, slot: Ints) -> Part:
-        """Each computes the token after those computed so far, and has the next one sampled."""
+        """Plan one decode token for each slot: compute its next token and sample the one after it."""
         slots, n, start = self._slots, len(slot), self._slots.computed[slot]
         slots.length[slot] += 1
         slots.computed[slot] = end = start + 1
@@ -116,16 +116,17 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, **rows)
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            return Part(turns, start, turns.after)  # -1: the launch under way samples them
+            return Part(turns, start, turns.after)  # -1: the running launch samples them
         return Part(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
 
 def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Part:
-    """`part` with proposed tokens after the one token of some chunks, each with a logit row.
+    """Append proposed tokens to some one-token chunks of `part`, each with a logit row. `proposals` is keyed by chunk.
 
-    Without penalties these rows themselves store what they sample, and up to the first token that differs this is what
-    was proposed. Rows with penalties read HISTORY, which must have the proposed tokens from the start, and store
-    nothing. Sequences that have ended since the step was planned leave it: others may have their pages now.
+    Rows without penalties store their sampled tokens in HISTORY; up to the first mismatch these equal the proposed
+    ones. Rows with penalties read HISTORY, so the host writes the proposed tokens there before the step, and the rows
+    store nothing. Sequences that have ended since the step was planned are removed, because others may now use their
+    pages.
     """
     parts = []
     for proposed, chunks in groupby(part.turns.alive(slots).nonzero()[0].tolist(), key=proposals.__contains__):
@@ -137,7 +138,7 @@ def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Par
 
 
 def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
-    """The next `count` tokens of a sequence, with the logit rows that they need."""
+    """A chunk of the next `count` tokens of a sequence, with the logit rows that they need."""
     request, slot = sequence.request, sequence.slot
     start, known = int(slots.computed[slot]), int(slots.known[slot])
     end = start + count
@@ -157,7 +158,7 @@ def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
 
 
 def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
-    """The last known token of a sequence and proposed ones after it."""
+    """A chunk of a sequence's last known token and the proposed tokens after it."""
     start, store, top = int(slots.known[slot]) - 1, int(not slots.sampling.penalised[slot]), int(slots.top[slot])
     slots.computed[slot] += len(proposed)
     slots.length[slot] += len(proposed)
@@ -168,7 +169,7 @@ def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
 
 
 class _Logits(NamedTuple):
-    """A logit row of a chunk, `row` rows after its first; see `Turns`."""
+    """One logit row: the chunk's row number `row`. `Turns` and `Lineup` describe the other fields."""
 
     row: int
     place: int
@@ -186,13 +187,13 @@ def _chunk(slots: Slots, slot: int, start: int, tokens: Ints, logits: Seq[_Logit
 
 
 def _turns(slots: Slots, slot: Ints, count: Ints, **rows: NDArray[Any]) -> Turns:
-    """Turns of the sequences in `slot`, with the columns of logit rows."""
+    """The `Turns` of the sequences in `slot`. `rows` holds the arrays for logit rows."""
     names = ("ticket", "sequence", "tag", "choice")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
 
 
 def _join(parts: Seq[Part]) -> Part:
-    """All their chunks, in order."""
+    """Concatenate the chunks of all `parts`, in order."""
     names = [field.name for field in fields(Turns)]
     columns = {name: np.concatenate([getattr(part.turns, name) for part in parts]) for name in names}
     chunks, rows = np.array([(len(part.start), len(part.turns.chunk)) for part in parts]).T

@@ -76,7 +76,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         (["--prompt-ids", ""], "prompt is empty"),
         (["--prompt-ids", "1,260"], "token 260 is outside the vocabulary of 260"),
         (["--prompt-ids=-1"], "token -1 is outside"),
-        (["--prompt", "x" * 40, "--context", "32"], "40 tokens and the context 32"),
+        (["--prompt", "x" * 40, "--context", "32"], "40 tokens, but the context of 32"),
         (["--prompt", "x", "--context", "5000"], "context 5000 is more than the 4096"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--logit-bias", "1=nan"], "logit_bias=nan"),

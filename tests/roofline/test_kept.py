@@ -180,7 +180,7 @@ def test_a_calibration_is_a_machine_file(tmp_path: Path) -> None:
     assert two.matrix_flops == 8e10 and machine.hardware(str(path)).rates.fp32 == 8e10
     alone = costs_of(one)
     assert (alone.memory_bytes_per_s, alone.cache_bytes_per_s, alone.matmul_flops) == (9e9, 2.5e10, costs.matmul_flops)
-    assert "others took 1% of it" in path.read_text()
+    assert "other processes used 1% of the CPU time" in path.read_text()
 
 
 def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))
     monkeypatch.setattr(calibration, "_idle", lambda cores: [1.0, 2.0, 3.0, 4.0])
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
-    with pytest.raises(MegakernelError, match="others disturb every measurement"):
+    with pytest.raises(MegakernelError, match="other processes disturb every measurement"):
         calibration.calibrate(most, most, lambda *progress: None)
 
 

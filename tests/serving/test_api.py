@@ -385,7 +385,7 @@ def test_limits(llm: LLM, live: Live) -> None:
             assert error_of(data)["message"] == "the body is larger than 1000 bytes: send less"
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
         error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
-        assert "1 prompts with n=4 are more than the 3 that may wait" in error["message"]
+        assert "1 prompts with n=4 exceed the limit of 3 waiting sequences" in error["message"]
         loop = small.host.loop
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
             until(lambda: loop.engine.stats.running == 3)
@@ -395,7 +395,7 @@ def test_limits(llm: LLM, live: Live) -> None:
                     until(lambda: loop._waiting() == 3)
                     status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "3 sequences wait already, of at most 3" in error_of(data)["message"]
+        assert "3 sequences are waiting already and at most 3 may" in error_of(data)["message"]
         until(small.at_rest)
 
 

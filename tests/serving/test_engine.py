@@ -262,7 +262,7 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
         ([], {}, "prompt is empty"),
         ([1, 64], {}, "token 64 is outside the vocabulary of 64"),
         ([-1], {}, "token -1 is outside"),
-        ([1] * 32, {}, "32 tokens and the context 32"),
+        ([1] * 32, {}, "32 tokens, but the context of 32"),
         ([1], {"stop_token_ids": [64]}, "stop_token_ids: token 64"),
         ([1], {"logit_bias": {99: 1.0}}, "logit_bias: token 99"),
     ],
@@ -362,7 +362,7 @@ def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
             ([[1]], [SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
             ("text", None, "no tokenizer"),
             ([1], SamplingParams(stop="x"), "stop strings need a tokenizer"),
-            ([1, [2]], None, "mix token ids and prompts"),
+            ([1, [2]], None, "a list mixes token ids with other prompts"),
             ([[]], None, "prompt is empty"),
         ):
             with pytest.raises(MegakernelError, match=message):

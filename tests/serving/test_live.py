@@ -224,7 +224,7 @@ def test_chat_page(tmp_path: Path) -> None:
         page.run("document.getElementById('stop').click()")
         until(lambda: page.run("return document.querySelectorAll('.figures a').length") == 1)
         figures = page.run("return document.querySelector('.figures').textContent")
-        assert "tokens/s" in figures and figures.endswith("stopped · a step that made it")
+        assert "tokens/s" in figures and figures.endswith("stopped · timeline of a step of this answer")
         until(server.at_rest)
         assert page.run("return messages.map(m => m.role)") == ["user", "assistant"]
         assert page.run("return document.querySelectorAll('#talk b').length") == 0 and "<b>one</b>" in page.run(talk)

@@ -144,7 +144,7 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     [
         ({"json": {"type": "strin"}}, "strin"),
         ({"json": "{"}, "Expecting property name"),
-        ({"json": "[1]"}, "a JSON schema is an object"),
+        ({"json": "[1]"}, "a JSON schema must be an object"),
         ({"json": {"contains": {"type": "integer"}, "type": "array"}}, "contains"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= nothing"}, "nothing"),
@@ -223,7 +223,7 @@ def test_bad_words_are_not_generated(llm: LLM) -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids="),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids=-1"),
         ({"allowed_token_ids": [260]}, "allowed_token_ids: token 260 is outside the vocabulary of 260"),
-        ({"allowed_token_ids": [2], "min_tokens": 1}, "min_tokens forbids all"),
+        ({"allowed_token_ids": [2], "min_tokens": 1}, "min_tokens forbids every id"),
         ({"allowed_token_ids": [64], "bad_words": ["a"]}, "no token is allowed"),
         ({"bad_words": "word"}, "bad_words="),
         ({"bad_words": [" "]}, "bad_words="),

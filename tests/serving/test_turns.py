@@ -176,7 +176,7 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
 
         assert [submit(i, "greedy") for i in range(4)] == [True, True, True, False]
         assert [submit(10 + i, "other") for i in range(4)] == [True, True, True, False]
-        assert not submit(20, "third") and b"6 sequences wait already, of at most 6" in sent[-1]
+        assert not submit(20, "third") and b"6 sequences are waiting already and at most 6 may" in sent[-1]
         loop._abort(b"frontend", 0)
         assert submit(30, "greedy") and not submit(31, "greedy")
         for first in (1, 2, 10, 11, 12, 30):

@@ -239,8 +239,8 @@ def test_requests_of_an_event_loop(model: str, llm: LLM) -> None:
                 lengths = [len(one.outputs[0].token_ids) for one in outputs]
                 assert lengths == sorted(lengths) and lengths[-1] == 9
             for prompt, p, message in (
-                (["a", "b"], None, "one prompt at a time, not 2"),
-                ([], None, "one prompt at a time, not 0"),
+                (["a", "b"], None, "takes one prompt, not 2"),
+                ([], None, "takes one prompt, not 0"),
                 ("x" * 300, None, "shorten the prompt"),
                 ([999], None, "outside the vocabulary"),
             ):
