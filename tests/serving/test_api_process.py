@@ -48,7 +48,7 @@ def test_what_does_not_finish_in_time_is_told(model: str) -> None:
     with process(*flags) as (server, _, live), begin_stream(live, 2000) as sock:
         server.send_signal(signal.SIGTERM)
         events = rest(sock).decode()
-        assert '"code":503' in events and "the server shuts down" in events
+        assert '"code":503' in events and "the server is shutting down" in events
         assert server.wait(timeout=30) == 0
 
 
