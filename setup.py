@@ -1,8 +1,8 @@
-"""Build of the native core; everything else is in pyproject.toml.
+"""Builds the native core; everything else is in pyproject.toml.
 
-The core is a plain shared library with a C interface that ctypes loads, so it needs no Python headers. `kernels.cpp`
-is compiled once per SIMD width and the width is chosen at run time. Set CXX for another compiler, and
-MEGAKERNEL_WERROR=1 to make warnings errors.
+The core is a plain shared library with a C interface that ctypes loads, so it needs no Python headers. `kernels.cpp` is
+compiled once per SIMD path, and the path is chosen at run time. Set CXX for another compiler, and MEGAKERNEL_WERROR=1
+to make warnings errors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# A switch over operations or results that lacks one is an error.
+# A switch over operations or results that lacks a case is an error.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
-# Contraction to fused multiply-adds is part of the numerics: each product is rounded once, with its sum.
+# Contraction to fused multiply-adds is part of the numerics: each product is rounded only once, together with its sum.
 KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -41,7 +41,7 @@ def compiler() -> str:
 
 
 class BuildNative(build_ext):
-    """Compiles the sources in parallel and links them; no Python module is made."""
+    """Compiles the sources in parallel and links them; it builds no Python module."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
@@ -61,7 +61,7 @@ class BuildNative(build_ext):
             for name, (lanes, simd_flags) in SIMD.items():
                 defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
                 jobs.append((source, KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
-        jobs.sort(key=lambda job: -len(job[1]))  # the kernels take longest: first
+        jobs.sort(key=lambda job: -len(job[1]))  # the kernels take longest and so come first
 
         def run(command: list[str]) -> None:
             result = subprocess.run(command, capture_output=True, text=True)
@@ -75,7 +75,7 @@ class BuildNative(build_ext):
 
 
 class AnyPython(bdist_wheel):
-    """A wheel for every Python 3 of a platform."""
+    """A wheel for every Python 3 on a platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

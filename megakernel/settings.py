@@ -1,6 +1,6 @@
-"""Everything a user can set that more than one verb knows: flags, environment variables, defaults.
+"""Every setting that more than one verb uses: flags, environment variables, defaults.
 
-Declared once: flags and their help, `docs/settings.md` and `megakernel doctor` come from SETTINGS.
+Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """`flag` wins over `env`, `env` over `default`; either may be absent. `default` is as a person would type it."""
+    """`flag` overrides `env`, and `env` overrides `default`; either may be absent. `default` is written as a user would
+    type it.
+    """
 
     name: str
     what: str
@@ -21,7 +23,7 @@ class Setting:
     secret: bool = False
 
     def value(self) -> str:
-        """The environment's value, or the default."""
+        """The value of the environment variable, or the default."""
         return os.environ.get(self.env, "") or self.default if self.env else self.default
 
 

@@ -1,10 +1,9 @@
-"""What clusters of two SMs would gain that load half a weight tile each and multicast it, according to the simulator.
+"""What pairs of SMs gain that each load half of a weight tile and multicast it, according to the simulator.
 
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
-The programs are those of `--pairs on` and `off`. The last column shows what fewer loads would gain if pairs waited for
-nothing: the machine with an L2 of 1.5 times the rate, as two tiles of 128 x 256 that share their weights load a third
-less.
+The programs are those of `--pairs on` and `off`. The last column is the gain if pairs never waited for each other: the
+machine with an L2 of 1.5 times the rate, because two tiles of 128 x 256 that share their weights load a third less.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Predicted and measured steps of this machine, side by side.
+"""Compares predicted and measured steps of this machine.
 
     python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
-SmolLM2-135M's and Llama-3.2-1B's shapes with random weights, prefill and decode, one worker and two. The machine file
-is what `megakernel doctor --calibrate FILE.toml` has written here, from measurements of another shape. Its figures are
-the best of several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The
-median, which has the disturbances of a shared machine in it, stands beside it, and so does the least time that the
-machine's ceilings allow. The cases take turns, so that a disturbed minute meets all of them.
+It runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and two.
+`megakernel doctor --calibrate FILE.toml` wrote the machine file here, from measurements of another shape. That file has
+the best of several undisturbed runs, so a prediction is compared with the fastest launch. Beside it stand the median,
+which includes the disturbances of a shared machine, and the least time that the machine's ceilings allow. The cases
+take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURN_S = 2.0
 
 @dataclass
 class Case:
-    """A step, predicted; `backend` is None where nothing is measured."""
+    """A predicted step; `backend` is None if it is not measured."""
 
     model: str
     phase: str
@@ -51,7 +51,7 @@ class Case:
     runs_s: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
-        """Launches for TURN_S, at least one."""
+        """Repeat launches for TURN_S, at least one."""
         stop = perf_counter() + TURN_S
         while True:
             begin = perf_counter()
@@ -73,7 +73,9 @@ class Case:
 
 
 def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
-    """Of one model by so many workers, which share a backend. Programs are those that this machine runs."""
+    """The cases of one model with this many workers, which share a backend. Programs are those that this
+    machine runs.
+    """
     config, machine, cpu, found = load_config(model), machines.load(file, workers), None, []
     ceilings = machine_ceilings(machine)
     for phase, tokens, start in (("decode", 1, PROMPT), ("prefill", PROMPT, 0)):

@@ -1,9 +1,8 @@
-"""What clients ask of structured outputs and tools: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
+"""Tests structured outputs and tools with real clients: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
 
-The script needs no megakernel, only clients, so it runs in an environment of its own (`pip install openai instructor
-langchain-openai "pydantic-ai-slim[openai]"`), against a server that runs somewhere (`megakernel serve --model
-smollm2-135m`). Each case is tried once. A client that is not installed is told and not counted. Exit status 1 says that
-a case failed.
+The script needs clients but not megakernel, so it runs in its own environment (`pip install openai instructor
+langchain-openai "pydantic-ai-slim[openai]"`) against a running server (`megakernel serve --model smollm2-135m`). Each
+case is tried once. A client that is not installed is reported and not counted. Exit status 1 means that a case failed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and live
 
 
 class Cases:
-    """The cases, by name; a case fails by an exception."""
+    """The cases by name; a case fails by raising an exception."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
@@ -79,7 +78,7 @@ class Cases:
         assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
     def _calls(self, **given: Any) -> list[tuple[str, str]]:
-        """The calls of a stream, put together by hand, of which the package's own way finds as many."""
+        """The calls in a stream, put together by hand and compared with those that the package finds."""
         calls: list[list[str]] = []
         reason = None
         for event in self._ask(tools=TOOLS, stream=True, **given):
@@ -122,7 +121,7 @@ class Cases:
                 raise AssertionError(f"{given} was not refused")
 
     def vllm_example(self) -> None:
-        """The forms of vLLM's example of structured outputs, in its names of today and of before."""
+        """vLLM's example of structured outputs, with its present and its former names."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}

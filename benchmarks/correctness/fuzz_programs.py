@@ -1,13 +1,13 @@
-"""Fuzzing of program files that is guided by coverage: libFuzzer, as atheris brings it, changes files that are right.
+"""Coverage-guided fuzzing of program files: libFuzzer, through atheris, mutates correct files.
 
     pip install -e '.[fuzz]'
     python benchmarks/correctness/fuzz_programs.py -max_total_time=600 CORPUS
 
-What it finds to reach new code it keeps in the folder CORPUS, and goes on from there the next time. A file in its place
-is tried once. Each file gets the
-right checksum, so that more than the checksum is tried. A file that loads is verified, disassembled, simulated and
-launched without arithmetic. Anything but a MegakernelError ends the run and leaves the file. The coverage is that of
-`megakernel.program`, which checks files; that of the native library needs a build by clang.
+The folder CORPUS keeps files that reach new code, and the next run continues from there. If a file is given instead, it
+is tried once. Each file gets the right checksum, so that more than the checksum is tested. A file that loads is
+verified, disassembled, simulated and launched without arithmetic. Anything but a MegakernelError ends the run and keeps
+the file. Coverage is measured for `megakernel.program`, which checks files; coverage of the native library would need a
+build by clang.
 """
 
 from __future__ import annotations

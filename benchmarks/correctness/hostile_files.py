@@ -1,11 +1,12 @@
-"""Does any file crash its readers? Changes files of every kind at random, and reads each in a child process.
+"""Checks that no damaged file crashes its readers: changes files of every kind at random and reads each in a child
+process.
 
     python benchmarks/correctness/hostile_files.py --count 18000 -o benchmarks/results/hostile-files.json
 
-A mutant follows from its kind and number alone: `--kind traces --first 17 --count 1` makes one again. Every reader must
-take it or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed
-makes the run end with exit status 1. Such a mutant is shrunk to the changed bytes that are enough. `--sanitized` does
-it all with a native library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
+Kind and number determine a mutant, so `--kind traces --first 17 --count 1` makes one again. Every reader must accept it
+or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed gives exit
+status 1. Such a mutant is shrunk to the changed bytes that cause the fault. `--sanitized` uses a native library with
+AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """The changes that are enough for the same reader to fail."""
+    """The changes that suffice for the same reader to fail."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)
@@ -41,7 +42,7 @@ def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -
 
 
 def sanitized() -> int:
-    """The same command with another library."""
+    """Run the same command with the sanitized library."""
     with tempfile.TemporaryDirectory() as name:
         environment = os.environ | build(Path(name), "address,undefined")
         command = [sys.executable, *(a for a in sys.argv if a != "--sanitized")]
@@ -61,7 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.sanitized:
         return sanitized()
-    hostile_files.good_programs()  # before children are made
+    hostile_files.good_programs()  # before children are forked
     found: dict[str, dict[str, int]] = {}
     mutants: dict[str, int] = {}
     failures = []
@@ -89,7 +90,7 @@ def main() -> int:
                 "readers": found,
                 "failures": failures,
             }
-            write(args.output, figures)  # those of the kinds so far
+            write(args.output, figures)  # the results of the kinds so far
     return 1 if failures else 0
 
 

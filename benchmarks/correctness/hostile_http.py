@@ -1,13 +1,13 @@
-"""Does any HTTP request hold up the others, take memory for good, or get a 5xx?
+"""Checks that no HTTP request delays the others, keeps memory, or gets a 5xx.
 
     python benchmarks/correctness/hostile_http.py --count 10000 -o benchmarks/results/hostile-http.json
 
-Starts `megakernel serve --api-key` on a small random model and sends it hostile requests: odd bodies, heads and bytes,
-sizes beyond every limit, clients that send slowly or leave; most with the key, some with a wrong one or none. A request
-follows from the seed and its number: `--first 17 --count 1` sends one again. Another process asks for `/health` all the
-while, on a connection that it keeps and on new ones. Memory is that of the server's processes together. Fails
-where an answer is a 5xx, where the server ends, and, with --quiet (for a machine that does nothing else), where
-`/health` takes longer than 100 ms. Fails, too, where memory has grown by 100 MB.
+Starts `megakernel serve --api-key` with a small random model and sends hostile requests: malformed bodies, heads and
+bytes, sizes beyond every limit, clients that send slowly or leave; most with the key, some with a wrong one or none.
+Seed and number determine a request, so `--first 17 --count 1` sends one again. Another process asks for `/health` all
+the time, on a connection that it keeps and on new ones. Memory is that of all server processes. The script fails if an
+answer is a 5xx, if the server ends, if memory has grown by 100 MB, or, with --quiet (for a machine that does nothing
+else), if `/health` takes longer than 100 ms.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ print(json.dumps(times))
 
 @dataclass
 class Outcome:
-    """Of one request: its status, 0 where no answer came, and from when to when it was under way."""
+    """The outcome of one request: its status (0 without an answer), and the times at which it began and ended."""
 
     number: int
     kind: str
@@ -66,7 +66,7 @@ class Outcome:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """Of the answer that comes, which is read to its end where its length is known; 0 where the connection ends."""
+    """The status of an answer, which is read to its end if its length is known; 0 if the connection ends."""
     head = await reader.readuntil(b"\r\n\r\n")
     fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:-2])
     await reader.readexactly(int(fields.get(b"content-length", b"0")))
@@ -74,7 +74,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 async def send(port: int, sent: Attempt) -> int:
-    """The status of the answer; 0 where there was none."""
+    """Send a request; returns the status of the answer, or 0 if there was none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     try:
         with suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
@@ -83,7 +83,7 @@ async def send(port: int, sent: Attempt) -> int:
                     if i:
                         await asyncio.sleep(sent.pause)
                     writer.write(part)
-                with suppress(ConnectionError):  # who was refused may be told so first
+                with suppress(ConnectionError):  # a refusal may arrive before the request is sent completely
                     await writer.drain()
                 return await status_of(reader)
         return 0
@@ -106,14 +106,14 @@ async def attack(port: int, seed: int, numbers: range, clients: int) -> list[Out
 
 
 def by_kind(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
-    """How many requests of a kind got which status."""
+    """The number of requests per kind and status."""
     counts = Counter((one.kind, str(one.status or "none")) for one in outcomes)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {status: n for (k, status), n in sorted(counts.items()) if k == kind} for kind in kinds}
 
 
 def slowest(times: list[tuple[float, int, float]], outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The longest waits for `/health`, with the numbers of the requests that were under way."""
+    """The longest waits for `/health`, with the numbers of the requests in flight at that time."""
     return [
         {
             "ms": round(1000 * seconds, 1),
@@ -139,12 +139,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         before, begin = taken(server.pid), time.monotonic()
         command = [sys.executable, "-c", POLLER, str(port)]
         poller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        os.nice(10)  # as if it ran elsewhere: the server has the cores where both want them
+        os.nice(10)  # as if it ran on another machine: the server has priority on the cores
         numbers = range(args.first, args.first + args.count)
         outcomes = asyncio.run(attack(port, args.seed, numbers, args.clients))
         seconds = time.monotonic() - begin
         times = json.loads(poller.communicate(b"\n")[0])
-        time.sleep(1)  # what was left is cleared away
+        time.sleep(1)  # time for the server to clean up
         after = taken(server.pid)
         ended = server.poll()
         server.terminate()

@@ -1,16 +1,18 @@
-"""Do the tests notice small mistakes? Changes one place of the sources at a time, and runs the tests that reach it.
+"""Checks that the tests notice small mistakes: changes one place of the sources at a time and runs the tests that reach
+it.
 
     python benchmarks/correctness/mutation.py --python 400 --native 100 -o benchmarks/results/mutation.json
 
 Mutants are drawn with a seed from all operators, comparisons, constants and statements (source_mutants.py in
 tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
-keeps which test reaches which line (lines_reached.py in tests/support), and `--tests` narrows which tests there are. A
-mutant stands in a copy of the package. First it meets the tests of its own room, then the others, the cheapest first,
-as many as fit into SECONDS of processor time. It is killed when a test fails, or when the tests do not end.
-`--again FILE` continues the run that FILE holds. Killed mutants stay killed, and missing ones are drawn. Survivors are
-tried once more, because new tests may kill them, unless unnoticed.json beside this script says why they change nothing
-that a caller could notice. Mutants of lines that have changed since are dropped, and others are drawn.
-Exit status 1: fewer were killed than `--least` percent.
+stores which test reaches which line (lines_reached.py in tests/support), and `--tests` restricts the tests. A mutant is
+put into a copy of the package. It first meets the tests of its own room and then the others, the cheapest first, as
+many as fit into SECONDS of processor time. It is killed if a test fails or if the tests do not end.
+
+`--again FILE` continues the run in FILE. Killed mutants stay killed, and missing ones are drawn. Survivors are tried
+once more, because new tests may kill them, unless unnoticed.json beside this script explains why they change nothing
+that a caller could notice. Mutants of lines that have changed since are replaced. Exit status 1: fewer than `--least`
+percent were killed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 ROOMS = ("megakernel", "scheduler", "serving")
 SECONDS = 10.0  # of the tests of one mutant; a mutant may take three times as long
-# Which tests run C++; one width of vectors at -O1 builds fast, and computes what the others compute.
+# The tests that run C++. One SIMD path at -O1 builds quickly and computes the same as the others.
 NATIVE_TESTS = {
     "cpu": ("tests/runtime/",),
     "simulate": ("tests/simulate/",),
@@ -60,9 +62,9 @@ NATIVE_TESTS = {
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
 IDLE_TURNS = 1500  # half a minute
-ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # where a change cannot be patched into functions
+ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # used if a change cannot be patched into functions
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
-# What tests import and nobody mutates is imported before the forks.
+# Modules that tests import and nobody mutates are imported before the forks.
 HEAVY = (
     "pytest",
     "numpy",
@@ -78,7 +80,7 @@ HEAVY = (
 
 
 REASONS = Path(__file__).with_name("unnoticed.json")
-Key = tuple[str, str, int, str]  # file, source line, column, what stands there then
+Key = tuple[str, str, int, str]  # file, source line, column, the text there
 Drawn = tuple[str, SourceMutant, list["Test"]]  # file, mutant, tests that reach it
 
 
@@ -90,7 +92,7 @@ class Test:
 
 
 def tests_of(file: Path, which: list[str]) -> list[Test]:
-    """Those that pass and what they reach, as noted in `file`, which is written where it does not exist."""
+    """The tests that pass and the lines they reach, from `file`, which is written if it does not exist."""
     if not file.exists():
         environment = os.environ | {"MEGAKERNEL_LINES_REACHED": str(file), "PYTHONPATH": str(SUPPORT)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "lines_reached", *which]
@@ -100,7 +102,7 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
 
 
 class Copy:
-    """A package of its own, in which mutants stand, and children that run tests on it."""
+    """A copy of the package that contains a mutant, and children that run tests on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -126,7 +128,7 @@ class Copy:
             place.write_text(good)
 
     def collect(self, files: list[str]) -> None:
-        """Import tests once; then a mutant of functions costs a fork and the run of its tests."""
+        """Import the tests once; a mutant of functions then costs only a fork and its tests."""
         self._collected = Collected(self, files)
 
     def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
@@ -135,7 +137,7 @@ class Copy:
         return self.outcome(rounds)
 
     def failing(self, names: list[str]) -> list[str]:
-        """Tests that fail where nothing is mutated, for example because they cannot run in a copy or in a fork."""
+        """The tests that fail without a mutant, for example because they cannot run in a copy or in a fork."""
         outcome = self._run(["--maxfail=1000", *names], 3 * SECONDS * len(names))
         if outcome == "survived":
             return []
@@ -163,7 +165,7 @@ class Copy:
         return failed[0].split(" - ")[0] if failed else outcome
 
     def pytest(self, log: Path, arguments: list[str], plugins: tuple[object, ...] = ()) -> int:
-        """Its exit status, in this process, with the package of this copy."""
+        """The exit status of pytest in this process, with the package of this copy."""
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -190,7 +192,7 @@ def limit(seconds: float = 3 * SECONDS) -> None:
 
 
 def seconds_of(session: int) -> float:
-    """Processor time of all processes of a session."""
+    """The processor time of all processes of a session."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -201,7 +203,7 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """How a fork of this process ends that exits with what `run` returns."""
+    """The end of a fork of this process that exits with the result of `run`."""
     child = os.fork()
     if child == 0:
         status = 70
@@ -214,15 +216,15 @@ def ended(run: Callable[[], int]) -> str:
     status, turns, spent = 0, 0, 0.0
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(0.02)
-        turns += 1  # not time, which goes on while the system holds this process up
+        turns += 1  # counts turns instead of time, which goes on while the system has suspended this process
         if turns % IDLE_TURNS == 0:
             before, spent = spent, seconds_of(child)
-            if spent - before < 0.2:  # it waits for what does not come
+            if spent - before < 0.2:  # it waits for something that never comes
                 break
     else:
         status = done[1]
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with servers that a test has left behind
+        os.killpg(child, signal.SIGKILL)  # with servers that a test has left running
     if not done[0]:
         os.waitpid(child, 0)
         return "no end"
@@ -233,7 +235,7 @@ def ended(run: Callable[[], int]) -> str:
 
 
 class Collected:
-    """A process in which pytest has collected tests, and which forks one for each mutant."""
+    """A process in which pytest has collected tests, and which forks once per mutant."""
 
     def __init__(self, copy: Copy, files: list[str]) -> None:
         self._log = copy.log_of("collected")
@@ -252,7 +254,7 @@ class Collected:
         self._from = os.fdopen(self._answers)
 
     def outcome(self, names: list[str], file: str, good: str, source: str) -> str:
-        """Of tests in this order, the first that fails."""
+        """The first of these tests that fails."""
         self._to.write(json.dumps([names, file, good, source]) + "\n")
         if not (line := self._from.readline()):
             raise SystemExit(f"the tests could not be collected:\n{self._log.read_text(errors='replace')}")
@@ -292,7 +294,8 @@ class Collected:
 
                 outcome = ended(run)
                 os.close(last)
-                os.set_blocking(first, False)  # a process that a test has left behind may still hold the other end
+                # a process that a test has left running may still have the other end open
+                os.set_blocking(first, False)
                 with os.fdopen(first, "rb") as said:
                     return (said.read() or b"").decode() or outcome
 
@@ -304,13 +307,13 @@ class Collected:
 
 
 def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
-    """As many tests as may run for a mutant of `file`, the cheapest first: those of its room, and the others."""
+    """The tests that may run for a mutant of `file`, the cheapest first: those of its room, then the others."""
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)
     some = [test for test, so_far in zip(ordered, sums, strict=True) if so_far <= SECONDS] or ordered[:1]
     rooms = {f"tests/{part}/" for part in Path(file).parts[:-1]}
     own = [test for test in some if test.name.startswith(tuple(rooms))]
-    # By files, because what a file's tests share is made again when another file's test was in between.
+    # Sorted by file, because a file's shared fixtures would be made again if another file's test ran in between.
     files = {test.name.split("::")[0]: None for test in some}
     return [
         [test for name in files for test in part if test.name.startswith(f"{name}::")]
@@ -340,7 +343,7 @@ def python_mutants(
 
 
 class Native:
-    """The native library in objects, of which a mutant compiles those that include its file."""
+    """The native library as object files, of which a mutant recompiles those that include its file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -360,7 +363,7 @@ class Native:
         return {Path(word).resolve() for word in words[1:]}
 
     def built(self, file: str, mutant: SourceMutant, target: Path) -> Path | str:
-        """The mutant's library, or why there is none."""
+        """The mutant's library, or the reason why it cannot be built."""
         place = (self._folder / file).resolve()
         good = place.read_text()
         place.write_text(mutant.applied(good))
@@ -384,7 +387,7 @@ def native_mutants(
 ) -> Iterator[dict[str, Any]]:
     native = Native(folder)
     files = [p for room in NATIVE_TESTS for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp")]
-    names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # that one is generated
+    names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # this file is generated
     names = [name for name in names if name.startswith(tuple(args.sources))]
     drawn = []
     for name in names:
@@ -417,7 +420,7 @@ def _text(file: str) -> str:
 
 
 def _key(file: str, mutant: SourceMutant) -> Key:
-    """What names the mutant as long as its line stays, wherever the line moves to."""
+    """The identity of a mutant, which stays the same as long as its line does, wherever the line moves."""
     before, after = _text(file)[: mutant.offset], _text(file)[mutant.offset :]
     head, tail = before.rpartition("\n")[2], after.partition("\n")[0]
     return file, (head + tail).strip(), len(head.lstrip()), mutant.after
@@ -428,17 +431,19 @@ def _key_of(row: dict[str, Any]) -> Key:
 
 
 class Rows:
-    """The outcomes so far. Those of `earlier` that are mutants no more are left out."""
+    """The outcomes so far, without those of `earlier` whose mutants no longer exist."""
 
     def __init__(self, earlier: list[dict[str, Any]]) -> None:
         self._earlier = {_key_of(row): row for row in earlier}
         self._found: dict[Key, dict[str, Any]] = {}
-        self.none = Counter[str]()  # why drawn changes were no mutants
+        self.none = Counter[str]()  # why drawn changes were not mutants
         reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
         self._reasons = {_key_of(row): row["why"] for row in reasons}
 
     def chosen(self, drawn: list[Drawn], count: int, rng: random.Random) -> Iterator[Drawn]:
-        """New ones until there are `count` with the earlier ones, then the earlier ones that survived unexplained."""
+        """New mutants until there are `count` including the earlier ones, then the earlier ones that survived without
+        an explanation.
+        """
         known = {key: each for each in drawn if (key := _key(*each[:2])) in self._earlier}
         self._found |= {key: self._earlier[key] for key in known}
         rng.shuffle(drawn)
@@ -487,7 +492,7 @@ def main() -> int:
     parser.add_argument("--again", type=Path, metavar="FILE", help="continue the run that FILE holds")
     args = parser.parse_args()
     rows = Rows(json.loads(args.again.read_text())["mutants"] if args.again else [])
-    built_folder()  # this process removes it, and its forks do not
+    built_folder()  # this process removes the folder; its forks do not
     for module in HEAVY:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory() as name:
@@ -501,7 +506,7 @@ def main() -> int:
         for row in found:
             rows.add(row)
             write(args.output, rows.figures())
-        # A test that fails without any mutant kills none.
+        # A test that fails without any mutant cannot kill one.
         killers = {row["outcome"].split(" ", 1)[1] for row in rows.all() if " " in row["outcome"]}
         for test in Copy(folder / "clean").failing(sorted(killers - {"end"})):
             print(f"{test} fails without any mutant, so leave it out with --without")

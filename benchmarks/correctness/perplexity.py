@@ -1,11 +1,12 @@
-"""Perplexity of a text under a model: with the weights as the file stores them, widened to float32, and in llama.cpp.
+"""Measures the perplexity of a text: with the weights as the file stores them, with weights widened to float32, and in
+llama.cpp.
 
     python benchmarks/correctness/perplexity.py --llama-perplexity llama/build/bin/llama-perplexity -o FILE
 
-The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`: the tokens are
-cut into chunks, each computed alone; where the model has a token for the beginning of a text it takes the place of a
-chunk's first one; of a chunk the tokens after the first half and one more are scored. Fails where widening the weights
-changes the perplexity by more than 0.1 %; with the same compute type it is expected to change no bit.
+The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`, the tokens are
+cut into chunks, and each chunk is computed alone. If the model has a token for the beginning of a text, it replaces a
+chunk's first token. In each chunk, the tokens after the first half plus one are scored. The script fails if widening
+the weights changes the perplexity by more than 0.1 %; with the same compute type no bit should change.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> int:
 
 
 def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """Log-probabilities of the scored tokens, a row for each chunk, and what computed them."""
+    """The log-probabilities of the scored tokens, one row per chunk, and a description of what computed them."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")
@@ -83,7 +84,7 @@ def perplexity(logprobs: NDArray[np.float64]) -> float:
 
 
 def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
-    """What llama.cpp says of the same file, text and chunks, and which llama.cpp it is."""
+    """llama.cpp's result for the same file, text and chunks, and its version."""
     command = [str(program), "-m", str(model), "-f", str(TEXT), "-c", str(CHUNK), "--chunks", str(chunks)]
     version = run([str(program), "--version"])
     said = run(command)

@@ -1,4 +1,4 @@
-"""Do several ranks say what one says? SmolLM2 in float32, greedy, on thread and process ranks.
+"""Checks that several ranks give the same tokens as one: SmolLM2 in float32, greedy, on thread and process ranks.
 
 python benchmarks/correctness/ranks.py -o benchmarks/results/ranks.json
 """

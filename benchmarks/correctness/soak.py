@@ -1,13 +1,13 @@
-"""Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
+"""Runs mixed traffic that a server must survive, with everything that clients do wrong in every minute.
 
     python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 
-Starts `megakernel serve` (by default on a small random model whose tokens are bytes), sends well-formed requests beside
-clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long, readers
-that stall and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic. Meanwhile it
-samples what the server's processes take, and asks for one prompt again and again, whose answer may never change by a
-bit. Fails where it does, where an answer is a 5xx other than 503, an error is not in the documented shape, a request
-hangs, or a KV page is missing in the end.
+Starts `megakernel serve` (by default with a small random model whose tokens are bytes) and sends well-formed requests
+beside clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long,
+readers that stall, and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic.
+Meanwhile it samples the resources of the server's processes, and repeats one prompt whose answer must never change by a
+bit. The script fails if it does change, if an answer is a 5xx other than 503, if an error lacks the documented form, if
+a request hangs, or if a KV page is missing at the end.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 HANG = 600.0  # seconds without an answer that count as stuck
-SAMPLES = 720  # of what the server takes, in all
+SAMPLES = 720  # of the server's resources, in all
 
 
 @dataclass
 class Target:
-    """A server and what was seen of it. One that is `ending` may refuse and close connections."""
+    """A server and what was observed of it. A server that is `ending` may refuse and close connections."""
 
     host: str
     port: int
@@ -72,7 +72,7 @@ class Target:
         return reader, writer
 
     async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
-        """Status and body of one request, checked: the status is none that a server is to blame for."""
+        """The status and body of one request; the status must not be the server's fault."""
         reader, writer = await self.send(path, body, headers)
         try:
             async with asyncio.timeout(HANG):
@@ -91,7 +91,7 @@ class Target:
         return status, content
 
     def check_error(self, status: int, content: bytes) -> None:
-        """The documented shape, and no status that a client cannot have caused but 503."""
+        """Check the documented form, and that the status is one that a client can cause, or 503."""
         try:
             error = json.loads(content)["error"]
             fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
@@ -105,7 +105,7 @@ class Target:
 
 
 def parse(data: bytes) -> tuple[int, bytes]:
-    """Status and body of an HTTP/1.1 answer that ends with its connection; 0 where there is none."""
+    """The status and body of an HTTP/1.1 answer that ends with its connection; 0 if there is none."""
     head, _, body = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
         return 0, b""
@@ -121,7 +121,7 @@ def parse(data: bytes) -> tuple[int, bytes]:
 
 
 class Traffic:
-    """Kinds of clients. Each call is one client, from connection to end."""
+    """The kinds of clients. Each call is one client, from connection to end."""
 
     def __init__(self, target: Target, facts: dict[str, Any], seed: int) -> None:
         self.target, self.random = target, random.Random(seed)
@@ -193,7 +193,7 @@ class Traffic:
         await self.target.ask(CHAT, json.dumps({"messages": messages, "max_tokens": 8}).encode())
 
     async def huge(self) -> None:
-        """Bodies beyond a limit, or as near to it as may be."""
+        """Sends a body beyond a limit or close to it."""
         word, many = b"a" * self.random.choice((100_000, 8_000_000, 17_000_000)), self.random.choice((1000, 200_000))
         path, body = self.random.choice(
             (
@@ -218,7 +218,7 @@ class Traffic:
                 self.target.complain("a text came back as another one")
 
     async def asks_again(self) -> None:
-        """A prompt with a seed of its own: ids, scores and text are the same each time."""
+        """Sends a prompt with its own seed: ids, scores and text must be the same each time."""
         wanted = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, "temperature": 0.9, "top_p": 0.95}
         body = json.dumps(wanted | {"logprobs": 5, "return_token_ids": True, "ignore_eos": True}).encode()
         status, content = await self.target.ask(COMPLETIONS, body)
@@ -228,7 +228,7 @@ class Traffic:
                 self.target.complain(f"one prompt has {len(self.same)} answers")
 
     async def leaves(self) -> None:
-        """At once, and a little later, whatever its request does then: waits, is prefilled, decodes."""
+        """Leaves at once or a little later, whether its request waits, is prefilled or decodes."""
         long = {"prompt": [1] * (self.context // 2), "max_tokens": self.context // 3}
         stream = self.random.random() < 0.5
         _, writer = await self.target.send(COMPLETIONS, self.body(**long, n=self.random.choice((1, 4)), stream=stream))
@@ -244,7 +244,7 @@ class Traffic:
         self.target.seen["left"] += 1
 
     async def stalls(self) -> None:
-        """Reads a few bytes of a stream, then nothing for a while, then leaves."""
+        """Reads a few bytes of a stream, pauses, then leaves."""
         reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
         await asyncio.wait_for(reader.read(100), HANG)
         await asyncio.sleep(self.random.random() * 2)
@@ -252,7 +252,7 @@ class Traffic:
         self.target.seen["stalled"] += 1
 
     async def same_id(self) -> None:
-        """Two requests at once with one id."""
+        """Sends two requests at once with one id."""
         body, header = self.body(request_id="same"), "X-Request-Id: same\r\n"
         answers = await asyncio.gather(*(self.target.ask(COMPLETIONS, body, header) for _ in range(2)))
         bodies = [json.loads(content) for status, content in answers if status == 200]
@@ -267,7 +267,7 @@ class Traffic:
 
 
 async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
-    """`clients` at a time, of random kinds, for a while: how many there were."""
+    """Runs `clients` clients of random kinds at a time; returns how many there were in all."""
     deadline, count = time.monotonic() + seconds, 0
 
     async def one_after_another() -> None:
@@ -286,7 +286,7 @@ async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
 
 
 async def burst(traffic: Traffic, connections: int) -> None:
-    """That many connections at once, each with a request."""
+    """Opens this many connections at once, each with a request."""
 
     async def one() -> None:
         try:
@@ -298,7 +298,7 @@ async def burst(traffic: Traffic, connections: int) -> None:
 
 
 async def gauges(target: Target) -> dict[str, float]:
-    """Sequences that run and wait, and the share of KV pages in use."""
+    """The running and waiting sequences, and the fraction of KV pages in use."""
     _, content = await target.ask("/metrics", None)
     found = {}
     for line in content.decode().splitlines():
@@ -309,7 +309,7 @@ async def gauges(target: Target) -> dict[str, float]:
 
 
 async def at_rest(target: Target) -> dict[str, float]:
-    """The gauges once nothing runs or waits, or as they are a minute later."""
+    """The gauges once nothing runs or waits, or after a minute."""
     for _ in range(600):
         found = await gauges(target)
         if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
@@ -320,7 +320,7 @@ async def at_rest(target: Target) -> dict[str, float]:
 
 
 async def watch(pid: int, target: Target, every: float, samples: list[dict[str, float]]) -> None:
-    """Add what the server takes and holds, once in a while, until cancelled."""
+    """Record the server's resources at intervals, until cancelled."""
     begin = time.monotonic()
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Answers to random JSON schemas, each validated: `python benchmarks/correctness/structured.py [-o FILE]`.
+"""Validates answers to random JSON schemas: `python benchmarks/correctness/structured.py [-o FILE]`.
 
-Validity comes from the grammar, so any model will do. Exit status 1 says that an answer is not valid, or did not end
+The grammar makes answers valid, so any model will do. Exit status 1 means that an answer is invalid, or did not end
 within `--tokens`, or that a schema was refused.
 """
 
@@ -24,7 +24,7 @@ from megakernel import LLM, MegakernelError, SamplingParams, StructuredOutputsPa
 
 
 def wrong(schema: dict[str, Any], answer: str, finish_reason: str) -> str:
-    """What is wrong with an answer; nothing where it is valid."""
+    """The fault of an answer; empty if it is valid."""
     if finish_reason != "stop":
         return f"ended for {finish_reason}"
     try:

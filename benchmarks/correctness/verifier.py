@@ -1,10 +1,11 @@
-"""How good is the verifier? Breaks good programs in every way, and finds out by running them which are really unsafe.
+"""Measures how good the verifier is: breaks correct programs in every way, and finds out by running them which are
+really unsafe.
 
     python benchmarks/correctness/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
 
-Every mutant of a small program is settled by visiting every state that its counters allow, for several step tables;
-one of a larger program by adversarial runs. A mutant that the verifier accepts and that is unsafe ends the run with
-exit status 1, as does a good program that it rejects.
+A mutant of a small program is decided by visiting every state that its counters allow, for several step tables; one of
+a larger program by adversarial runs. An unsafe mutant that the verifier accepts, or a correct program that it rejects,
+gives exit status 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler.verify import verify
 
-STEPS, TABLES = 4, 2  # of each base program, and tried on a mutant
+STEPS, TABLES = 4, 2  # of each base program, and per mutant
 STATES = 20_000
 RUNS = 2
 OUTCOMES = {
@@ -43,7 +44,7 @@ OUTCOMES = {
 
 
 class Base:
-    """A good program, steps of it with their right outputs, and how many states it has (0: too many to visit)."""
+    """A correct program, steps of it with their right outputs, and its number of states (0: too many to visit)."""
 
     def __init__(self, name: str, program: Program, exhaustive: bool) -> None:
         self.name, self.program = name, program
@@ -52,7 +53,7 @@ class Base:
 
 
 def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """What the mutant does in several steps: unsafe if it is in one."""
+    """The verdict on a mutant over several steps: unsafe if it is unsafe in one."""
     verdict = Verdict(True, "", 0)
     for number in range(seed, seed + TABLES):
         table, want = base.steps[number % STEPS]
@@ -65,10 +66,10 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
 
 
 def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
-    """Every `processes`-th mutant of each kind from `number` on."""
+    """Process every `processes`-th mutant of each kind, starting with `number`."""
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
-    # Small ones are tried more often: the time for a mutant is the number of its states.
+    # Small programs are tried more often, because the time for a mutant is proportional to its states.
     weights = [np.array([1 / max(base.states, 1) for base in group]) for group in bases]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []
@@ -95,7 +96,7 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
 
 
 def good_programs() -> tuple[int, list[str]]:
-    """Good programs that were checked, and those that the verifier or the judge does not accept."""
+    """The number of correct programs checked, and those that the verifier or the judge does not accept."""
     wrong, count = [], 0
     for exhaustive, group in ((True, small()), (False, large())):
         for name, program in group:

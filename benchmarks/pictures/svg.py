@@ -86,7 +86,7 @@ class Picture:
         )
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, label: str = "") -> None:
-        """A rectangle, with a label in its middle where that fits. `fill`: a colour of the themes, or wait."""
+        """A rectangle, with a label in its middle if that fits. `fill` is a colour of the themes, or "wait"."""
         look = 'fill="url(#wait)"' if fill == "wait" else f'class="{fill} edge"'
         outline = ' class="edge" stroke-width="1"' if fill == "wait" else ' stroke-width="1"'
         self._parts.append(

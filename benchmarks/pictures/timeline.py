@@ -1,10 +1,10 @@
-"""The pictures of docs/timeline.md and docs/gallery.md.
+"""Takes the pictures of docs/timeline.md and docs/gallery.md.
 
     python benchmarks/pictures/record_cpu.py FOLDER
     python benchmarks/pictures/timeline.py [--cpu FOLDER]
 
-The node's are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same without
-pipelining across instructions. --cpu has the pages of steps on a CPU.
+The steps on a node are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same
+without pipelining across instructions. --cpu has the pages of steps on a CPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Decode steps of many sequences against llama.cpp's own `llama-batched-bench`, on the same weights, in turn.
+"""Compares decode steps of many sequences with llama.cpp's `llama-batched-bench`, on the same weights, in turn.
 
     python benchmarks/speed/batched_decode.py --llama-bench DIR -o FILE
 
-A step of ours counts when it adds one token to every sequence and computes no prompt; its time includes the engine's
-own work between launches. `llama-batched-bench` computes all prompts first and then times the same number of steps.
-Its flash attention is switched on or off, whichever is faster. Leave the machine alone meanwhile.
+A step of ours counts if it adds one token to every sequence and computes no prompt; its time includes the engine's work
+between launches. `llama-batched-bench` computes all prompts first and then times the same number of steps, with flash
+attention on or off, whichever is faster. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations

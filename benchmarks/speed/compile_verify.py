@@ -1,8 +1,8 @@
-"""Seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, against tokens, layers and ranks.
+"""Measures seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, by tokens, layers and ranks.
 
     python benchmarks/speed/compile_verify.py -o benchmarks/results/compile-verify-70b.json
 
-Each line is a process of its own, so that its peak memory is its own; repeated, the median is shown.
+Each line runs in its own process, so that the peak memory is its own; the median of several runs is shown.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The CPU backend against llama.cpp on every kind of work: `python benchmarks/speed/cpu.py --llama-bench DIR -o FILE`.
+"""Compares the CPU backend with llama.cpp on every kind of work: `python benchmarks/speed/cpu.py --llama-bench DIR -o
+FILE`.
 
 Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
-weights, llama.cpp with the fastest settings that a search finds. Where a case says so, another process keeps one core
-busy meanwhile. `--simd avx2` runs ours without AVX-512; then DIR must have a build without it as well. `--only TEXT`
-picks the cases whose names contain it; cases that FILE has from an earlier call stay there. Leave the machine alone
+weights, llama.cpp with the fastest settings that a search finds. In some cases another process keeps one core busy
+meanwhile. `--simd avx2` runs our side without AVX-512; DIR must then have a build without it as well. `--only TEXT`
+selects the cases whose names contain it; other cases in FILE from an earlier call are kept. Leave the machine alone
 meanwhile.
 """
 
@@ -56,7 +57,7 @@ CASES = {
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """While it lasts, a process uses as much of one core as it gets."""
+    """While the block runs, a process uses as much of one core as it gets."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

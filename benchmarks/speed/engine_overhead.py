@@ -1,8 +1,8 @@
-"""What the engine costs beside the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, one JSON.
+"""Measures the engine's cost besides the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, as one JSON.
 
-Everything that the host does for a step (planning, building the table, reading back) runs in one thread; its processor
-time is the cost, whether it lies under a launch or between two. Prompts differ in length, so that sequences fill pages
-and enter KV blocks in different steps.
+Everything that the host does for a step (planning, building the table, reading back) runs in one thread. Its processor
+time is the cost, whether during a launch or between two. Prompts differ in length, so that sequences fill pages and
+enter KV blocks in different steps.
 
 share     SmolLM2-135M on the CPU backend, 64 sequences that decode: host seconds of a step, and the part of a step's
           wall time that no launch covers; `text` with the readers' detokenising, `ids` without
@@ -81,7 +81,7 @@ def share(steps: int) -> dict[str, dict[str, float]]:
 
 
 def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
-    """The median run by its processor time per token, and that of every run."""
+    """The median run by its processor time per token, and the times of all runs."""
     with LLM(TINY, backend="null", max_seqs=sequences, step_tokens=max(512, sequences), threads=1) as llm:
         made = [measure(llm, sequences, steps, (33, 160)) for _ in range(runs)]
     made.sort(key=lambda run: run["host_us_per_token"])

@@ -57,26 +57,28 @@ MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
-LAUNCHES = 20  # of an ablation, or of a step of many rows
+LAUNCHES = 20  # launches of an ablation, or of a step of many rows
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
 SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
-PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
+PREFILL = 2  # tokens of a prefill step, the most that dots of the 8B shape hold
 CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
-PART_LIMIT_S = 180.0  # so that one that hangs leaves time for others
+PART_LIMIT_S = 180.0  # seconds per part, so that a part that hangs leaves time for others
 _ERROR_LINES = 15
 _SEED = 1
 
 
 def prompt(vocab: int, length: int) -> list[int]:
-    """Token ids, the same for everybody."""
+    """Token ids, the same for all parts."""
     ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
     return ids
 
 
 class Report:
-    """What a part has measured. It is in the part's file after every measurement, whatever becomes of the process."""
+    """The measurements of a part. They are written to the part's file after each one, whatever happens to the
+    process later.
+    """
 
     def __init__(self, output: Path | None = None) -> None:
         self.values: Json = {}
@@ -100,8 +102,9 @@ class Times(NamedTuple):
 
 
 def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json, bytes]], expected: bytes) -> None:
-    """Keep the median figures of `runs` runs under `name`, and what is wrong with them: other bits, or the error that
-    ended them."""
+    """Store the median figures of `runs` runs under `name`, and what is wrong with them: other bits, or the error that
+    ended them.
+    """
     rows: list[Json] = []
     wrong: Json = {}
     for _ in range(runs):
@@ -122,19 +125,19 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
 
 
 class Decode:
-    """One sequence on the backend itself: a prompt, then one token at a time."""
+    """One sequence directly on the backend: a prompt, then one token at a time."""
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
 
-        # Steps of so few tokens make it an engine for few rows: matmuls as dots.
+        # Steps of so few tokens make the engine choose matmuls as dots.
         self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
         self.pages = list(range(self.program.dims.pages_per_seq))
 
     def prefill(self) -> Any:
-        """The prompt, in chunks: what the last one gave."""
+        """Compute the prompt in chunks; returns the output of the last one."""
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
@@ -142,12 +145,12 @@ class Decode:
         return out
 
     def tables(self) -> Iterator[Any]:
-        """Of the decode steps: the token is the one that the step before has sampled."""
+        """The tables of the decode steps: each token is the one that the previous step has sampled."""
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
     def run(self, trace: bool = False) -> tuple[Times, bytes, Any]:
-        """(times of the decode steps, tokens and log-probabilities as bits, the last step's trace)."""
+        """(times of the decode steps, bits of tokens and log-probabilities, the last step's trace)."""
         out = self.prefill()
         bits, times = [_bits(out)], Times([], [], [])
         begin = time.perf_counter()
@@ -163,7 +166,7 @@ class Decode:
 
 
 def _bits(out: Any) -> bytes:
-    """Of a launch's tokens and log-probabilities."""
+    """The bits of a launch's tokens and log-probabilities."""
     return bytes(out.tokens.tobytes() + out.logprobs.tobytes())
 
 
@@ -213,13 +216,13 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """How many times as long as the megakernel its kernel takes."""
+    """The time of its kernel divided by the megakernel's."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
 
 def own_clock(trace: Any) -> float:
-    """Seconds from the first interval's begin to the last one's end."""
+    """Seconds from the begin of the first interval to the end of the last one."""
     return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
 
 
@@ -261,7 +264,9 @@ def engine(it: Decode) -> Json:
 
 
 def timeline(program: Any, trace: Any) -> Json:
-    """The summary of a traced step, and the share of neighbours on an SM of which the next one's load begins first."""
+    """The summary of a traced step, and the fraction of neighbouring instructions on an SM of which the next one's load
+    begins first.
+    """
     import dataclasses
 
     from megakernel.timeline import summarise
@@ -274,8 +279,9 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """Of consecutive instructions of a worker that load and compute: how often the next one's first load begins before
-    the last compute of the one before ends."""
+    """How often, among consecutive instructions of a worker that load and compute, the next one's first load begins
+    before the previous one's last compute ends.
+    """
     from megakernel.trace import IntervalKind
 
     rows = trace.intervals
@@ -295,7 +301,7 @@ def loads_ahead(trace: Any) -> float | None:
 
 
 def handoffs(program: Any, trace: Any) -> Json:
-    """Seconds from the end of what a wait was released by to the end of the wait: signal to consumer, loaded."""
+    """Seconds from the end of the releasing interval to the end of the wait: from signal to consumer, under load."""
     from megakernel.timeline.resolve import WAIT, resolve
     from megakernel.timeline.waits import finishes, releasers
 
@@ -330,7 +336,7 @@ def torch_decode(model: str, report: Report, _: Path | None) -> None:
         begin = time.perf_counter()
         for i in range(STEPS):
             token = compiled(token, positions[:1] + PROMPT + i).argmax(-1).clone()
-            found.append(int(token))  # the host learns each token, as with ours
+            found.append(int(token))  # the host reads each token, as ours does
             end = time.perf_counter()
             seconds.append(end - begin)
             begin = end
@@ -358,7 +364,7 @@ def _rows(bits: bytes) -> list[bytes]:
 
 
 def mixed_step() -> tuple[Any, Any, Any]:
-    """8,192 rows, prompts and decode together as a server has them: (LLM, program, table)."""
+    """A step of 8,192 rows with prompts and decode rows together, as on a server: (LLM, program, table)."""
     from megakernel import LLM
 
     prompts, rows, decodes, context = MIXED
@@ -412,7 +418,9 @@ def mixed(report: Report, _: Path | None) -> None:
 
 
 def partitions(report: Report, _: Path | None) -> None:
-    """Ranks on parts of one GPU: what they wait for each other. There is no link, so this is synchronisation alone."""
+    """Several ranks on parts of one GPU: how long they wait for each other. There is no link, so this is
+    synchronisation alone.
+    """
     from megakernel import LLM
 
     for tp in (2, 4):
@@ -440,7 +448,7 @@ def partitions(report: Report, _: Path | None) -> None:
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
-    """All of doctor's cases, or one."""
+    """Run all of doctor's cases, or one."""
     cases, differences = [], []
     for case in doctor_gpu.cases():
         if name in (None, case.name):
@@ -452,7 +460,9 @@ def check(report: Report, _: Path | None, name: str | None = None) -> None:
 
 
 def numerics(report: Report, _: Path | None) -> None:
-    """Log-probabilities of the last positions of a sequence of the 1B shape: a step of all tokens, and steps of few."""
+    """The log-probabilities of the last positions of a sequence of the 1B shape: from one step of all tokens, and from
+    steps of few.
+    """
     for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL)):
         report.keep(**{name: _scores(step)})
 
@@ -505,7 +515,7 @@ def _scores(step: int) -> Json:
 
 
 def delay(report: Report, _: Path | None) -> None:
-    """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
+    """Stall one instruction in the middle of the 1B decode step by 5 ms."""
     it = Decode("1b")
     table = next(it.tables())
     it.prefill()
@@ -542,7 +552,7 @@ PARTS: dict[str, Part] = {
     "partitions": partitions,
     "delay": delay,
 }
-# The most telling first: what finds no time left is the least.
+# The most important parts come first, because the last ones may find no time left.
 PLAN = (
     "probe",
     *(part for part in PARTS if part.startswith("check-")),
@@ -552,7 +562,7 @@ PLAN = (
 
 
 def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None]) -> None:
-    """Each part in a process of its own; `save` gets what there is after each."""
+    """Run each part in its own process; `save` receives all results so far after each part."""
     begin = time.perf_counter()
     out: Json = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -580,7 +590,7 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """Of a part: the ratio that a megakernel must win, kernels' times, and what went wrong."""
+    """The summary of a part: the ratio that a megakernel must win, the kernels' times, and errors."""
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:

@@ -1,8 +1,8 @@
-"""Three overlaps on a CPU with 2 and 4 ranks, each with its cause switched off in turn.
+"""Shows three overlaps on a CPU with 2 and 4 ranks, with each cause switched off in turn.
 
     python benchmarks/speed/overlaps.py -o benchmarks/results/overlaps-cpu.json
 
-A traced prefill step of eight layers of SmolLM2's shape with random weights, on all cores. Variants alternate in one
+It traces a prefill step of eight layers of SmolLM2's shape with random weights, on all cores. Variants alternate in one
 process; the table has medians over the rounds.
 """
 

@@ -238,7 +238,7 @@ DEVICE = "cuda"  # torch's
 MATMULS = [(8192, 8192, 8192), (2048, 57344, 8192), (2048, 8192, 28672), (2048, 4096, 4096), (512, 28672, 4096)]
 MATMULS += [(m, 8192, 8192) for m in (1, 16, 128)]
 LEAST_BYTES = 2 << 30  # of the buffer that is streamed
-_ONE_PER_SM = 120 * 1024  # bytes of shared memory that keep a second block off an SM
+_ONE_PER_SM = 120 * 1024  # bytes of shared memory that prevent a second block on an SM
 
 
 class Probe:
@@ -344,7 +344,7 @@ def copy(p: Probe) -> Json:
 
 
 def l2(p: Probe) -> Json:
-    """About a quarter of the L2: on a chip with two partitions, a line may live in both."""
+    """About a quarter of the L2, because on a chip with two partitions a line may be in both."""
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):
         found = []
@@ -360,7 +360,7 @@ def l2(p: Probe) -> Json:
 
 
 def matmul(p: Probe) -> list[Json]:
-    """x [m, k] times w [n, k] transposed, as a Llama's projections; several w, so that none is found in the L2."""
+    """x [m, k] times w [n, k] transposed, like a Llama's projections; several w, so that none stays in the L2."""
     torch, out = p.torch, []
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     for m, n, k in MATMULS:
@@ -509,7 +509,7 @@ def launch(p: Probe) -> Json:
         return _check(driver.cuGraphInstantiate(_check(driver.cuStreamEndCapture(stream.ptr)), 0))
 
     def timed(work: Callable[[], None], calls: int) -> Json:
-        """Host time to submit one call and to see one through, device time of one among many."""
+        """The host time to submit one call and to wait for it, and the device time of one among many."""
         work()
         stream.synchronize()
         start = time.perf_counter()
@@ -544,7 +544,7 @@ def launch(p: Probe) -> Json:
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
-    """The value of a cuda-python call, or its error as an exception."""
+    """The value of a cuda-python call; its error becomes an exception."""
     error, *values = answer
     if int(error) != 0:
         raise RuntimeError(f"CUDA error {error!r}")
@@ -589,7 +589,7 @@ def main() -> int:
         try:
             result[name] = measure(probe)
             probe.torch.cuda.synchronize()
-        except Exception as e:  # the other figures are worth having without this one
+        except Exception as e:  # the other figures are useful without this one
             result[name] = {"error": f"{type(e).__name__}: {e}"}
             failed.append(name)
         print(f"probe_gpu: {name} {time.perf_counter() - start:.1f} s", file=sys.stderr)

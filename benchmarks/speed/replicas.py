@@ -1,8 +1,9 @@
-"""Replicas on Ray: one on all cores beside several on one each and a server without Ray, and two ways to route.
+"""Compares replicas on Ray: one on all cores, several with one core each, and a server without Ray; and two ways of
+routing.
 
 `python benchmarks/speed/replicas.py --load unlike -o FILE`. Each round runs every side once. The prompts of `unlike`
-have nothing in common; those of `alike` begin with one of a few long texts and have short answers, so that a prefix
-cache saves most of the work. FILE keeps what it has of the other load.
+have nothing in common. Those of `alike` begin with one of a few long texts and have short answers, so that a prefix
+cache saves most of the work. FILE keeps its results of the other load.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megakernel.machine import cpu_count
 
 @contextmanager
 def server(command: list[str]) -> Iterator[str]:
-    """The address of a server that ends with the block. It stays in this process's session."""
+    """The address of a server that ends with the block and belongs to this process's session."""
     print("$", *command, file=sys.stderr)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -55,7 +56,7 @@ def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
     return megakernel("serve", *flags, *served(args))
 
 
-# What a process is, by what its command line has; the first that fits.
+# The kind of a process by a part of its command line; the first match counts.
 _PARTS = {
     "front": "FrontActor",
     "replicas' actors": "ServeReplica",
@@ -67,7 +68,7 @@ _PARTS = {
 
 
 def spent() -> Counter[str]:
-    """Seconds of processor time by kind of process, of this session's processes that are there."""
+    """Seconds of processor time by kind of process, for the running processes of this session."""
     found: Counter[str] = Counter()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -115,7 +116,7 @@ def alike(url: str, args: Any, seed: int) -> dict[str, float]:
 
 
 def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, Any]:
-    """Rounds of a load on each side in turn, after one that warms up."""
+    """Rounds of a load on each side in turn, after a warm-up round."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with ExitStack() as stack:
         urls = {name: stack.enter_context(server(command)) for name, command in sides.items()}
@@ -143,7 +144,7 @@ def main() -> None:
     cores = cpu_count()
     several = max(2, cores)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.environ["RAY_TMPDIR"] = folder  # short: Ray has sockets there
+        os.environ["RAY_TMPDIR"] = folder  # a short path, because Ray creates sockets there
         if args.load == "unlike":
             load = unlike
             sides = {

@@ -1,8 +1,9 @@
-"""What a server costs beside its launches: `python benchmarks/speed/serving_overhead.py [--before PYTHON] -o FILE`.
+"""Measures a server's cost besides its launches: `python benchmarks/speed/serving_overhead.py [--before PYTHON] -o
+FILE`.
 
 The null backend computes nothing, so all of the server's processor time is the host's. Requests have the lengths of
 ShareGPT's and are streamed. `--before` names the interpreter of another installation, whose server takes turns with
-this one's. The client computes on the same cores, so tokens per second are those of both.
+this one's. The client uses the same cores, so tokens per second include its time.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ SERVE += ["--max-num-batched-tokens", "1024"]
 
 
 def cpu_seconds(session: int) -> float:
-    """What all processes of a session have computed."""
+    """The processor time of all processes of a session."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         if int(fields[3]) == session:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run(python: str, args: Any, log: Path) -> dict[str, Any]:
-    """A fresh server of that interpreter's installation, and one load."""
+    """Start a new server of that interpreter's installation, and run one load."""
     in_flight = str(args.max_concurrency)
     command = [python, *megakernel(*SERVE, "--model", args.model, "--max-num-seqs", in_flight)[1:]]
     with server(command, log) as peer:

@@ -1,10 +1,10 @@
-"""A Llama in plain torch over the CUDA backend's own weights: what it is compared with, and checked against.
+"""A Llama in plain torch over the CUDA backend's own weights, for comparison and as a check.
 
-Weights come as CuPy arrays by DLPack, without a copy in bf16, widened in f32. The decode step is written as
-torch.compile likes it: fixed shapes, a static KV cache in buffers, everything in one graph.
+Weights are CuPy arrays, passed by DLPack: in bf16 without a copy, widened for f32. The decode step is written for
+torch.compile: fixed shapes, a static KV cache in buffers, everything in one graph.
 
-The model of `bench latency --vs torch` cannot stand in for it: transformers rounds the residual to bf16 after each
-layer's parts, which here stays in float32 as in ours, so as a judge of ours it is two to four times as lenient (KL
+The model of `bench latency --vs torch` cannot replace it. transformers rounds the residual to bf16 after each part of a
+layer, while it stays in float32 here and in ours. As a judge of ours, it would be two to four times as lenient (KL
 divergence from float32).
 """
 
@@ -25,7 +25,7 @@ _B = Buffer
 
 
 def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
-    """A CuPy array over a CUDA backend's weights as rank `dims.rank` has them; torch takes it by DLPack."""
+    """A CuPy array over a CUDA backend's weights of rank `dims.rank`, which torch accepts by DLPack."""
     import cupy
 
     spec = BUFFERS[buffer]
@@ -37,9 +37,9 @@ def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
 
 
 class TorchLlama(torch.nn.Module):
-    """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
+    """Holds `capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
 
-    `device_array` gives a weight as something that torch takes by DLPack, bfloat16 as 16-bit integers.
+    `device_array` returns a weight as an object that torch accepts by DLPack, with bfloat16 as 16-bit integers.
     """
 
     cos: torch.Tensor
@@ -74,11 +74,11 @@ class TorchLlama(torch.nn.Module):
         return weight
 
     def _biased(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
-        """With a bias where the model has one, in the type of `x`."""
+        """Adds a bias, if the model has one, in the type of `x`."""
         return x + self._weight(buffer, layer).to(x.dtype) if hasattr(self, f"{buffer.name}_{layer}") else x
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits, float32, of every token. tokens and positions are [n]; the tokens before them are in the cache."""
+        """Float32 logits of every token. tokens and positions are [n]; earlier tokens are in the cache."""
         d = self.dims
         x = functional.embedding(tokens, self._weight(_B.EMBED)).float()
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
@@ -112,6 +112,6 @@ class TorchLlama(torch.nn.Module):
         return (x * scale * self._weight(buffer, layer)).to(self.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """RoPE pairs are neighbours."""
+        """RoPE pairs are adjacent."""
         a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(self.dtype)

@@ -1,13 +1,13 @@
-"""Script time of the timeline's frames, in a headless browser.
+"""Measures the script time of the timeline's frames in a headless browser.
 
     python benchmarks/speed/viewer.py -o benchmarks/results/viewer.json
 
 Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
-and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
-searched; from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the
-time inside the page's draw function, without the browser's own compositing. Then it pans with all open, as fast as
-frames come, and types a search; its answer counts from the last key to the frame that shows it, the pause in which the
-page waits for another key included. --program and --trace take a saved pair.
+and opens it from the disk. For each view (as it opens, one rank open, all roles of all workers open, searched; from all
+of the trace visible to a thousandth), it draws frames at moments all over the trace and prints the time inside the
+page's draw function, without the browser's compositing. Then it pans with all rows open, as fast as frames come, and
+types a search; the answer is timed from the last key to the frame that shows it, including the pause in which the page
+waits for another key. --program and --trace take a saved pair.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import synthetic
 from browser import Browser, browser
 from record import options, write
 
-FRAMES = 25  # of each way to look
+FRAMES = 25  # frames per view
 PANNED = 180  # frames
-SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight
+SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # visible fractions of the trace
 SIZE = (1600, 1000)
 
 
 def frames(page: Browser, span: float, total_s: float) -> list[float]:
-    """Milliseconds of frames that show `span` of the trace from different moments on."""
+    """Milliseconds of frames that show `span` of the trace, from different moments."""
     return [
         float(
             page.run(
@@ -77,7 +77,7 @@ wait();
 
 
 def timed(page: Browser, script: str, *arguments: object) -> float:
-    """What a script leaves in `window.done`."""
+    """The value that a script leaves in `window.done`."""
     page.run(script, *arguments)
     while (found := page.run("return window.done")) is None:
         time.sleep(0.1)
@@ -140,7 +140,7 @@ def main() -> None:
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
         figures = {
-            "load_average": round(os.getloadavg()[0], 1),  # of the last minute: 1 is this script's own
+            "load_average": round(os.getloadavg()[0], 1),  # of the last minute; this script itself accounts for 1
             "intervals": len(trace.intervals),
             "page_bytes": size,
             "written_s": round(written_s, 2),

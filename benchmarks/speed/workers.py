@@ -1,14 +1,15 @@
-"""What more workers and more threads cost: `python benchmarks/speed/workers.py [-o FILE]`, one JSON.
+"""Measures the cost of more workers and more threads: `python benchmarks/speed/workers.py [-o FILE]`, one JSON.
 
-Everything but `decode` is without arithmetic, so that only the interpreter is timed; best of several launches.
+Everything except `decode` runs without arithmetic, so that only the interpreter is timed; figures are the best of
+several launches.
 
 instruction  seconds of an empty instruction of one worker, and of a launch
-barrier      seconds of a phase in which every worker, each with a thread of its own, signals one counter and waits for
+barrier      seconds of a phase in which every worker, each with its own thread, signals one counter and waits for
              all: up to as many workers as there are cores. What exceeds an instruction grows with arrivals and waiters
-streams      seconds of a thread for each instruction, where as many threads as cores serve more and more workers: what
-             it costs to look at streams that are blocked
-decode       SmolLM2-135M's shape in bf16: a step by threads, from one to four times as many as cores. An engine
-             compiles no more workers than cores; programs with a worker for each thread are the harder case beside it
+streams      seconds per instruction of a thread, when as many threads as cores serve more and more workers: the cost
+             of looking at blocked streams
+decode       SmolLM2-135M's shape in bf16: a step by number of threads, from one to four times the cores. An engine
+             compiles no more workers than cores; programs with a worker per thread are the harder case
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ MOST_STREAMS = 64
 
 
 def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
-    """Seconds of a layer, instructions of each worker in it, seconds of a launch without layers, and phases of a layer.
+    """The seconds of a layer, each worker's instructions in it, the seconds of a launch without layers, and the phases
+    of a layer.
 
-    A layer of one row is a chain of phases that each wait for all workers of the one before.
+    A layer of one row is a chain of phases, each of which waits for all workers of the previous one.
     """
     (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW
@@ -68,7 +70,7 @@ def streams() -> list[dict[str, float]]:
 
 @dataclass
 class Case:
-    """Launches of a decode step with so many threads."""
+    """Launches of a decode step with this many threads."""
 
     threads: int
     workers: int
@@ -77,7 +79,7 @@ class Case:
 
 
 def decode() -> list[dict[str, Any]]:
-    """The cases take turns, so that a disturbed second meets all of them."""
+    """The cases take turns, so that a disturbance affects all of them."""
     cores, cases, open_ = cpu_count(), [], []
     for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
         config = load_config(MODEL)

@@ -1,4 +1,4 @@
-"""What the processes of a server take, read from /proc: memory, open files, threads."""
+"""The resources of a server's processes, read from /proc: memory, open files, threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Taken:
-    """Of a process and all that it has started, together. Memory that several of them share counts once."""
+    """The resources of a process and all its descendants together. Memory that several of them share counts once."""
 
     processes: int
     memory_mb: float
@@ -19,12 +19,12 @@ class Taken:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # The name of a program, in parentheses, may hold anything.
+                # The name of a program, in parentheses, may contain any character.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # it has ended
@@ -36,7 +36,7 @@ def family(pid: int) -> list[int]:
 
 
 def taken(pid: int) -> Taken:
-    """What the family of a process takes now."""
+    """The present resources of a process's family."""
     memory = descriptors = threads = processes = 0
     for one in family(pid):
         try:

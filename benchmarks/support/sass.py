@@ -1,14 +1,14 @@
-"""Machine code as nvdisasm prints it: instructions, where they come from and control goes, registers they name, and how
-long a warp that has issued one must wait before the next.
+"""Parses machine code as nvdisasm prints it: instructions, their source lines, control flow, registers, and how long a
+warp that has issued an instruction must wait before the next.
 
-The last is the stall count that the compiler writes into each instruction. Of an instruction's 128 bits, the upper ones
+The last is the stall count that the compiler writes into each instruction. The upper bits of an instruction's 128 bits
 are for the scheduler (Jia et al., *Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv
 1804.06826, section 2.1; the layout has not changed since Volta):
 
     125-122  reuse of operand caches    115-113  barrier of its reads (7: none)    109      yield
     121-116  barriers that it waits for 112-110  barrier of its result (7: none)   108-105  stall, in cycles
 
-Waiting for those barriers is not in the stall count: what a path of stalls adds up to is a floor.
+The stall count does not include waits for those barriers, so the sum of stalls along a path is a lower bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
-# Who go on elsewhere: never to the instruction behind, if no predicate guards them.
+# Instructions that continue elsewhere: never at the next instruction, unless a predicate guards them.
 _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
 
@@ -41,7 +41,8 @@ class Instruction:
     operands: str
     guarded: bool  # by a predicate
     targets: tuple[int, ...] = ()  # indices of instructions
-    lines: frozenset[tuple[str, int]] = frozenset()  # names of files: its line, and those that this is inlined at
+    # file names with line numbers: its own line, and the lines where it is inlined
+    lines: frozenset[tuple[str, int]] = frozenset()
     stall: int = 0  # cycles
 
     @property
@@ -53,7 +54,7 @@ class Instruction:
         return {file for file, _ in self.lines}
 
     def registers(self) -> set[int]:
-        """All that it names, pairs and longer runs included."""
+        """All registers that an instruction names, pairs and longer runs included."""
         found: set[int] = set()
         address = re.sub(r"^.*?(?=\[)|(?<=\])[^\[]*", " ", self.operands) if "[" in self.operands else ""
         for register in _REGISTER.finditer(address):
@@ -64,7 +65,7 @@ class Instruction:
         return found
 
     def _width(self, place: int) -> int:
-        """Registers of an operand, in front of which are `place` others; at least as many as it has."""
+        """The number of registers of an operand after `place` others; at least one."""
         suffixes = self.opcode.split(".")[1:]
         match self.name:
             case "HGMMA":
@@ -78,7 +79,7 @@ class Instruction:
             case "CS2R":
                 return 1 if "32" in suffixes else 2
             case "SHF":
-                return 1  # of 64 bits the halves are operands of their own
+                return 1  # the halves of 64 bits are separate operands
         if "128" in suffixes:
             return 4
         wide = {"64", "U64", "S64", "F64", "TRANS64"} & set(suffixes)
@@ -87,7 +88,7 @@ class Instruction:
 
 @dataclass(frozen=True, order=True)
 class Floor:
-    """The least that a warp needs for a path: cycles by its stalls, and instructions that it issues."""
+    """The least that a warp needs for a path: cycles by its stalls, and issued instructions."""
 
     stalls: int
     instructions: int
@@ -104,7 +105,7 @@ class Floor:
 
 @dataclass
 class Code:
-    """Of all functions of a cubin."""
+    """All functions of a cubin."""
 
     instructions: list[Instruction] = field(default_factory=list)
 
@@ -112,19 +113,20 @@ class Code:
         return [i for i, instruction in enumerate(self.instructions) if instruction.opcode.startswith(opcode)]
 
     def after(self, i: int) -> list[int]:
-        """Where control may go from instruction `i` on, other than back to a caller. A BSYNC goes where the BSSY
-        says, so that is already after the BSSY; a call comes back behind itself, so it goes to both."""
+        """The possible successors of instruction `i`, apart from the return to a caller. A BSYNC goes where the BSSY
+        says, so that target already follows the BSSY; a call returns behind itself, so it goes to both.
+        """
         instruction = self.instructions[i]
         ends = instruction.name in _LEAVES and not instruction.guarded
         return [*instruction.targets, *([] if ends else [i + 1])]
 
     def comes_back(self, call: int) -> bool:
-        """Whether someone hands out the address behind the call, for the callee to return to."""
+        """Whether the address behind the call is passed to the callee for its return."""
         address = f"0x{self.instructions[call + 1].at:x}"
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 
     def meetings(self, root: int) -> set[int]:
-        """Where those go on who meet in code from `root` on, at a barrier that was set before they came to `root`."""
+        """Where lanes that meet in code from `root` on continue, at a barrier that was set before `root`."""
 
         def by_barrier(name: str) -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
@@ -137,7 +139,7 @@ class Code:
         return {target for b in left for i in sets[b] & earlier for target in self.instructions[i].targets}
 
     def reachable(self, roots: Iterable[int], without: Iterable[int] = ()) -> set[int]:
-        """Indices of the instructions that may run from those at `roots` on, not passing those `without`."""
+        """The indices of the instructions that may run from those at `roots`, without passing those in `without`."""
         seen, todo, closed = set[int](), list(roots), set(without)
         while todo:
             i = todo.pop()
@@ -147,14 +149,15 @@ class Code:
         return seen
 
     def _next(self, i: int) -> list[int]:
-        """Where a warp goes on whose lanes stay together: by calls and reconvergence straight on."""
+        """The successor for a warp whose lanes stay together: straight on at calls and reconvergence."""
         instruction = self.instructions[i]
         straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
         return [i + 1] if straight else self.after(i)
 
     def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
-        """Of the shortest way from one of `starts` by an instruction of each of `visits`, in this order, to one of
-        `ends`; without them to one of `starts`, where it is no sooner. None: there is no such way."""
+        """The lower bound of the shortest path from one of `starts` through an instruction of each of `visits`, in this
+        order, to one of `ends`; without `ends`, back to one of `starts`. None if there is no such path.
+        """
         first, wanted = set(starts), [set(visit) for visit in visits]
         goals = set(ends) or first
         todo, seen = [(Floor(0, 0), 0, start) for start in sorted(first)], set[tuple[int, int]]()
@@ -174,7 +177,7 @@ class Code:
 
 
 def disassembler() -> str | None:
-    """Path of nvdisasm: the PATH's, CUDA's, or that of its wheel."""
+    """The path of nvdisasm: from PATH, from CUDA, or from its wheel."""
     tool = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
     wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
     return tool or next(wheels, None)
@@ -186,8 +189,9 @@ def disassemble(tool: str, cubin: Path) -> Code:
 
 
 def parse(text: str) -> Code:
-    """Of `nvdisasm --print-code --print-line-info-inline`, with or without the instructions' encoding, which has the
-    stalls. Raises ValueError for a jump that it does not understand."""
+    """Parse the output of `nvdisasm --print-code --print-line-info-inline`, with or without the instructions' encoding,
+    which contains the stalls. Raises ValueError for an unknown kind of jump.
+    """
     labels: dict[str, int] = {}
     lines: list[tuple[re.Match[str], frozenset[tuple[str, int]]]] = []
     stalls: list[int] = []

@@ -1,4 +1,4 @@
-"""Servers as child processes, for the comparisons beside this file."""
+"""Starts servers as child processes for comparisons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_S = 1800.0  # in which a server must answer: large models load slowly
+READY_S = 1800.0  # the time in which a server must answer, because large models load slowly
 SHUTDOWN_S = 30.0
 
 
@@ -35,7 +35,7 @@ class Child:
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[Child]:
     """A process of `command`, with `{port}` filled in, once its /health is 200. It ends with the block."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks end
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     line = [part.replace("{port}", str(port)) for part in command]
@@ -70,12 +70,12 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def megakernel(*arguments: str) -> list[str]:
-    """Our own command line, of the Python that runs this."""
+    """Our command line, with the Python that runs this script."""
     return [sys.executable, "-P", "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    """The JSON object of one of our verbs."""
+    """The JSON object of one of our commands."""
     command = megakernel(*arguments, "--json")
     print("$ megakernel", *arguments, file=sys.stderr)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -86,6 +86,6 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a figure needs beside it to be compared."""
+    """The facts about a machine that make a figure comparable."""
     report = measured("doctor")
     return {name: report[name] for name in ("system", "cpu", "cores", "simd", "gpus", "python", "ceilings")}

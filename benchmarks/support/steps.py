@@ -1,4 +1,4 @@
-"""Programs and backends of shapes with random weights, as several scripts beside this folder need them."""
+"""Programs and backends of shapes with random weights, for several scripts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several servers behind one address, on Ray Serve. `cluster` alone imports Ray."""
+"""Several servers behind one address, on Ray Serve. Only `cluster` imports Ray."""

@@ -1,7 +1,9 @@
-"""Replicas of a server on Ray Serve: what runs in its processes, and how it gets there. Nothing else imports Ray.
+"""Replicas of a server on Ray Serve: the classes that run in Ray's processes, and their deployment. No other module
+imports Ray.
 
-Ray's HTTP proxy hands a request to the front, which reads its body, names the beginnings of its prompt and passes it
-on. A router in the front's process chooses the replica. Each replica is an actor that holds a `megakernel serve`.
+Ray's HTTP proxy passes a request to the front, which reads its body, computes names for the beginnings of its prompt,
+and passes it on. A router in the front's process chooses the replica. Each replica is an actor with a `megakernel
+serve` process.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from .placement import Node, Share
 from .routing import Seen, choose, prefix_of
 from .server_process import Headers, ServerProcess
 
-FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # applications; the front stays when replicas are replaced
-_NO_LIMIT = 1 << 20  # requests; the replicas have limits
+FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # the applications; the front stays when replicas are replaced
+_NO_LIMIT = 1 << 20  # requests; the replicas have limits of their own
 _CONNECT_SECONDS = 5.0
 _EVENT_END = b"\n\n"
 _HEALTH_SECONDS = 2.0
 
 
 class Replica:
-    """An actor and its server, which live and die together, so that whoever waits for one learns of both."""
+    """An actor and its server. They end together, so that a caller who waits for one learns of both."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
@@ -47,29 +49,29 @@ class Replica:
     async def answer(
         self, method: str, target: str, headers: Headers, body: bytes, prefix: list[bytes]
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """What the server answers; `prefix` is for the router."""
+        """The server's answer; `prefix` is for the router."""
         async for part in self._server.ask(method, target, headers, body):
             yield part
 
     async def check_health(self) -> None:
-        """Ray replaces a replica whose server does not work: /health says so."""
+        """Ray replaces a replica when this raises: the server's /health has failed."""
         async for part in self._server.ask("GET", "/health", [], b""):
             if isinstance(part, tuple) and part[0] != 200:
                 raise RuntimeError("the server's /health is not 200")
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request where the beginning of its prompt went before: what `choose` says."""
+    """Sends a request to the replica that had the beginning of its prompt before, as `choose` decides."""
 
     def initialize_state(self, slack: int) -> None:
         self._slack = slack
-        self._at: dict[str, ReplicaID] = {}  # requests that are there, or on the way
+        self._at: dict[str, ReplicaID] = {}  # requests that are at a replica or on their way to it
         self._seen: dict[ReplicaID, Seen] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen one, then the others, for where it has no room."""
+        """The chosen replica, followed by the others in case it has no room."""
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         for gone in self._seen.keys() - self.curr_replicas.keys():
             del self._seen[gone]
@@ -80,7 +82,7 @@ class PrefixRouter(RequestRouter):
         load = Counter(self._at.values())
         loads = {replica: load[replica] for replica in by_id}
         chosen = choose(pending_request.kwargs["prefix"], self._seen, loads, self._slack)
-        self._at[request] = chosen  # at once: others are chosen for before this one is sent
+        self._at[request] = chosen  # immediately, because other requests are routed before this one is sent
         pending_request.future.add_done_callback(lambda sent: sent.cancelled() and self._at.pop(request, None))
         others = [replica for name, replica in by_id.items() if name != chosen]
         return [[by_id[chosen]], others] if others else [[by_id[chosen]]]
@@ -94,7 +96,7 @@ class PrefixRouter(RequestRouter):
 
 
 class Front:
-    """Passes requests on. An ASGI application, whose task Ray cancels when the client leaves."""
+    """Passes requests on. An ASGI application whose task Ray cancels when the client leaves."""
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
@@ -117,7 +119,7 @@ class Front:
         try:
             await relay(parts, scope, receive, send)
         finally:
-            parts.cancel()  # nothing where it has ended
+            parts.cancel()  # does nothing if it has ended
 
     async def _read(self, receive: Receive) -> bytes:
         body = bytearray()
@@ -132,7 +134,9 @@ class Front:
 
 
 async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer on. Where its replica is lost there is a 503, or an error event in a stream that has begun."""
+    """Pass an answer on. If its replica is lost, the client gets a 503, or an error event in a stream that has
+    begun.
+    """
     headers: Headers | None = None
     part: tuple[int, Headers] | bytes = b""
     last = b""
@@ -153,14 +157,14 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
         if not dict(headers).get("content-type", "").startswith("text/event-stream"):
             raise  # Ray closes the connection before the announced end of the body.
         if isinstance(part, bytes) and not part.endswith(_EVENT_END):
-            last = _EVENT_END  # the last event is not whole
+            last = _EVENT_END  # the last event is incomplete
         last += event(lost.body()) + event(b"[DONE]")
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is deployed. `settings` are flags of serve, by name; `slack` is None to go to the least loaded."""
+    """What is deployed. `settings` are flags of serve by name. A `slack` of None means least-loaded routing."""
 
     replicas: int
     share: Share
@@ -172,7 +176,9 @@ class Plan:
 
 
 def join(address: str | None, cpus: int) -> list[Node]:
-    """Join the cluster at `address`, or start one of this machine's `cpus` that ends with `leave`: its nodes."""
+    """Join the cluster at `address`, or start one with this machine's `cpus`, which ends with `leave`. Returns
+    its nodes.
+    """
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)
@@ -188,9 +194,9 @@ def join(address: str | None, cpus: int) -> list[Node]:
 
 
 def _reach(address: str) -> None:
-    """Raises MegakernelError where nobody listens; Ray would try for a minute."""
+    """Raise MegakernelError if nobody listens; Ray would retry for a minute."""
     host, _, port = address.rpartition(":")
-    if not host:  # auto: Ray finds it
+    if not host:  # Ray finds the address itself
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
@@ -199,13 +205,13 @@ def _reach(address: str) -> None:
 
 
 def address() -> str:
-    """Where another command finds the cluster."""
+    """The address under which another command finds the cluster."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def deploy(plan: Plan, host: str, port: int) -> None:
-    """Have `plan` served at `host` and `port` of every node that has a replica. Replicas that are there are replaced,
-    one after the other. Raises MegakernelError where that fails.
+    """Serve `plan` at `host` and `port` of every node that has a replica. Existing replicas are replaced one after
+    another. Raises MegakernelError if that fails.
     """
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging_config = LoggingConfig(log_level="ERROR", enable_access_log=False)
@@ -243,11 +249,11 @@ def deploy(plan: Plan, host: str, port: int) -> None:
 
 
 def undeploy() -> None:
-    """Let what has begun finish, the front's requests first."""
+    """Let running requests finish, the front's first."""
     for name in (FRONT, REPLICAS):
         serve.delete(name)
 
 
 def leave() -> None:
-    """Leave the cluster; one that `join` has started ends."""
+    """Leave the cluster; a cluster that `join` has started ends."""
     ray.shutdown()

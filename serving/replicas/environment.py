@@ -1,15 +1,15 @@
-"""What Ray reads from the environment, once, when a process imports it."""
+"""The environment variables that Ray reads once, when a process imports it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# For clusters that we start. Calls between processes go by gRPC and stay in one thread of each, so that a streamed
-# token takes less than half of the processor time.
+# For clusters that this command starts. Calls between processes use gRPC and stay in one thread each, so that a
+# streamed token takes less than half of the processor time.
 _OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # A server is no background work.
+    "RAY_worker_niceness": "0",  # A server is not background work.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -17,7 +17,7 @@ _OWN = {
 
 
 def prepare(*, join: bool) -> None:
-    """Set what is not set, before Ray is imported. One that joins a cluster shows its token where there is one."""
+    """Set missing variables before Ray is imported. When joining a cluster, use a token if there is one."""
     for name, value in _OWN.items():
         os.environ.setdefault(name, value)
     given = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}

@@ -1,4 +1,4 @@
-"""What each replica takes of a cluster. A replica lies on one node, and so do all of its tensor-parallel ranks."""
+"""The share of a cluster that each replica gets. A replica, with all of its tensor-parallel ranks, is on one node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import MegakernelError
 
 @dataclass(frozen=True)
 class Node:
-    """What a machine of a cluster has."""
+    """The resources of a machine of a cluster."""
 
     cpus: int
     gpus: int
@@ -18,15 +18,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica takes of its node."""
+    """The share of its node that one replica gets."""
 
     threads: int
     gpus: int
 
 
 def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
-    """What each of `replicas` takes: without `threads`, as many cores as let all of them fit. On GPUs, one for each
-    rank. Raises MegakernelError where they do not fit.
+    """The share of each of `replicas`: without `threads`, as many cores as allow all of them to fit; on GPUs, one GPU
+    per rank. Raises MegakernelError if they do not fit.
     """
     gpus = tp if on_gpus else 0
     most = max((node.gpus for node in nodes), default=0)

@@ -1,4 +1,6 @@
-"""Which replica answers a request: one that has had the beginning of its prompt, unless that has too much to do."""
+"""Chooses the replica that answers a request: one that has had the beginning of its prompt, unless it has too
+much to do.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import TypeVar
 import msgspec
 
 R = TypeVar("R")
-_BLOCK = 256  # bytes of a prompt; some 60 tokens of English, so a few pages of the KV cache
-_MOST_BLOCKS = 128  # of a prompt that are looked at
-_KEPT = 1 << 16  # blocks that are remembered of each replica
+_BLOCK = 256  # bytes of a prompt; about 60 tokens of English, so a few pages of the KV cache
+_MOST_BLOCKS = 128  # blocks of a prompt that are compared
+_KEPT = 1 << 16  # blocks that are remembered for each replica
 
 
 class _Prompted(msgspec.Struct):
-    """The fields of a body that a prompt is made of, as they were sent, in the order in which templates use them."""
+    """The fields of a body that make up a prompt, as they were sent, in the order in which templates use them."""
 
     tools: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -29,14 +31,15 @@ _decode = msgspec.json.Decoder(_Prompted).decode
 
 
 def prefix_of(body: bytes) -> list[bytes]:
-    """A name for each beginning of the prompt in a request's body, the shortest first; none for a body without one.
+    """A name for each beginning of the prompt in a request's body, the shortest first; none for a body without a
+    prompt.
 
-    Two bodies have as many names in common as their prompts have blocks in common from the start.
+    Two bodies share as many names as their prompts share blocks from the start.
     """
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return []  # the replica says what is wrong with it
+        return []  # the replica will say what is wrong with it
     raw = (fields.tools, fields.instructions, fields.messages, fields.prompt, fields.input)
     text = b"".join(bytes(field) for field in raw)[: _BLOCK * _MOST_BLOCKS]
     names, chain = [], hashlib.blake2b(digest_size=8)
@@ -47,10 +50,10 @@ def prefix_of(body: bytes) -> list[bytes]:
 
 
 def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: Mapping[R, int], slack: int) -> R:
-    """The replica to ask, of those in `loads`, which says how many requests each has.
+    """The replica to ask, among those in `loads`, which gives each one's number of requests.
 
-    Of those with at most `slack` requests more than the least loaded, it is the one that knows most of the prefix, and
-    among equals the least loaded.
+    Among the replicas with at most `slack` requests more than the least loaded one, it is the one that knows most of
+    the prefix, and among equals the least loaded.
     """
     least = min(loads.values())
     fair = [replica for replica, load in loads.items() if load - least <= slack]
@@ -63,7 +66,7 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
 
 
 class Seen:
-    """The beginnings of prompts that a replica had last."""
+    """The beginnings of the prompts that a replica had most recently."""
 
     def __init__(self, most: int = _KEPT) -> None:
         self._names: OrderedDict[bytes, None] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A `megakernel serve` of a replica's own, and the way to it: requests go there and answers come back as they are."""
+"""Runs a replica's own `megakernel serve` process and passes requests and answers through unchanged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from yarl import URL
 from ...errors import MegakernelError
 
 Headers = list[tuple[str, str]]
-# Of one connection, or set by Ray's proxy too.
+# Headers of one connection, or headers that Ray's proxy sets too.
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
-# The system kills it when the thread ends that started it (PR_SET_PDEATHSIG, SIGKILL). It asks for that itself, because
-# a process that has Ray's threads must not run code between fork and exec.
+# The system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server requests that
+# itself, because a process with Ray's threads must not run code between fork and exec.
 _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli import main; sys.exit(main())"
 
 
 class ServerProcess:
-    """The server of `settings`, flags of serve by their names, on a free port of the loopback.
+    """The server of `settings` (flags of serve by name) on a free port of the loopback.
 
-    It ends with this process. `on_end` is called, in another thread, when it ends after it was ready. Raises
-    MegakernelError with the server's own reason where it ends before.
+    It ends with this process. `on_end` is called in another thread if the server ends after it was ready. Raises
+    MegakernelError with the server's own reason if it ends before.
     """
 
     def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class ServerProcess:
         watch.start()
         self._process = begun.get()
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._process.stdin as given:  # not the command line, which anybody may read
+        with self._process.stdin as given:  # not on the command line, which other users could read
             given.write(json.dumps(dict(settings)))
         line = self._process.stdout.readline()
         if not line:
@@ -50,7 +50,9 @@ class ServerProcess:
         self._ready = True
 
     def _watch(self, begun: SimpleQueue[subprocess.Popen[str]]) -> None:
-        """Starts it, repeats what it logs, and waits for its end: all of it in one thread, whose end would end it."""
+        """Start the server, repeat its log, and wait for its end. All of it runs in one thread, because the end of that
+        thread would end the server.
+        """
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, "serve", "--json", *_FLAGS, "--config", "/dev/stdin"],
             stdin=subprocess.PIPE,
@@ -71,7 +73,7 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Status and headers, then the body in the pieces that come. To close this is to leave."""
+        """Status and headers, then the body in pieces as they arrive. Closing the generator aborts the request."""
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),
