@@ -38,8 +38,8 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "backend",
-            "auto (cuda where there is a Hopper GPU, else cpu), reference, cpu, cuda or null (no arithmetic; measures "
-            "all the rest)",
+            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything but the "
+            "arithmetic, for measurements)",
             "auto",
             "--backend",
         ),
@@ -53,23 +53,28 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "kv cache dtype",
-            "type of K and V in memory: auto (the type that is computed in) or q8_0 (8.5 bits, not on a GPU)",
+            "type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits, not on a GPU)",
             "auto",
             "--kv-cache-dtype",
         ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
-        Setting("ranks", "threads of one process, or processes", "threads", "--ranks"),
+        Setting("ranks", "whether ranks are threads of one process, or processes", "threads", "--ranks"),
         Setting(
             "speculate",
-            "tokens that are proposed by prompt lookup and verified at once for each sequence, where that pays; up to "
-            "63, 0 is off; what is generated stays the same",
+            "tokens to propose by prompt lookup and verify in one step, per sequence, if that is faster; 0 to 63, "
+            "0 is off; the generated tokens do not change",
             "0",
             "--speculate",
         ),
         Setting(
-            "o lowering", "O projection of many ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
+            "o lowering", "O projection with several ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
         ),
-        Setting("residual", "token rows of many ranks: auto, dealt to owners or replicated", "auto", "--residual"),
+        Setting(
+            "residual",
+            "residual of token rows with several ranks: auto, dealt to owners or replicated",
+            "auto",
+            "--residual",
+        ),
         Setting(
             "norm",
             "norms of a layer: auto, own (it begins with its attention norm), next (it ends with the next layer's) or "
@@ -79,83 +84,89 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "queue",
-            "what workers claim at run time: none, attention, body, or auto: what the simulator finds fastest, and "
-            "so all else that is left open",
+            "what workers claim at run time: none, attention, body, or auto: the simulator chooses the fastest, for "
+            "this and for all other options that are auto",
             "auto",
             "--queue",
         ),
         Setting(
             "matmul",
-            "on GPUs: dots (for few rows), tensor (matrix units), or auto: by a step's tokens",
+            "on GPUs: dots (for few rows), tensor (matrix units), or auto: by the tokens of a step",
             "auto",
             "--matmul",
         ),
         Setting(
             "pairs",
             "on GPUs with matrix units: on (a worker is two SMs, which load each weight tile once for both), off, or "
-            "auto: what the simulator finds faster",
+            "auto: whichever simulates faster",
             "off",
             "--pairs",
         ),
-        Setting("interleave", "off: phases one after the other on each worker", "on", "--no-interleave"),
+        Setting("interleave", "off: each worker runs phases one after another", "on", "--no-interleave"),
         Setting(
             "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
         ),
-        Setting("threads", "CPU threads; auto is one for each core that this process may use", "auto", "--threads"),
+        Setting("threads", "CPU threads; auto is one per core that this process may use", "auto", "--threads"),
         Setting(
             "machine",
             "host, v100, a100, h100, h200, h800, gh200, b200, gb200-nvl72, a node such as h100x8, or a .toml file",
             "host",
             "--machine",
         ),
-        Setting("host", "address to listen on; 0.0.0.0 is every one of this machine", "127.0.0.1", "--host"),
+        Setting("host", "address to listen on; 0.0.0.0 means all addresses of this machine", "127.0.0.1", "--host"),
         Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
-        Setting("served model name", "names that clients may ask for", "the model's", "--served-model-name"),
+        Setting("served model name", "names of the model in requests", "the model's", "--served-model-name"),
         Setting(
             "tool call parser",
-            "how the model writes calls of functions: hermes, llama3_json or mistral",
+            "notation of the model's function calls: hermes, llama3_json or mistral",
             "the chat template's",
             "--tool-call-parser",
         ),
         Setting(
             "api key",
-            "key that everything but /health and the page /chat asks for, as Authorization: Bearer KEY",
+            "key that every path but /health and /chat requires, as Authorization: Bearer KEY",
             "none",
             "--api-key",
             "MEGAKERNEL_API_KEY",
             secret=True,
         ),
-        Setting("open metrics", "on: /metrics asks for no key", "off", "--open-metrics"),
+        Setting("open metrics", "on: /metrics requires no key", "off", "--open-metrics"),
         Setting(
             "allowed hosts",
-            "names that clients may address the server by, in the header Host; * is any",
+            "names of the server that the header Host may have; * is any",
             "localhost where only this machine can reach the server, else any",
             "--allowed-hosts",
         ),
-        Setting("cors origin", "sites whose pages may ask from a browser; * is any", "none", "--cors-origin"),
+        Setting("cors origin", "sites whose pages may send requests from a browser; * is any", "none", "--cors-origin"),
         Setting(
-            "max model len", "tokens that a prompt and its answer may reach", "the model's limit", "--max-model-len"
+            "max model len",
+            "the most tokens of a prompt and its answer together",
+            "the model's limit",
+            "--max-model-len",
         ),
         Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
-        Setting("max num batched tokens", "tokens that one step computes at most", "512", "--max-num-batched-tokens"),
+        Setting("max num batched tokens", "the most tokens that one step computes", "512", "--max-num-batched-tokens"),
         Setting(
             "max queued requests",
-            "sequences of one client that may wait for their first step; more are turned away with 503",
+            "sequences of one client that may wait for their first step; further ones get a 503",
             "65536",
             "--max-queued-requests",
         ),
         Setting(
             "api server count",
-            "processes that speak HTTP and turn text into tokens and back, beside the engine's",
+            "processes for HTTP, tokenising and detokenising, besides the engine's process",
             "1",
             "--api-server-count",
         ),
-        Setting("max body bytes", "size of a request's body", "16777216", "--max-body-bytes"),
+        Setting("max body bytes", "the largest size of a request's body", "16777216", "--max-body-bytes"),
         Setting(
-            "request timeout", "seconds for a whole answer, or a stream's first token", "none", "--request-timeout"
+            "request timeout",
+            "seconds until a whole answer, or the first token of a stream",
+            "none",
+            "--request-timeout",
         ),
         Setting("stall timeout", "seconds without a finished step until /health is 503", "120", "--stall-timeout"),
-        Setting("shutdown timeout", "seconds to finish what has begun after SIGTERM", "30", "--shutdown-timeout"),
+        Setting("shutdown timeout", "seconds to finish running requests after SIGTERM", "30", "--shutdown-timeout"),
         Setting(
             "replicas",
             "servers behind one address, on Ray: each is a process with its own engine, on one machine of a cluster",
@@ -164,21 +175,21 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "ray address",
-            "HOST:PORT of a Ray cluster, or auto: deploy there and return; the servers that are there are replaced",
+            "HOST:PORT of a Ray cluster, or auto: deploy there and return; existing servers are replaced",
             "a cluster of this machine, until the end",
             "--ray-address",
         ),
         Setting(
             "routing",
-            "which replica gets a request: prefix (the one that had the beginning of its prompt, unless that has too "
-            "much to do) or least-loaded",
+            "which replica gets a request: prefix (the one that had the beginning of the prompt before, unless it is "
+            "too busy) or least-loaded",
             "prefix",
             "--routing",
         ),
         Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
         Setting(
             "cache",
-            "folder of fetched models, of compiled GPU code and of this machine's measured ceilings",
+            "folder for downloaded models, compiled GPU code and this machine's measured ceilings",
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),
@@ -196,20 +207,20 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "audit",
-            "1: processes check that ranks store at others only what their instructions declare (slow)",
+            "1: rank processes check that they store on others only what their instructions declare (slow)",
             "0",
             env="MEGAKERNEL_AUDIT",
         ),
         Setting(
             "check steps",
-            "1: every step table is checked before it is launched (slow)",
+            "1: check every step table before its launch (slow)",
             "0",
             env="MEGAKERNEL_CHECK_STEPS",
         ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
-        Setting("hub address", "server to ask instead of huggingface.co", "none", env="HF_ENDPOINT"),
-        Setting("package index", "index that `pull` asks", "https://pypi.org/simple", env="PIP_INDEX_URL"),
+        Setting("hub address", "server to use instead of huggingface.co", "none", env="HF_ENDPOINT"),
+        Setting("package index", "index that `pull` uses", "https://pypi.org/simple", env="PIP_INDEX_URL"),
         Setting("hub offline", "1: use only what is already downloaded", "0", env="HF_HUB_OFFLINE"),
     )
 }
@@ -220,10 +231,11 @@ def reference() -> str:
     out = [
         "# Settings",
         "",
-        "Generated by `python -m megakernel.codegen` from `megakernel/settings.py`. A flag wins over an environment",
-        "variable, which wins over the default.",
+        "This page tells you every flag and environment variable that more than one command uses. A flag overrides an",
+        "environment variable, which overrides the default. `python -m megakernel.codegen` generates this page from",
+        "`megakernel/settings.py`.",
         "",
-        "| setting | flag | environment | default | what |",
+        "| setting | flag | environment | default | meaning |",
         "| --- | --- | --- | --- | --- |",
     ]
     for s in SETTINGS.values():

@@ -43,9 +43,13 @@ def register(add: AddVerb) -> None:
         "--dtype",
         choices=("bf16", "f32"),
         default="bf16",
-        help="of KV, and of weights that the model's file has in no other type, for the roofline (default: bf16)",
+        help="for the roofline: type of KV and of weights, unless the file stores another one (default: bf16)",
     )
-    parser.add_argument("--machine", metavar="NAME", help="whose ceilings count; host measures (default: the server's)")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="for the roofline: the machine whose ceilings are used; host measures this one (default: the server's)",
+    )
     add_workload(parser, prompts=256)
     parser.add_argument(
         "--request-rate",
@@ -64,7 +68,11 @@ def register(add: AddVerb) -> None:
         metavar="NAME:MS",
         help=f"count requests within these limits ({', '.join(_LIMITS)}; milliseconds), such as ttft:500 tpot:50",
     )
-    parser.add_argument("--disable-stream", action="store_true", help="ask for whole answers: no latencies of tokens")
+    parser.add_argument(
+        "--disable-stream",
+        action="store_true",
+        help="request whole answers instead of streams, without latencies per token",
+    )
     parser.set_defaults(run=run)
 
 

@@ -33,9 +33,9 @@ def register(add: AddVerb) -> None:
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="talk to the server at this address; then flags that say how a model runs here mean nothing",
+        help="talk to the server at this address; flags that say how to run a model here are then ignored",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the server of --base-url asks for")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key of the server at --base-url")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: 1)")
     add_count(parser, "--max-tokens", None, "end an answer after this many tokens (default: the context's end)")
     parser.set_defaults(run=run)

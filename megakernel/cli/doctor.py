@@ -35,7 +35,7 @@ def register(add: AddVerb) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE.toml",
-        help="measure all that the simulator needs of this machine (a minute), and write it for --machine FILE.toml",
+        help="measure this machine for the simulator (a minute), and write the file for --machine FILE.toml",
     )
     parser.set_defaults(run=run)
 

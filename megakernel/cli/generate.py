@@ -25,18 +25,22 @@ def register(add: AddVerb) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, formatted with the model's chat template")
     add_model_run(parser)
     add_speculate(parser)
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
     for name, what in _HELP.items():
         kind = float if name in _REAL else int
         sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=what)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="end at any of these ids")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
+    sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="stop at any of these token ids")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after end-of-text tokens")
     sampling.add_argument(
-        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to an id's logit; may be repeated"
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID=X",
+        help="add X to the logit of a token id; may be repeated",
     )
     parser.set_defaults(run=run)
 

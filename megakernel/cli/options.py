@@ -69,7 +69,7 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
-    parser.add_argument("--context", type=positive, help="tokens a sequence may reach (default: the model's limit)")
+    parser.add_argument("--context", type=positive, help="the most tokens of a sequence (default: the model's limit)")
 
 
 def add_speculate(parser: argparse.ArgumentParser) -> None:

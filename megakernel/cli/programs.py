@@ -44,7 +44,7 @@ def register(add: AddVerb) -> None:
         "--search",
         type=above_zero("a number of seconds above 0"),
         metavar="SECONDS",
-        help="look for faster tiles, panels, lags, slots and queues with the simulator, for so long",
+        help="search for faster tiles, panels, lags, slots and queues with the simulator, for this long",
     )
     compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)

@@ -40,32 +40,39 @@ def register(add: AddVerb) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="add a measured point to the figure: a file with what `bench latency --json` printed",
+        help="add a measured point to the figure, from a file with the output of `bench latency --json`",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--plan", action="store_true", help="rank all ways to share the model over --gpus")
-    what.add_argument("--fleet", action="store_true", help="serve with --gpus: tokens per second, what binds, cost")
+    what.add_argument(
+        "--plan", action="store_true", help="list all ways to divide the model over --gpus, sorted by time"
+    )
+    what.add_argument(
+        "--fleet", action="store_true", help="serving with --gpus: tokens per second, the limit, the cost"
+    )
     parser.add_argument(
         "--layout",
         type=_layout,
         metavar="tp=8,pp=16,dp=128",
-        help="plan: price this layout too (tp, ep, pp, dp, zero), and say why it loses to the best",
+        help="plan: evaluate this layout too (tp, ep, pp, dp, zero), and explain why it is slower than the best",
     )
     parser.add_argument(
         "--weight-bits",
         type=int,
         choices=(16, 8, 4),
         default=_WEIGHT_BITS,
-        help="of a weight, decoding (default: 16)",
+        help="bits per weight while decoding (default: 16)",
     )
     add_count(parser, "--router-nodes", None, "most nodes of a token's experts (default: the model's own limit)")
     add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
-    parser.add_argument("--training", action="store_true", help="plan a step of training")
+    parser.add_argument("--training", action="store_true", help="plan a training step instead of a decoding step")
     parser.add_argument(
-        "--usd-per-gpu-hour", type=_price, metavar="USD", help="price that a fleet's tokens are reckoned with"
+        "--usd-per-gpu-hour",
+        type=_price,
+        metavar="USD",
+        help="the price from which the cost of a fleet's tokens is computed",
     )
     parser.add_argument(
-        "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
+        "--token-ms", type=_price, metavar="MS", help="fleet: the most milliseconds between two tokens of a sequence"
     )
     parser.set_defaults(run=run)
     roofline_ask.register(parser)

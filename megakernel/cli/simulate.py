@@ -35,11 +35,13 @@ def register(add: AddVerb) -> None:
     add_count(parser, "--tokens", None, "rows of the step, of as many sequences as may be (default: 1, or the file's)")
     add_count(parser, "--context", None, f"KV tokens of each sequence afterwards (default: {_CONTEXT})", "C")
     parser.add_argument(
-        "--no-pipelining", action="store_true", help="a worker begins an instruction when the one before has ended"
+        "--no-pipelining",
+        action="store_true",
+        help="a worker begins an instruction only when the previous one has ended",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the step's timeline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
 
 

@@ -32,16 +32,16 @@ def register(add: AddVerb) -> None:
     )
     add_count(parser, "--prompt-tokens", 128, "tokens before the step")
     add_count(parser, "--launches", 5, "decode steps to record, of which the median is shown")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument(
         "--compare",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="set another trace beside it: TRACE of the same program, or PROGRAM TRACE",
+        help="compare with another trace: TRACE of the same program, or PROGRAM TRACE",
     )
-    parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
 
 

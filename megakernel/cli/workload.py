@@ -38,9 +38,11 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="random: lengths vary by this share up and down (default: 0)",
+        help="random: lengths vary up and down by this fraction (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice, order and ids of the prompts (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the choice, order and ids of the prompts (default: 0)"
+    )
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:

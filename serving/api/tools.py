@@ -95,7 +95,9 @@ class Tools:
         if not self._required or codec.tokenizer is None:
             return asked
         if asked:
-            raise APIError(400, "a required tool call and another form of the answer exclude each other: give one")
+            raise APIError(
+                400, "a required tool call cannot be combined with another constraint on the answer: give one of them"
+            )
         grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several)
         return StructuredOutputsParams(grammar=grammar)
 

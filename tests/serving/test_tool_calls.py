@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both": (
         {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "exclude each other",
+        "cannot be combined",
     ),
     "arguments": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},

@@ -48,7 +48,7 @@ class Tables:
         return self._base + self._offsets[name]
 
     def clear(self) -> None:
-        """Fill all of them with zeros."""
+        """Fill all arrays with zeros."""
         self._gpu.use()
         self._gpu.fill(self._base, 0, self._size)
 
