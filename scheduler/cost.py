@@ -28,8 +28,8 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
     """Predicted seconds of all of a rank's instructions of one phase, if its workers have no other work.
 
-    Arithmetic, memory and links overlap. If few workers read, they share memory unequally. One signal is added, and a
-    second one if it must follow stores to other ranks.
+    Arithmetic, memory and links overlap. If few workers read, they share memory unequally. The time of one signal is
+    added, and that of a second one if it must follow stores to other ranks.
     """
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)

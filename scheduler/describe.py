@@ -23,8 +23,7 @@ def describe(program: Program) -> dict[str, Any]:
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
     sms                     SMs per worker
     all_to_all_per_layer    counters of a layer that every instruction of one phase signals and every instruction of
-    another
-                            waits for, with several on each side: a barrier between the two phases
+                            another waits for, with several on each side: a barrier between the two phases
     waits_per_instruction   {number of waits: instructions}, with the body counted once per layer
     matmul                  dots or tensor; None for a CPU
     lowering                see the function of that name

@@ -23,13 +23,10 @@ class Shape:
     tile_rows, tile_cols    the most rows and the most output columns of a matmul tile, up to the machine's
     panel                   row blocks that share one pass over the weights
     reduce_lag, norm_lag    if a layer ends with the next layer's norm: the number of panels by which its reduction
-    follows the
-                            last stage, so that the partial sums of all ranks have arrived, and by which the norm
-                            follows the
-                            reduction
-    claims                  attention slots per worker, if workers claim them: the smallest share of a step's attention
-    that a
-                            worker can take
+                            follows the last stage, so that the partial sums of all ranks have arrived, and by which the
+                            norm follows the reduction
+    claims                  attention slots per worker, if workers claim them; a slot is then at best an even share of
+                            the step's attention
     """
 
     tile_rows: int = 0
@@ -48,16 +45,14 @@ class Options:
     o              O projection: W_O sharded by head, or replicated on every rank
     residual       token rows dealt to owner ranks, or kept on every rank
     norm           a layer begins with its own attention norm, or ends with that of the next layer, or each matmul that
-    reads
-                   normalised rows normalises them itself
+                   reads normalised rows normalises them itself
     queue          what workers claim at run time: nothing, attention, or the whole body of a layer. With auto,
-    `tune.Fastest`
-                   simulates all possibilities that these options leave open; `compile_program` claims nothing
+                   `tune.Fastest` simulates all possibilities that these options leave open; `compile_program` claims
+                   nothing
     pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
                    `compile_program` treats auto as off
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time; if off,
-    phases
-                   run one after another
+                   phases run one after another
     matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
     overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
     """

@@ -38,7 +38,7 @@ struct PageUse {
   int32_t item = -1;   // attention: the item's number in the slot; otherwise -1
   // attention: whether it is the item's first page, before which its counters must be satisfied
   bool opens = false;
-  int32_t turn = 0;  // weights of tensor cores: the SM of the worker that loads the page
+  int32_t turn = 0;  // weights of tensor cores: modulo kSms, the SM of the worker that loads the page
 
   // Calls each(Box) for every stride-th box, starting with number `first`.
   template <class Each>

@@ -1,84 +1,95 @@
-// What the roles ask of the machine below them: a class P, one object per warp. The device implements it by
-// PTX (device.cuh), the host by fibres and by threads (csrc/host), so that the roles that run are the roles
-// that are tested.
+// The contract between the roles and the machine below them: a class P with one object per warp. The device
+// implements it in PTX (device.cuh), the host with fibres and with threads (csrc/host), so that the tests
+// run the same roles as the GPU.
 //
-// All members are warp-collective: every lane calls, one lane acts. A warp of the host has one lane.
+// All members are warp-collective: every lane calls, one lane acts. On the host a warp has one lane.
 //
 //   static constexpr int kLanes, kTrace
 //   int lane();                              0 .. kLanes - 1
-//   int warp();                              0 .. kWarps - 1, of the block
+//   int warp();                              0 .. kWarps - 1, in the block
 //
-//   void forget()                            what follows from lane() and warp() is worked out anew from here
-//                                            on, not kept in registers that other instructions need
+//   void forget()                            makes the compiler recompute values derived from lane() and
+//                                            warp() from here on, instead of keeping them in registers
 //
-//   struct Barrier                           in shared memory; phases count from 0 and alternate in parity
-//   void init(Barrier&, int arrivals)        before sync_block()
-//   void sync_block()                        all warps of the worker's blocks, at their begin and end
+//   struct Barrier                           lies in shared memory; phases count from 0 and alternate in
+//                                            parity
+//   void init(Barrier&, int arrivals)        is called before sync_block()
+//   void sync_block()                        synchronises all warps of the worker's blocks, at their begin
+//                                            and end
 //   bool wait(Barrier&, uint32_t parity, const Where&)
-//                                            until the phase of that parity has completed, then acquires
-//                                            (block). A fresh barrier counts as past parity 1. False: the
-//                                            launch was aborted
+//                                            waits until the phase with that parity has completed, then
+//                                            acquires at block scope. A new barrier has completed parity 1.
+//                                            Returns false if the launch was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            the same (both blocks), whether aborted or not; false: long
-//                                            after an abort it has not completed, and never will
-//   void arrive(Barrier&, int count = 1)     releases (block) what the warp did before
+//                                            does the same for both blocks, even after an abort. Returns
+//                                            false if the phase did not complete long after an abort and
+//                                            never will
+//   void arrive(Barrier&, int count = 1)     releases, at block scope, what the warp did before
 //   void arrive_at(int sm, Barrier&, int count = 1)
-//                                            the same at the barrier of that place in the block of an SM of
-//                                            the worker: what the warp has read may be written again from
-//                                            there
-//   void hand_over_at(int sm, Barrier&)      arrives there; releases (both blocks) what the warp did before
-//   T& at_sm(int sm, T&)                     what lies at that place of shared memory in that block
-//   void expect(Barrier&, uint32_t bytes)    arrives once, and the phase waits for so many bytes of loads
+//                                            arrives at the corresponding barrier of an SM of the worker.
+//                                            That SM may then overwrite what this warp has read
+//   void hand_over_at(int sm, Barrier&)      arrives there and releases, for both blocks, what the warp did
+//                                            before
+//   T& at_sm(int sm, T&)                     is the corresponding object in the shared memory of an SM of
+//                                            the worker
+//   void expect(Barrier&, uint32_t bytes)    arrives once; the phase also waits for this many bytes of
+//                                            loads
 //
-//   void acquire_map(const TensorMap&)       before the block's first copies by it, and sync_block()
+//   void acquire_map(const TensorMap&)       is called before the block's first copies by the map, and
+//                                            before sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
-//   void load_tile_for_all(..)               a tile to the same place in all blocks of the worker, whose
-//   barriers
-//                                            of that place each get its bytes
+//   void load_tile_for_all(..)               loads a tile to the same place in all blocks of the worker;
+//                                            the corresponding barrier of each block counts the bytes
 //   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            of one lane, asynchronous. A tile is a box of rows of 128 bytes,
-//                                            kBoxRows or as its map has them, in the 128-byte swizzle, zero
-//                                            outside the tensor, as columns are: the coordinates of their box
-//                                            behind the first, which is 0; bytes are a multiple of 16, so are
-//                                            addresses
+//                                            is called by one lane. All loads are asynchronous. A tile is a
+//                                            box of 128-byte rows, kBoxRows or as many as its map has, in
+//                                            the 128-byte swizzle, with zeros outside the tensor. So are
+//                                            columns; piece, a, b and z are the coordinates of their box
+//                                            after the first one, which is 0. Bytes and addresses are
+//                                            multiples of 16
 //   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)
-//                                            what load_columns will load, into the last shared cache
+//                                            prefetches what load_columns would load into the L2 cache
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
-//   void add_tile(..)                        the same, float32 +=; asynchronous, until
-//   void commit()                            what this warp has stored since the last is a group
-//   void wait_read(int pending)              all but the last `pending` groups have read their pages
-//   void wait_stores()                       all stores of this warp can be seen by all who see what it
-//                                            does next
-//   void fence_async()                       this warp's generic accesses before later asynchronous ones
-//   void fence_pages()                       the same of shared memory alone
+//   void add_tile(..)                        store or add (float32) a tile, asynchronously
+//   void commit()                            makes a group of this warp's stores since the last commit
+//   void wait_read(int pending)              waits until all but the last `pending` groups have read their
+//                                            pages
+//   void wait_stores()                       waits until everyone who sees this warp's next actions also
+//                                            sees all of its stores
+//   void fence_async()                       orders this warp's generic accesses before later asynchronous
+//                                            ones
+//   void fence_pages()                       does the same for shared memory alone
 //
-//                                            Both note what they wait for when it takes a while, and abort a
-//                                            launch that keeps them waiting for too long (watchdog.h)
 //   bool wait_counters(int n, Scope, const Where&, F need)
-//                                            until the counters of need(0 .. n - 1) hold (each a Need; lanes
-//                                            share them), then acquires once (scope). False: aborted, by
-//                                            itself too when it takes too long
-//   void signal(int32_t*, int count, Scope)  of one lane: adds, after all that its warp has seen (release)
+//                                            waits until the counters of need(0 .. n - 1), each a Need, are
+//                                            satisfied, with the lanes sharing them; then acquires once.
+//                                            Returns false if the launch was aborted. Like `wait`, it
+//                                            records a wait that takes a while, and aborts the launch if it
+//                                            takes too long (watchdog.h)
+//   void signal(int32_t*, int count, Scope)  is called by one lane: adds, and releases what its warp has
+//                                            seen
 //   int claim(int32_t*, uint32_t base, int end)
-//                                            takes the next of [0, end), counted from `base`; -1: all are
+//                                            takes the next of [0, end), counted from `base`; -1 if all are
 //                                            taken
-//   int arrive_acq_rel(int32_t*)             adds 1, gives the value before
-//   void sync_warp()                         what one lane did before, all lanes see
-//   void consumer_sync()                     the consumer warps of the block
-//   bool aborted()                           polls
+//   int arrive_acq_rel(int32_t*)             adds 1 and returns the value before
+//   void sync_warp()                         makes what one lane did before visible to all lanes
+//   void consumer_sync()                     synchronises the consumer warps of the block
+//   bool aborted()                           polls whether the launch was aborted
 //   void reads(const void* page, bool generic), writes(void* page)
-//                                            what follows reads the page (generically or by tensor cores),
-//                                            writes it generically: the host checks it, nothing on the device
+//                                            declare that the following code reads the page (generically or
+//                                            with tensor cores) or writes it generically. The host checks
+//                                            this; the device does nothing
 //
-//   uint64_t now()                           ticks of the trace, 0 where kTrace is 0
-//   void trace(const Where&, Role, IntervalKind, uint64_t begin)     an interval that ends now
-//   void stall(uint64_t ns)                  both only where kTrace is not 0
+//   uint64_t now()                           is the time in ticks of the trace; 0 if kTrace is 0
+//   void trace(const Where&, Role, IntervalKind, uint64_t begin)
+//                                            records an interval that ends now, if kTrace is not 0
+//   void stall(uint64_t ns)                  waits, if kTrace is not 0
 //
-// After an abort nothing waits for data: waits return false at once, and every role runs through what the
-// controller had published, without loads, bulk stores and signals, up to the end that the controller
-// publishes. So all warps of a block still meet at the same barriers. Where one of them does not come, or a
-// load never ends, the others wait a while longer, and leave.
+// After an abort nothing waits for data. Waits return false at once, and every role runs through the
+// instructions that the controller has published, without loads, bulk stores and signals, up to the end that
+// the controller publishes. All warps of a block therefore still meet at the same barriers. If one of them
+// does not arrive, or a load never ends, the others wait a while longer and leave.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"

@@ -172,8 +172,8 @@ class ThreadWarp {
     if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     barrier.change(0, -static_cast<int64_t>(host.bytes()));
   }
-  // Polls without busy waiting; returns false once the launch is aborted, also by a wait that lasts too long.
-  // `note` describes the wait.
+  // Polls and yields the core between attempts; false once the launch is aborted, also by a wait that is
+  // late. `note` describes the wait.
   template <class Held>
   bool spin(Held held, const Late& note) {
     const auto begin = Clock::now();

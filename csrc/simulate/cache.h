@@ -8,8 +8,8 @@
 
 namespace mk::simulate {
 
-// An entry is evicted when as many bytes as the cache holds have been filled since the entry was last used:
-// least recently used, also for entries that are being read. `filled` is the number of bytes filled so far.
+// An entry is evicted when more bytes than the cache holds have been filled since the entry was last used.
+// `filled` is the number of bytes filled so far.
 class Cache {
  public:
   // `sizes` are the bytes of each entry; entries below `layered` are different ones in each layer.

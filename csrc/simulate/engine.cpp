@@ -2,7 +2,7 @@
 // processes the worker's tasks in order.
 //
 //   controller     sets a task up if fewer than `in_flight` tasks are between set-up and the end of their
-//   store
+//                  store
 //   weight loader  loads the head of a task, as far as the ring has room: its weights, and its inputs if its
 //                  counters are satisfied; also prefetches some of the weights that come next into the cache
 //   input loader   waits for the counters, then loads the rest: the body

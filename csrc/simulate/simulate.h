@@ -32,9 +32,8 @@ struct Record {
 struct Task {
   double weight_bytes;  // bytes that may be loaded before the waits
   double read_bytes;    // only after them
-  double
-      // what loads take of the ring while they pass; 0: the consumers load when they reach the task
-      ring_bytes;
+  // What loads take of the ring while they pass; 0: the consumers load when they reach the task.
+  double ring_bytes;
   double held_bytes;    // bytes that stay until the task is computed
   double output_bytes;  // bytes of the ring that the output takes until it is stored
   double ahead_bytes;   // distance by which the cache's prefetches are ahead of the ring's weights

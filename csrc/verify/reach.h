@@ -44,8 +44,8 @@ struct Pair {
 };
 
 // Writes a topological order of all rows into `order` and returns how many rows it contains, which is fewer
-// if there is a cycle. A row can be taken when all but `missing` (which is used up) of its incoming edges
-// have been.
+// if there is a cycle. `missing` counts the incoming edges of each row that have not been taken yet, and is
+// used up. A row can be taken when its count reaches 0.
 inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
   const Groups<int32_t> after(
       graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },

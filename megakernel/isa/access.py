@@ -26,16 +26,12 @@ class Index(Enum):
 
     NONE         The operands do: the instruction touches exactly its box.
     ITEM         Attention work items do. The items of all attention instructions of a rank and layer partition the box
-    (rows x
-                 KV heads). An item also reads the K and V rows of its row blocks [item_wait_block, +blocks).
-                 `item_columns`
-                 gives the columns of some KV heads.
+                 (rows x KV heads). An item also reads the K and V rows of its row blocks [item_wait_block, +blocks).
+                 `item_columns` gives the columns of some KV heads.
     LOGIT_ROW    `logit_rows[i]` is the row for each logit row i of the instruction; the box has every row it may be.
-    Where rows
-                 have owners, only the rows that the instruction's rank owns.
+                 Where rows have owners, only the rows that the instruction's rank owns.
     LOGIT_OWNER  A write of rows of the box by the rank that owns token row `logit_rows[i]`. Every rank has an
-    instruction with
-                 this box, and exactly one of them writes each row (rank 0 writes padding rows).
+                 instruction with this box, and exactly one of them writes each row (rank 0 writes padding rows).
     """
 
     NONE = "none"

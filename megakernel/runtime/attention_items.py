@@ -138,7 +138,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     blocks.
 
     If one block of a part is so small that cuts between blocks are fair, the part has as many KV heads as there are
-    units. If there are enough blocks for all slots, it has only as many heads as keep memory busy.
+    units. Otherwise, if there are enough blocks for all slots, it has as many heads as keep memory busy.
     """
     heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head

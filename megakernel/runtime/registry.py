@@ -185,8 +185,8 @@ def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
 
 
 def join_ranks(tp: int) -> bool:
-    """In a torchrun job of `tp` ranks, every process calls this first, and only rank 0 continues. Does nothing
-    elsewhere.
+    """In a torchrun job of `tp` ranks, every process calls this first, and only rank 0 continues. Returns False
+    outside a job.
     """
     from .cpu.processes import join_ranks as join
 

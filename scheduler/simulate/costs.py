@@ -89,9 +89,9 @@ def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 # -- GPUs
-# A large matmul takes 1 / 0.75 of the time at the datasheet's rate (*How to Scale Your Model*, 2025, "How to Think
-# About
-# GPUs": about 20 us for a bound of 15.3). A query tile of attention uses one of the matrix unit's four quarters.
+# A large matmul takes 1 / 0.75 of the time at the datasheet's rate (*How to Scale Your Model*, 2025, "How to
+# Think About GPUs": about 20 us for a bound of 15.3). A query tile of attention uses one of the matrix unit's four
+# quarters.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # An H100 copied 3,089 of 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92

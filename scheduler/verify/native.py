@@ -103,8 +103,8 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """The rows that can be ordered, in order, and how many edges each remaining row lacks. A row can be taken when all
-    but `missing` of its incoming edges come from rows already taken.
+    """The rows that can be ordered, in order, and how many edges each remaining row lacks. `missing` counts the
+    incoming edges of each row that have not been taken yet; a row can be taken when its count reaches 0.
     """
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)

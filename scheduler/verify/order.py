@@ -5,9 +5,8 @@ reached their totals, and it signals when it ends. The events of a stream begin 
 begin before the previous one ends. Two kinds of virtual events represent decisions of the step table:
 
 item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, in whichever slot.
-It
-        certainly comes after the counters that its indexed wait names, and after nothing else. Its arrival at the row
-        block's counter proves only itself. The last item of a split to arrive represents the whole split.
+        It certainly comes after the counters that its indexed wait names, and after nothing else. Its arrival at the
+        row block's counter proves only itself. The last item of a split to arrive represents the whole split.
 read    (grid of a norm of logit rows, rank, row block): the read of one logit row, after that row block's counter.
 
 A third kind describes how a queue is claimed, and matters only for the proof that there is no deadlock:

@@ -5,20 +5,16 @@ records do and what a step means. It proves the following, over all ranks:
 
 phases    Every phase names buffers that its operation can use, in a meaningful order.
 form      Every record decodes, stays in bounds and names counters of its block. Each attention slot appears once.
-Drains
-          claim their queues completely. What an instruction holds at once fits the pages of shared memory.
+          Drains claim their queues completely. What an instruction holds at once fits the pages of shared memory.
 totals    Every counter gets exactly its stored total of arrivals, in the first, the middle and the last block. A
-counter
-          without arrivals in a block neither blocks nor orders anything there.
+          counter without arrivals in a block neither blocks nor orders anything there.
 order     Program order, counters and claims of queues have no cycle, with every edge that any step table may add.
 coverage  Every element that an instruction reads was written exactly once, on the copy that it reads, by the phase
-whose
-          value it needs. Every output is written.
+          whose value it needs. Every output is written.
 data      Each read begins after the end of that write. Each overwrite begins after the end of the previous write and of
-its
-          readers. Only edges that exist for every step table and every way to claim a queue count: a record of a queue
-          comes
-          after its own waits, and what follows a drain knows about the queue's records only through counters.
+          its readers. Only edges that exist for every step table and every way to claim a queue count: a record of a
+          queue comes after its own waits, and what follows a drain knows about the queue's records only through
+          counters.
 epochs    With several ranks, every stream ends after all work of all ranks.
 
 Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
@@ -44,7 +40,7 @@ are. The only exception is data that the prologue writes and every layer reads: 
 write, and each later reader must follow its own counterpart one layer earlier. The partial results of split attention
 belong to one (row, KV head), so the order of items in successive layers, proved for ATTN, orders them too.
 
-One launch proves any number of launches. Between two launches comes the host (one rank) or the final barrier.
+One launch proves any number of launches. Between two launches comes the host (one rank) or the exit barrier.
 Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except joins at the
 end of a stream, which only wait for conditions that stay true. So when an instruction of launch k + 1 begins, every
 counter has exactly k times its total, every queue has been claimed exactly k times its length, the last item of every

@@ -118,7 +118,7 @@ MK_FN void prefetch_norm(P& p, const Call& call) {
     prefetch(weights + k);
 }
 
-// The norm of the rows of a norm phase, or of a matmul with a norm.
+// Normalises the rows of a norm phase, or the inputs of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
   static_assert(__builtin_offsetof(Tile, row) == __builtin_offsetof(Run, row) &&

@@ -104,7 +104,7 @@ def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
 
 
 def _picked(access: Access, columns: dict[str, NDArray[np.int32]], box: _Box, own: StepTable) -> bool:
-    """The box that the step table selects, if it selects one."""
+    """Whether the step table selects this box; True if the table does not do the selecting."""
     dims = own.dims
     if access.index is Index.ITEM:
         slot = int(columns["slot"][0])

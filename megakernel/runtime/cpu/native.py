@@ -154,7 +154,8 @@ def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
 def probe_fma(threads: int, seconds: float = 0.5) -> float:
     """FLOP per second of the fastest multiply-adds that kernels use, on `threads` threads, in the best pass.
 
-    Sums are float32. Processors that multiply pairs of bfloat16 values do so nearly twice as fast as float32.
+    Sums are float32. Processors that multiply pairs of bfloat16 values do so nearly twice as fast as
+    float32 values, which widened weights are.
     """
     return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
 
